@@ -1,1 +1,1 @@
-"""Generates tokens in continuous batches over KV that prefill workers shipped."""
+"""Decode worker: generates tokens in continuous batches from KV that prefill workers have sent."""

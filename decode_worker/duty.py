@@ -1,4 +1,4 @@
-"""The duty of decoding: builds scheduler, KV receiver, KV sender and engine from settings and model."""
+"""Decode duty: builds scheduler, KV receiver, KV sender and engine from settings and model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class DecodeDuty(Duty):
-    """Receives KV and generates tokens."""
+    """Duty that receives KV and generates tokens."""
 
     role = "decode"
 
@@ -57,11 +57,11 @@ class DecodeDuty(Duty):
             self._listener.close()
 
     def build_engine(self, files: ModelFiles, loaded: LoadedModel, grammars: Grammars, send: Send) -> Engine:
-        assert self._listener is not None  # bound before the engine is built
+        assert self._listener is not None  # set by `bind_kv`
         settings, in_message = self.settings, blocks_per_message(loaded.kv.wire_bytes)
         blocks, quantised = incoming_blocks(loaded.kv, in_message), None
         incoming = self.transport.incoming(loaded.kv, blocks)
-        if loaded.kv.dtype not in SMALL_DTYPES.values():  # else blocks are of 8 bits already
+        if loaded.kv.dtype not in SMALL_DTYPES.values():  # otherwise blocks already have 8 bits
             quantised = quantised_incoming(loaded.kv, in_message)
         pool = self.new_pool(loaded)
         tiers = self.new_tiers(loaded, pool, lambda event: self._engine.notify(event))
@@ -128,7 +128,9 @@ class DecodeDuty(Duty):
             return HeadDrafter(loaded.runner, drafting, sampler, hidden)
         if draft is None:
             if self.settings.draft_model:
-                log.warning("no draft model: this process was started as a prefill worker, which loads none")
+                log.warning(
+                    "worker decodes without a draft model: it was started as a prefill worker, which does not load one"
+                )
             return None
         kv, caching = draft.runner.kv, self.settings.enable_prefix_caching
         cache = DraftCache(kv.num_blocks, kv.block_size, enable_prefix_caching=caching)
@@ -138,18 +140,18 @@ class DecodeDuty(Duty):
         self, event: TransferOpened | TransferCompleted | TransferFailed | TransferAdvanced | TransferEnded
     ) -> None:
         if isinstance(event, TransferOpened) or (isinstance(event, TransferFailed) and event.by_peer):
-            self._engine.submit(event)  # drops it when the inbox is full: peers can send any number of these
+            self._engine.submit(event)  # dropped if the inbox is full, because peers can send any number of these
         else:
             self._engine.notify(event)
 
 
 def decode_offer(config: DecodeWorkerConfig) -> DutyOffer:
-    """What lets a process decode with these settings."""
+    """Return the offer of a process to decode with these settings."""
     return DutyOffer("decode", config, lambda parts: DecodeDuty(config, parts))
 
 
 def step_launcher(runner: ModelRunner, sampler: Sampler) -> Launcher | None:
-    """Launches steps ahead: a thread does on a CPU, the device itself on a GPU with recorded steps."""
+    """Return the launcher of steps ahead: a thread on a CPU, recorded steps on a GPU, None otherwise."""
     if runner.kv.device.type == "cpu":
         return StepThread(runner, sampler)
     return StepLauncher(runner, sampler) if isinstance(runner, GraphRunner) else None

@@ -1,4 +1,4 @@
-"""The decode worker's engine: KV blocks and requests in, tokens out."""
+"""Engine of a decode worker: receives KV blocks and requests, and returns tokens."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from decode_worker.sequence import DecodeSequence, RequestStatus
 from decode_worker.speculation import Speculation
 
 FEW_SEQUENCES = 4
-"""A step of fewer sequences reads the weights with one core nearly as fast as with two (docs/measurements.md)."""
+"""Steps of fewer sequences read the weights with one core nearly as fast as with two (docs/measurements.md)."""
 EXPIRE_INTERVAL_S = 0.05
-"""How often deadlines are checked: each check looks at every request."""
+"""Interval between checks of deadlines. Each check visits all requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeLimits:
-    """How long a request may wait for room, for the rest of its KV, and for the end of a hand-over, in seconds.
+    """Timeouts, in seconds, of the waits for blocks, for the rest of a request's KV, and for a hand-over.
 
-    A step checks at most `max_draft_tokens` tokens for each sequence.
+    `max_draft_tokens` limits the draft tokens per sequence and step.
     """
 
     grant_timeout_s: float
@@ -48,7 +48,7 @@ class DecodeLimits:
 
 
 class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
-    """Owns the block pool (through its scheduler) and the model; the KV receiver writes only what it was lent."""
+    """Decode engine. Owns the block pool (through its scheduler) and the model. The KV receiver writes only lent blocks."""
 
     role = "decode"
     scheduler: DecodeScheduler
@@ -105,7 +105,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
 
     @property
     def _idle_work(self) -> DecodeSequence | None:
-        """A sequence whose draft KV is to be computed while nothing else is, here or on the same cores."""
+        """Sequence whose draft KV to compute while this worker, and others on the same cores, are idle."""
         return None if self._cores.has_prompts_elsewhere else self._speculation.next_idle(self.scheduler)
 
     @property
@@ -115,7 +115,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         )
 
     def hold_s(self, now: float) -> float:
-        """While prompts are computed on the same cores, steps keep a pace; tokens that are there are sent at once."""
+        """Keep a pace while prompts are computed on the same cores. Tokens of a completed step are sent at once."""
         if not self._cores.has_prompts_elsewhere:
             return 0.0
         self._drain()
@@ -131,7 +131,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
                 self._accept(router, request)
             case RequestReceived(router, HandOver() as order):
                 if (without_kv := self._handovers.take(router, order, time.monotonic())) is not None:
-                    self._fail(without_kv, "handover", "its KV has to be computed, here or elsewhere", retryable=True)
+                    self._fail(without_kv, "handover", "its KV is not computed yet and cannot be moved", retryable=True)
             case RequestReceived(_, ResetPrefixCache()):
                 self._speculation.reset_cache()
                 super().apply(command)
@@ -151,7 +151,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         self._pace.began(now)
         in_flight, drafts_next = self._pipeline.in_flight, self._speculation.wants_tokens(self.scheduler.running)
         if in_flight is not None and (in_flight.has_drafts or self.scheduler.lacks_blocks or drafts_next):
-            self._drain()  # drafts fix positions, and preemption frees blocks that a step in flight may write to
+            self._drain()  # drafts need final positions, and preemption frees blocks that a step in flight may write to
         if self._has_unused_adapters:
             self._drain()
             self._free_adapters()
@@ -166,7 +166,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         self._in_step = [chunk.sequence for chunk in certain]
         is_alone, idle = self._pipeline.in_flight is None, None if certain else self._idle_work
         if is_alone and self._speculation.has_model:
-            self._flush()  # the tokens of the step before: the draft model computes first
+            self._flush()  # send the tokens of the previous step before the draft model computes
         chunks = self._speculation.extend(certain, self._room, may_compute=is_alone, idle=idle)
         now += self._speculation.drafting_s
         if chunks:
@@ -177,29 +177,29 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
             self._pipeline.launch(chunks, prepared, self._masks, now, self._complete_step)
         else:
             self._drain()
-            self._flush()  # the tokens of the step that was in flight: the next step may take long
+            self._flush()  # send the tokens of the completed step before the next, which may take long
             left = [chunk for chunk in chunks if self.scheduler.has(chunk.sequence)]
-            self._compute(left, max(now, self._completed_at))  # the wait for the step in flight is no part of this one
+            self._compute(left, max(now, self._completed_at))  # excludes the wait for the step in flight
         self._handovers.stepped()
         self._in_step = ()
 
     def _compute(self, chunks: Sequence[DecodeChunk], now: float) -> None:
-        """Run a step from begin to end. No step may be in flight."""
+        """Run a step to completion. No step may be in flight."""
         if not chunks:
             return
         prepared = self._pipeline.chunks(chunks)
         logits, prompt_logits = separate(self._runner.forward(prepared), prepared)
         spans = by_chunk(prompt_logits, [chunk.num_spans for chunk in chunks])
-        with self._runner.waiting():  # whatever reads numbers of a device waits for the step
+        with self._runner.waiting():  # reading device memory waits for the step
             for chunk, (of_prompt, *_) in zip(chunks, spans, strict=True):
-                if of_prompt is not None:  # such a chunk has no draft
+                if of_prompt is not None:  # such chunks have no draft
                     num_sent = max(chunk.sequence.num_logprobs_sent, chunk.start + chunk.num_tokens)
                     chunk.sequence.num_logprobs_sent = num_sent
                     self._reports.report_prompt_logits(chunk.sequence, chunk.start, of_prompt)
             made = iter(self._masks.rows([chunk for chunk in chunks if chunk.sample]))
             rows_of = [(next(made) or [UNSAMPLED] * chunk.num_spans) if chunk.sample else [] for chunk in chunks]
             sampled = self._sampler.sample(logits, [row for rows in rows_of for row in rows])
-            self._runner.wait()  # the blocks of a sequence that ends now go to others
+            self._runner.wait()  # blocks of sequences that end now are reused
         done_at = time.monotonic()
         tokens_of = by_chunk(sampled, [len(rows) for rows in rows_of])
         wanted = [self.scheduler.advance(chunk) for chunk in chunks]
@@ -207,7 +207,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         self._process_outputs(chunks, tokens_of, done_at, done_at - now)
 
     def _complete_step(self, step: StepInFlight) -> None:
-        """Wait for a step that was launched, and process its tokens."""
+        """Wait for a launched step, and process its tokens."""
         self._in_step = [*(chunk.sequence for chunk in step.chunks), *self._in_step]
         sampled = self._pipeline.complete(step)
         done_at = time.monotonic()
@@ -215,14 +215,14 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         self._process_outputs(step.chunks, sampled, done_at, step_s)
 
     def _drain(self) -> None:
-        """Complete the step in flight, if there is one."""
+        """Complete the step in flight, if any."""
         if self._pipeline.in_flight is not None:
             self._complete_step(self._pipeline.in_flight)
 
     def _process_outputs(
         self, chunks: Sequence[DecodeChunk], sampled: Sequence[Sequence[SampledToken]], now: float, step_s: float
     ) -> None:
-        """Append the tokens of a step. `sampled` has those of each chunk's rows, none for an ended sequence."""
+        """Append the tokens of a step. `sampled` has those of each chunk's rows, and none for an ended sequence."""
         num_tokens, drafting_s = 0, self._speculation.drafting_s
         accepted: dict[DecodeSequence, int] = {}
         for chunk, tokens in zip(chunks, sampled, strict=True):
@@ -252,7 +252,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         return StepShape.of_rows(num_rows, self.scheduler.num_context_tokens)
 
     def _room(self, sequence: DecodeSequence, num_tokens: int) -> int:
-        """How many of `num_tokens` draft tokens a sequence has room for; in a hand-over none, as its room is fixed."""
+        """Return how many of `num_tokens` draft tokens fit. None do in a hand-over, whose blocks are fixed."""
         return 0 if sequence in self._handovers else self.scheduler.room_for(sequence, num_tokens)
 
     def _withdraw(self, sequence: DecodeSequence) -> None:
@@ -260,7 +260,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         self._restores.drop(sequence)
 
     def _pause_due(self, now: float) -> None:
-        """Pause the sequences whose last blocks are to be sent, once no step in flight writes to them."""
+        """Pause sequences whose last blocks must be sent, after the step in flight."""
         if self._handovers.wants_pause:
             self._drain()
             self._handovers.pause_due(now)
@@ -297,7 +297,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
     def close(self) -> None:
         try:
             self._pipeline.close()
-        finally:  # even if the step in flight failed: threads that run on would keep the process from ending
+        finally:  # even if the step failed, otherwise their threads would keep the process alive
             self._transfers.stop()
             self._grammars.close()
             self._restores.close()
@@ -308,7 +308,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
 
     def _overload(self) -> str:
         is_full = len(self.scheduler) >= self._max_waiting + self.scheduler.max_num_seqs
-        return f"{len(self.scheduler)} requests are here already" if is_full else ""
+        return f"this worker already has {len(self.scheduler)} requests" if is_full else ""
 
     def _add(
         self, router: bytes, request: DecodeRequest, token_ids: list[int], hasher: BlockHasher, now: float
@@ -331,7 +331,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
                 return "decode" if sequence.has_first_token else "prefill"
 
     def _continue(self, known: DecodeSequence, request: DecodeRequest) -> bool:
-        """Keep the blocks that have arrived, and expect the rest from the new attempt's prefill worker, if any."""
+        """Keep the blocks that have arrived. The rest comes from the new attempt's prefill worker, if any."""
         if not known.is_continued_by(request):
             return False
         self._handovers.cancel(known, "superseded by a new attempt")
@@ -354,17 +354,17 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         if reason:
             self._finish(sequence, reason, sequence.first_token_at)
         elif sequence.request.num_reserved_tokens:
-            self._reports.add(sequence)  # until then its router listens to the former worker
+            self._reports.add(sequence)  # its router reads from the previous worker until then
         self._reports.flush()
 
     def _on_tokens(self, sequence: DecodeSequence, sampled: Sequence[SampledToken], now: float) -> int:
-        """Append a sequence's next tokens, all but the last drafted before; how many it takes before it ends."""
+        """Append the sampled tokens, of which all but the last were drafted. Return how many the sequence takes."""
         if sequence.problems:
             self._fail(sequence, "sampling", sequence.problems[0], retryable=False)
             return 0
         for place, token in enumerate(sampled):
-            if token.token_id >= self._rules.vocab_size:  # not a token: the next step would fail with the whole batch
-                if place:  # report the tokens before it first, as without draft tokens
+            if token.token_id >= self._rules.vocab_size:  # not a token, would fail the next step for the whole batch
+                if place:  # report the preceding tokens first
                     self._reports.add(sequence)
                     self._reports.flush()
                 self._fail(sequence, *unsampled(sequence.params, sequence.constraint, "decode"), retryable=False)
@@ -383,7 +383,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         return len(sampled)
 
     def _finish(self, sequence: DecodeSequence, reason: str, now: float) -> None:
-        self._handovers.cancel(sequence, f"it ended: {reason}")
+        self._handovers.cancel(sequence, f"the request finished: {reason}")
         self._reports.finish(sequence, reason, now)
         self.metrics.decode_seconds.observe(now - sequence.first_token_at)
         self.metrics.count_finished(reason)

@@ -1,4 +1,4 @@
-"""The engine's side of KV transfers: grants, refusals, renewals and announcements that came early; both ends."""
+"""Engine side of KV transfers: grants, refusals, lease renewals, and early announcements."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from common.wire import COUNT_BITS
 from common.wire.messages import KVAck, KVFailed, KVGrant, KVOpen, KVWait, Message
 from decode_worker.sequence import DecodeSequence
 
-# Announcements (`KVOpen`) that came before their `DecodeRequest`.
+# Announcements (`KVOpen`) that arrived before their `DecodeRequest`.
 MAX_EARLY_OPENS = 4096
 EARLY_OPEN_S = 10.0
-"""How long such an announcement is kept."""
+"""Lifetime of an early announcement, in seconds."""
 
 RENEW_S = 1.0
-"""How often `KVWait` renews the lease of a prefill worker whose prompt waits for room here."""
+"""Interval of `KVWait`, which renews the lease of a prefill worker whose prompt waits for blocks here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,34 +27,34 @@ class _EarlyOpen:
 
 
 class IncomingTransfers:
-    """Sends messages to prefill workers for the engine. The scheduler owns the blocks; a transfer only borrows them."""
+    """Incoming transfers of an engine. The scheduler owns the blocks; transfers borrow them."""
 
     def __init__(self, receiver: KVReceiver, *, epoch: int, fingerprint: str, required: str = "") -> None:
-        """`required`: the transport whose offers must be readable here; "": frames will do."""
+        """`required` is the transport that must be able to read the sender's memory here, or "" to allow frames."""
         self._receiver, self._epoch, self._fingerprint = receiver, epoch, fingerprint
         self._required = required
         self._early: OrderedDict[tuple[str, int], _EarlyOpen] = OrderedDict()
 
     def mismatch(self, event: TransferOpened) -> str:
-        """Why this worker and the sender must not be paired, or ""."""
+        """Return why this worker must not receive from the sender, or ""."""
         message = event.message
         if message.decode_epoch != self._epoch:
-            return f"meant for boot epoch {message.decode_epoch} of this address, this is {self._epoch}"
+            return f"sent to boot epoch {message.decode_epoch} of this worker, which has restarted with {self._epoch}"
         if message.fingerprint != self._fingerprint:
             return f"KV layout {message.fingerprint} differs from this worker's {self._fingerprint}"
         if self._required and event.memory is None:
-            return f"the memory of {message.worker_id} cannot be read here, and kv_transport is {self._required}"
+            return f"kv_transport is {self._required}, but this worker cannot read the memory of {message.worker_id}"
         return ""
 
     def keep_early(self, event: TransferOpened, now: float) -> None:
-        """Keep an announcement whose request has not come yet."""
+        """Keep an announcement whose request has not arrived yet."""
         self._early[(event.message.request_id, event.message.attempt)] = _EarlyOpen(event, now + EARLY_OPEN_S)
         if len(self._early) > MAX_EARLY_OPENS:
             _, oldest = self._early.popitem(last=False)
             self.refuse(oldest.event.peer, oldest.event.message, "too many unknown requests")
 
     def forget_early(self, request_id: str, attempt: int, peer: bytes) -> None:
-        """Drop an announcement because its prefill worker gave up before the request came."""
+        """Drop an announcement after its prefill worker gave up."""
         early = self._early.get((request_id, attempt))
         if early is not None and early.event.peer == peer:
             del self._early[request_id, attempt]
@@ -72,7 +72,7 @@ class IncomingTransfers:
             self.refuse(early.event.peer, early.event.message, "unknown request")
 
     def grant(self, sequence: DecodeSequence, first_block: int, now: float) -> None:
-        """Lend the sequence's blocks to the receiver, and let the prefill worker ship from `first_block` on."""
+        """Lend the sequence's blocks to the receiver, and grant the prefill worker the blocks from `first_block` on."""
         sequence.granted_at = now
         request_id, attempt, memory = sequence.request_id, sequence.attempt, sequence.memory
         blocks = tuple(sequence.blocks)
@@ -94,26 +94,26 @@ class IncomingTransfers:
         self._tell(sequence.peer, grant)
 
     def renew(self, sequence: DecodeSequence, now: float) -> None:
-        """Tell the prefill worker every RENEW_S that its prompt still waits for room here."""
+        """Renew the lease of a prefill worker whose prompt still waits for blocks here, every RENEW_S."""
         if now - sequence.renewed_at >= RENEW_S:
             sequence.renewed_at = now
             self._tell(sequence.peer, KVWait(request_id=sequence.request_id, attempt=sequence.attempt))
 
     def touch(self, sequence: DecodeSequence, now: float) -> None:
-        """Note that the sender still computes. In a hand-over, confirm that all it sent before has arrived."""
+        """Record that the sender still computes. In a hand-over, confirm that everything sent before has arrived."""
         self._receiver.touch(sequence.request_id, sequence.attempt, now)
         if sequence.request.num_reserved_tokens:
             self._tell(sequence.peer, KVWait(request_id=sequence.request_id, attempt=sequence.attempt))
 
     def not_needed(self, peer: bytes, message: KVOpen) -> None:
-        """Acknowledge KV that this worker has, or computes, itself."""
+        """Acknowledge KV that this worker already has or computes itself."""
         self._tell(peer, KVAck(request_id=message.request_id, attempt=message.attempt))
 
     def refuse(self, peer: bytes, message: KVOpen, reason: str) -> None:
         self._tell(peer, KVFailed(request_id=message.request_id, attempt=message.attempt, reason=reason))
 
     def release(self, sequence: DecodeSequence, reason: str) -> IncomingTransfer | None:
-        """Take back the blocks that are lent, and send the prefill worker the `reason` if there is one."""
+        """Revoke lent blocks, and send the prefill worker the `reason` unless it is ""."""
         transfer = self._receiver.release(sequence.request_id, sequence.attempt)
         if sequence.peer and reason:
             self._tell(
@@ -127,7 +127,7 @@ class IncomingTransfers:
 
     @property
     def failure(self) -> BaseException | None:
-        """The error that ended the receiver's thread."""
+        """Error that ended the receiver thread."""
         return self._receiver.failure
 
     @property
@@ -143,16 +143,16 @@ class IncomingTransfers:
 
 @dataclass(frozen=True, slots=True)
 class TransferEnds:
-    """Both ends of a decode worker's transfers: KV comes from prefill workers, and goes and comes in hand-overs."""
+    """Both ends of a decode worker's transfers: KV from prefill workers, and of hand-overs in both directions."""
 
     incoming: IncomingTransfers
     outgoing: KVSender
 
     def check(self) -> None:
-        """Raises RuntimeError when the thread of either end has died."""
+        """Raise RuntimeError if the thread of either end has died."""
         for name, failure in (("receiver", self.incoming.failure), ("sender", self.outgoing.failure)):
             if failure is not None:
-                raise RuntimeError(f"the KV {name} died") from failure
+                raise RuntimeError(f"the KV {name} thread has died") from failure
 
     @property
     def num_dropped_frames(self) -> int:

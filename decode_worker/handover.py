@@ -1,10 +1,10 @@
-"""Hands running sequences over to other decode workers: their KV is copied while they are decoded here.
+"""Hand-over (live migration) of running sequences to other decode workers. Their KV is copied during decoding.
 
     take ──KVGrant──> copied ──caught up──> paused: the last blocks ──KVAck──> gone
-      └── failed, or out of room ──> decoded here ┘└── failed, or no answer ──> decoded here again, from where it was
+      └── failed, or out of blocks ─> decoded here ┘└── failed, or no answer ──> decoded here again
 
-Full blocks never change, so they are sent while further tokens are sampled. Once the target has all full blocks and the
-sequence has a token that the target lacks, it pauses, and its remaining blocks are sent with its tokens.
+Full blocks never change, so they are sent while further tokens are sampled. When the target has all full blocks and the
+sequence has a token that the target does not have, the sequence pauses, and its remaining blocks and tokens are sent.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from common.wire.messages import HandOver, KVDone
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequence import DecodeSequence, RequestStatus
 
-if TYPE_CHECKING:  # torch and sockets: hand-overs also run without them, in virtual time
+if TYPE_CHECKING:  # loads torch and sockets, which simulations of hand-overs do not need
     from common.engine.transfer import KVSender
     from common.engine.worker import WorkerMetrics
     from decode_worker.reporting import DecodeReports
 
 log = logging.getLogger(__name__)
 HANDOVER_TIMEOUT_S = 10.0
-"""How long a hand-over to another decode worker may take before the answer goes on here."""
+"""Maximum duration of a hand-over, in seconds. After it, the sequence stays on this worker."""
 MAX_PAUSE_S = 2.0
-"""How long a paused sequence, and its client, wait for the target before this worker decodes on."""
+"""Maximum pause of a sequence while it waits for the target, in seconds. After it, decoding resumes here."""
 
 
 @dataclass(slots=True, eq=False)
 class Handover:
-    """One hand-over. Of `room` blocks, announced to the target, `num_ready` are full and given to the sender.
+    """State of a hand-over. `room` blocks are announced to the target; `num_ready` are full and passed to the sender.
 
     The target has the sequence's first `num_known_tokens` tokens. Times are engine clock, in seconds.
     """
@@ -54,7 +54,7 @@ class Handover:
 
 
 class Handovers:
-    """Speaks to target workers, through the KV sender, and to routers. The scheduler owns the blocks."""
+    """Hand-overs of a worker. Communicates with targets through the KV sender. The scheduler owns the blocks."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Handovers:
         *,
         timeout_s: float,
     ) -> None:
-        """`timeout_s` bounds a whole hand-over."""
+        """`timeout_s` limits the whole hand-over."""
         self._sender, self._scheduler, self._timeout_s = sender, scheduler, timeout_s
         self._reports, self._metrics = reports, metrics
         self._by_key: dict[tuple[str, int], Handover] = {}
@@ -81,15 +81,15 @@ class Handovers:
     # ------------------------------------------------------------ messages of the router and the target
 
     def take(self, router: bytes, order: HandOver, now: float) -> DecodeSequence | None:
-        """Start to copy a sequence that is decoded here, or tell its router why not.
+        """Start to copy a sequence, or refuse the router's order with a reason.
 
-        Returns a sequence whose KV is not computed yet: there is nothing to copy, and any worker can compute it.
+        Returns a sequence whose KV is not computed yet: any worker can compute it instead.
         """
         sequence = self._scheduler.find(order.request_id)
         if sequence is None or sequence.router != router or sequence.attempt != order.attempt:
-            self._refuse(router, order, f"attempt {order.attempt} is not here")
+            self._refuse(router, order, f"this worker does not have attempt {order.attempt}")
         elif sequence.status is RequestStatus.LEAVING:
-            self._refuse(router, order, "it is leaving already")
+            self._refuse(router, order, "a hand-over of the request is already completing")
         elif sequence.status is not RequestStatus.RUNNING or sequence.num_remaining != 1:
             return sequence
         elif problem := self._begin(sequence, order, now):
@@ -105,7 +105,7 @@ class Handovers:
             handover.granted = True
             handover.caught_up |= event.caught_up
         elif event.reason or not handover.paused_at:
-            self._stay(handover, event.reason or "the target acknowledged what it cannot have")
+            self._stay(handover, event.reason or "the target acknowledged KV before it was complete")
         else:
             self._leave(handover, now)
 
@@ -113,21 +113,21 @@ class Handovers:
 
     @property
     def wants_pause(self) -> bool:
-        """Whether `pause_due` would pause a sequence, if no step were in flight."""
+        """Whether `pause_due` would pause a sequence."""
         return any(self._is_due(handover) for handover in self._by_key.values())
 
     def pause_due(self, now: float) -> None:
-        """Pause the sequences that are copied but for their last blocks. No step of theirs may be in flight."""
+        """Pause sequences that are copied except for their last blocks. They must not be in a step in flight."""
         for handover in list(self._by_key.values()):
             if self._is_due(handover):
                 self._pause(handover, now)
 
     def stepped(self) -> None:
-        """After a step, give the sender filled blocks, and end hand-overs that outgrew their room without a grant."""
+        """After a step, pass full blocks to the sender, and end hand-overs that outgrew their blocks without a grant."""
         for handover in list(self._by_key.values()):
             sequence = handover.sequence
             if not handover.granted and self._outruns(handover):
-                self._stay(handover, f"no room for it came within {handover.room} blocks")
+                self._stay(handover, f"the target granted no blocks before the request outgrew {handover.room} blocks")
             elif sequence.status is RequestStatus.RUNNING and self._num_full(sequence) > handover.num_ready:
                 handover.num_ready = self._num_full(sequence)
                 self._sender.progress(*handover.key, handover.num_ready, blocks=sequence.blocks)
@@ -137,10 +137,10 @@ class Handovers:
             if handover.paused_at and handover.paused_at < now - MAX_PAUSE_S:
                 self._stay(handover, f"the target did not answer within {MAX_PAUSE_S:g} s")
             elif handover.began_at < now - self._timeout_s:
-                self._stay(handover, f"it took longer than {self._timeout_s:g} s")
+                self._stay(handover, f"the hand-over took longer than {self._timeout_s:g} s")
 
     def withdraw(self, sequence: DecodeSequence) -> None:
-        """End the hand-over of a sequence that is to lose its blocks: none of them is sent once this has returned."""
+        """End the hand-over of a sequence that will lose its blocks. None of them is sent after this returns."""
         handover = self._handover_of(sequence)
         if handover is not None:
             self._stay(handover, "its blocks are needed here")
@@ -156,15 +156,15 @@ class Handovers:
     # ------------------------------------------------------------ inside
 
     def _begin(self, sequence: DecodeSequence, order: HandOver, now: float) -> str:
-        """Start to copy a sequence: why that cannot be, or ""."""
+        """Start to copy a sequence. Return why that is impossible, or ""."""
         num_known = sequence.num_prompt_tokens + order.num_output_tokens
         if not sequence.num_request_tokens <= num_known <= sequence.num_tokens:
-            return f"{order.num_output_tokens} of its {sequence.num_output_tokens} output tokens are not this attempt's"
+            return f"{order.num_output_tokens} of {sequence.num_output_tokens} output tokens are not from this attempt"
         self.cancel(sequence, "superseded by another hand-over")
         room = self._scheduler.blocks_for(num_known + order.num_reserved_tokens)
         handover = Handover(sequence, order, num_known, room, now, self._num_full(sequence))
         if self._outruns(handover):
-            return f"it has {sequence.num_tokens} tokens, more than {room} blocks hold"
+            return f"the request has {sequence.num_tokens} tokens, more than fit in {room} blocks"
         self._by_key[handover.key], self._keys[order.request_id] = handover, handover.key
         first_block = self._scheduler.window.first_block(sequence.num_computed - sequence.num_pending)
         self._sender.open(*handover.key, order.target, sequence.blocks, handover.num_ready, room, first_block)
@@ -175,7 +175,7 @@ class Handovers:
         sequence = handover.sequence
         if not handover.granted or sequence.status is not RequestStatus.RUNNING:
             return False
-        # Tokens of steps in flight count: they may fill the last place.
+        # Includes tokens of steps in flight, which may fill the last slot.
         is_full = sequence.num_at_most > handover.room * self._scheduler.block_size
         return (handover.caught_up or is_full) and sequence.num_planned > handover.num_known_tokens
 
@@ -209,8 +209,13 @@ class Handovers:
         self._scheduler.remove(sequence)
 
     def _stay(self, handover: Handover, reason: str) -> None:
-        """End a hand-over; the sequence is decoded on here."""
-        log.info("request %s stays: %s", handover.order.request_id, reason)
+        """End a hand-over. The sequence is decoded here."""
+        log.info(
+            "request %s stays on this worker, hand-over to %s failed: %s",
+            handover.order.request_id,
+            handover.order.target,
+            reason,
+        )
         sequence = handover.sequence
         self._forget(handover, reason)
         if handover.paused_at:
@@ -218,7 +223,7 @@ class Handovers:
         self._refuse(sequence.router, handover.order, reason)
 
     def _refuse(self, router: bytes, order: HandOver, reason: str) -> None:
-        """Tell a router that the new attempt has failed."""
+        """Report to a router that the new attempt has failed."""
         self._reports.fail(router, order.request_id, order.new_attempt, "handover", reason, retryable=True)
 
     def _forget(self, handover: Handover, reason: str) -> None:
@@ -231,7 +236,7 @@ class Handovers:
         return handover if handover is not None and handover.sequence is sequence else None
 
     def _outruns(self, handover: Handover) -> bool:
-        """Whether the sequence, with the tokens of steps in flight, has more tokens than the target has room for."""
+        """Whether the sequence, including steps in flight, has more tokens than the target's blocks."""
         return handover.sequence.num_at_most > handover.room * self._scheduler.block_size
 
     def _num_full(self, sequence: DecodeSequence) -> int:

@@ -1,9 +1,8 @@
-"""The gaps between steps of a decode worker: how long they should be, and how long they were. Pure.
+"""Pace of decode steps while prefill workers compute on the same cores. Pure.
 
-Prefill workers may compute on the same cores. Even turns serve neither: prompts take twice as long, and meanwhile few
-sequences share each step, which costs nearly as much as one of many. So prompts go first, and running sequences get a
-token as often as they need one: with a goal for the time of a token that often, without one often enough that steps
-take a quarter of the time, and no gap is long.
+Alternating evenly serves neither: prompts take twice as long, and steps with few sequences cost nearly as much as those
+with many. Prompts therefore take precedence, and running sequences get a token as often as they need one: with a goal
+for the time per token, at that rate; without one, so that steps take a quarter of the time and no gap is long.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from common.observe import Ewma
 from decode_worker.sequence import DecodeSequence
 
 STEPS_SHARE = 0.25
-"""The share of the time that steps take while prompts are computed on the same cores, without a goal."""
+"""Share of the time for steps while prompts are computed on the same cores, without a goal."""
 LONGEST_GAP_S = 0.1
-"""The longest gap between two steps without a goal, unless a step itself takes longer: readers notice more."""
+"""Maximum gap between two steps without a goal, in seconds, unless a step takes longer. Readers notice more."""
 SMOOTHING = 0.2
-"""The share of one more step in the average time of steps."""
+"""Weight of a new step in the average time."""
 RESERVE = 0.9
-"""A gap is made this share of the time that a step may take: steps seldom take so long, and nothing makes up for a gap
-that grows because the cores come late."""
+"""Share of the goal that a gap may take. Steps are usually shorter, but a late start on busy cores is not
+compensated."""
 
 
 class StepPace:
-    """Keeps `goal`, for how long a token may take, if it is set."""
+    """Pace of steps that keeps `goal`, the maximum time per token, if it is set."""
 
     def __init__(self, goal: TokenGoal) -> None:
         self._goal = goal
@@ -34,27 +33,27 @@ class StepPace:
         self._began_at = 0.0
 
     def began(self, now: float) -> None:
-        """A step begins."""
+        """Record the start of a step."""
         self._began_at = now
 
     def took(self, step_s: float) -> None:
-        """A step took so long."""
+        """Record the duration of a step."""
         self._step_s.observe(step_s)
 
     @property
     def gap_s(self) -> float:
-        """Seconds from the begin of a step to the begin of the next."""
+        """Seconds between the starts of two steps."""
         if self._goal.is_set:
             return RESERVE * self._goal.limit_s
         return min(LONGEST_GAP_S, self._step_s.value / STEPS_SHARE)
 
     def wait_s(self, now: float) -> float:
-        """Seconds until the next step should begin."""
+        """Return the seconds until the next step should start."""
         return max(0.0, self._began_at + self.gap_s - now)
 
 
 class TokenGaps:
-    """A gap lies between two steps that have a sequence in common."""
+    """Measures gaps between consecutive steps that have a sequence in common."""
 
     def __init__(self, goal: TokenGoal) -> None:
         self._goal, self._at = goal, 0.0
@@ -63,7 +62,7 @@ class TokenGaps:
     def stepped(
         self, sequences: Iterable[DecodeSequence], now: float, *, predicted_s: float, tokens_each: float
     ) -> None:
-        """The tokens of a step came at `now`: `tokens_each` on average for each of these sequences that decode."""
+        """Record a step that completed at `now`, with `tokens_each` tokens on average for each decoding sequence."""
         if not self._goal.is_set:
             return
         before, self._sequences = self._sequences, set(sequences)

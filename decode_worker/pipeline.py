@@ -1,14 +1,14 @@
-"""Decode steps in flight: step N+1 is launched before the host has seen the tokens of step N.
+"""Decode steps in flight: step N+1 is launched before the host has read the tokens of step N.
 
     launch N ── launch N+1 ── tokens of N ── launch N+2 ── tokens of N+1 ── ...
 
-What a row is sampled by may depend on its token in step N (penalties, a grammar): then the model of step N+1 runs while
-the host reads that token, and its rows are sampled afterwards.
+Sampling a row may depend on its token in step N (penalties, a grammar). The model of step N+1 then runs while the host
+reads that token, and its rows are sampled afterwards.
 
-A step that checks draft tokens (`draft_tokens.py`) may be launched ahead, but the next step waits until it has
-completed. A sequence that ends with step N may be in step N+1 already: its extra token is dropped, and its blocks
-linger with the scheduler until that step has ended. Only steps in which every sequence decodes one token are launched
-ahead; any other step waits until nothing is in flight.
+A step that verifies draft tokens (`draft_tokens.py`) may be launched ahead, but the next step waits for its completion.
+A sequence that ends with step N may already be in step N+1: its extra token is dropped, and the scheduler keeps its
+blocks until that step has ended. Only steps in which every sequence decodes one token are launched ahead; other steps
+wait until nothing is in flight.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ Sampled = TypeVar("Sampled")
 
 
 class LaunchedStep(Protocol):
-    """A step that a device runs."""
+    """A launched step."""
 
     def sample(self, rows: Mapping[int, SamplingRow]) -> None:
-        """Say how `rows` sample, before the next step is launched; the others do by their chunks' parameters alone."""
+        """Sample the step before the next launch: `rows` as given, all others with their chunks' parameters."""
 
     def read(self) -> list[SampledToken]:
-        """Wait for the step: a token for each of its rows. Raises the device's error."""
+        """Wait for the step and return a token for each row. Raises the device's error."""
 
 
 class Launcher(Protocol):
-    """Runs steps on a device, in order, without waiting for them (`StepLauncher`)."""
+    """Runs steps on a device in order, asynchronously (`StepLauncher`)."""
 
     def takes(self, chunks: Sequence[SequenceChunk]) -> bool: ...
 
@@ -53,9 +53,10 @@ class Launcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DecodeModel:
-    """What makes tokens: `runner` computes steps and `sampler` draws from their logits.
+    """Components that compute tokens: `runner` computes steps, and `sampler` samples from their logits.
 
-    A `launcher` launches the steps that it takes before the tokens of the step before are known. A `drafter` computes
+    A `launcher` launches steps ahead, before the tokens of the previous step are known. A `drafter` computes draft
+    tokens.
     draft tokens.
     """
 
@@ -67,7 +68,7 @@ class DecodeModel:
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A launched step, with the rows of each of `chunks` in turn. Times are engine clock, in seconds."""
+    """A launched step with the rows of `chunks`, in order. Times are engine clock, in seconds."""
 
     chunks: Sequence[DecodeChunk]
     step: LaunchedStep
@@ -75,12 +76,12 @@ class StepInFlight:
 
     @property
     def has_drafts(self) -> bool:
-        """Whether it checks draft tokens: then it may bring several tokens of a sequence."""
+        """Whether it verifies draft tokens, and may yield several tokens per sequence."""
         return any(chunk.draft.token_ids for chunk in self.chunks)
 
 
 class Pipeline:
-    """At most one step is in flight between two turns of the engine; during a launch there are two."""
+    """Pipeline of steps. Between iterations of the engine, at most one step is in flight; during a launch, two."""
 
     def __init__(
         self, scheduler: DecodeScheduler, launcher: Launcher | None, hidden: HiddenPlaces | None = None
@@ -89,7 +90,7 @@ class Pipeline:
         self.in_flight: StepInFlight | None = None
 
     def prepare(self, chunks: Sequence[DecodeChunk]) -> Sequence[SequenceChunk]:
-        """The model's chunks for a step of `chunks`; none if it cannot be launched ahead."""
+        """Return the model's chunks for a step of `chunks`, or () if it cannot be launched ahead."""
         if self._launcher is None or not chunks:
             return ()
         prepared = model_chunks(chunks)
@@ -98,7 +99,7 @@ class Pipeline:
         return prepared if self._hidden is None else self.chunks(chunks)
 
     def chunks(self, chunks: Sequence[DecodeChunk]) -> Sequence[SequenceChunk]:
-        """The model's chunks for a step that will run, with places for the hidden states that a draft head reads."""
+        """Return the model's chunks for a step that will run, with slots for hidden states of a draft head."""
         return model_chunks(chunks, self._hidden)
 
     def launch(
@@ -109,11 +110,11 @@ class Pipeline:
         now: float,
         complete: Callable[[StepInFlight], None],
     ) -> None:
-        """Start a step, fed by the one in flight, which `complete` is called with.
+        """Start a step that continues the one in flight, and call `complete` with that one.
 
-        Rows are sampled once all tokens before them are known if they depend on these, else at once.
+        Rows whose sampling depends on preceding tokens are sampled after these are known, others at once.
         """
-        assert self._launcher is not None  # `prepare` found one
+        assert self._launcher is not None  # checked by `prepare`
         before = self.in_flight
         row_of = {id(chunk.sequence): row for row, chunk in enumerate(before.chunks)} if before else {}
         sources: list[int] = []
@@ -134,7 +135,7 @@ class Pipeline:
             step.sample(self._rows(chunks, masks))
 
     def complete(self, step: StepInFlight) -> list[Sequence[SampledToken]]:
-        """Wait for a step: the tokens of each chunk's rows, none for ended sequences. Raises the device's error."""
+        """Wait for a step. Return the tokens of each chunk's rows, none for ended sequences. Raises the device's error."""
         if self.in_flight is step:
             self.in_flight = None
         try:
@@ -150,7 +151,7 @@ class Pipeline:
     def _rows(self, chunks: Sequence[DecodeChunk], masks: StepMasks) -> dict[int, SamplingRow]:
         """Return the rows of a launched step that need more than their parameters to sample.
 
-        Omits sequences that are deferred or have ended with the previous step. Their tokens are dropped.
+        Omits sequences that are deferred or ended with the previous step, whose tokens are dropped.
         """
         firsts = zip(chunks, starts_of([chunk.num_spans for chunk in chunks]), strict=True)
         special = [pair for pair in firsts if not pair[0].is_plain and self._scheduler.has(pair[0].sequence)]
@@ -160,15 +161,15 @@ class Pipeline:
         return rows
 
     def close(self) -> None:
-        """Wait for the steps in flight and drop their tokens. No step writes to a block afterwards."""
+        """Wait for the steps in flight and drop their tokens. Afterwards no step writes to a block."""
         if self._launcher is not None:
             self._launcher.close()
 
 
 def model_chunks(chunks: Sequence[DecodeChunk], hidden: HiddenPlaces | None = None) -> list[SequenceChunk]:
-    """The model's chunks. A token that is still being sampled is unknown here: 0 stands for it.
+    """Return the model's chunks. Tokens that are still being sampled are 0.
 
-    Each draft token is a chunk of its own, computed as in a step of its own.
+    Each draft token is a separate chunk, computed as in a separate step.
     """
     prepared = []
     for chunk in chunks:
@@ -190,10 +191,10 @@ def model_chunks(chunks: Sequence[DecodeChunk], hidden: HiddenPlaces | None = No
 
 
 def by_chunk(sampled: Sequence[Sampled], counts: Sequence[int]) -> list[Sequence[Sampled]]:
-    """Split the rows of a step: `counts` rows for each chunk."""
+    """Split the rows of a step into `counts` rows per chunk."""
     return [sampled[start : start + count] for start, count in zip(starts_of(counts), counts, strict=True)]
 
 
 def starts_of(counts: Sequence[int]) -> list[int]:
-    """The first row of each chunk of `counts` rows."""
+    """Return the index of each chunk's first row."""
     return [0, *accumulate(counts)][:-1]

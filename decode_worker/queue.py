@@ -1,8 +1,8 @@
-"""Which request that waits for blocks gets them next. Pure: no clocks, sockets or tensors.
+"""Queue of requests that wait for blocks. Pure: no clocks, sockets or tensors.
 
-Grants for KV from prefill workers and local prefills take the same blocks, oldest first, where a level of priority
-counts as some seconds of age. Younger requests may pass one that does not fit, until they have taken as many blocks as
-it needs itself.
+Grants for KV from prefill workers and local prefills compete for the same blocks, oldest first, where a level of
+priority counts as some seconds of age. Younger requests may overtake one that does not fit, until they have taken as
+many blocks as it needs.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from common.engine.sequences import Scheduler, TokenGoal
 from decode_worker.sequence import DecodeSequence, RequestStatus
 
 PATIENCE = 8
-"""How many times the goal for a token may keep a request out of the batch. Its client reads already, as a rule, so the
-wait counts for its tokens: an answer of 180, whose steps take 0.95 of it, has 9 times the goal to spare in all."""
+"""Maximum wait of a request for the batch, in multiples of the goal for the time per token. Its client usually reads
+already, so the wait counts for its tokens: an answer of 180 tokens, at 0.95 of the goal each, can spare 9 times the
+goal."""
 MAX_TRIED = 16
-"""How many waiting requests a step tries, so that a long queue does not slow it down."""
+"""Maximum number of waiting requests tried per step, so that a long queue does not slow it down."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Admission:
-    """The request at `place` in the queue is to own these cached blocks and `num_new` more."""
+    """The request at `place` in the queue gets these cached blocks and `num_new` more."""
 
     place: int
     prefix: CachedPrefix
@@ -31,7 +32,7 @@ class _Admission:
 
 
 class DecodeQueue(Scheduler[DecodeSequence]):
-    """`queue` holds, by age and priority, the requests that wait for blocks."""
+    """Scheduler base class. `queue` has the requests that wait for blocks, by age and priority."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class DecodeQueue(Scheduler[DecodeSequence]):
 
     @property
     def _mean_context(self) -> float:
-        """Mean number of tokens of the sequences in the batch; while it is empty, of those that wait for it."""
+        """Mean number of tokens of the sequences in the batch, or in the queue if the batch is empty."""
         if self.running:
             return self.num_context_tokens / len(self.running)
         waiting = self.queue[:MAX_TRIED]
@@ -92,7 +93,7 @@ class DecodeQueue(Scheduler[DecodeSequence]):
 
     @property
     def _num_places(self) -> int:
-        """How many sequences the batch may have now: more than usual for a request that has waited for too long."""
+        """Current maximum batch size. It is larger than usual if a request has waited for too long."""
         if self.queue:
             waits_since = max(self.queue[0].accepted_at, self.queue[0].opened_at)
             if self._now - waits_since > PATIENCE * self.goal.goal_s:
@@ -100,16 +101,16 @@ class DecodeQueue(Scheduler[DecodeSequence]):
         return min(self.batch_cap.value, self.max_num_seqs)
 
     def _next(self) -> _Admission | None:
-        """The oldest waiting request that fits and may pass those before it."""
+        """Return the oldest waiting request that fits and may overtake those before it."""
         if self._num_active >= self._num_places:
             return None
-        limit = self.pool.num_blocks  # of blocks that younger ones may take
+        limit = self.pool.num_blocks  # blocks that younger requests may take
         for place, sequence in enumerate(self.queue[:MAX_TRIED]):
             prefix = self._cached_prefix(sequence)
             num_new = self._num_new(sequence, prefix)
             if num_new <= limit and num_new + self._headroom <= self._num_available(prefix.blocks):
                 return _Admission(place, prefix, num_new)
-            # Nothing may pass a preempted sequence: its client has begun to read.
+            # Nothing may overtake a preempted sequence, whose client is already reading.
             left = num_new - sequence.num_passing_blocks if sequence.status is not RequestStatus.PREEMPTED else 0
             limit = min(limit, left)
             if limit <= 0:
@@ -117,7 +118,7 @@ class DecodeQueue(Scheduler[DecodeSequence]):
         return None
 
     def _cached_prefix(self, sequence: DecodeSequence) -> CachedPrefix:
-        """Where KV comes from another worker, nothing before `first_block` is needed, and everything behind it is."""
+        """Return the cached blocks. If another worker sends KV, those before `first_block` are not needed."""
         if not sequence.first_block or sequence.status is not RequestStatus.OPENED:
             return super()._cached_prefix(sequence)
         hashes = sequence.hasher.extend(sequence.token_ids)
@@ -125,12 +126,12 @@ class DecodeQueue(Scheduler[DecodeSequence]):
         return CachedPrefix(first, self.pool.match(hashes[first:num_cacheable]))
 
     def _num_new(self, sequence: DecodeSequence, prefix: CachedPrefix) -> int:
-        """Blocks that a waiting request takes at its admission beside those of `prefix`."""
+        """Return the number of blocks to allocate at admission in addition to `prefix`."""
         if sequence.status is RequestStatus.OPENED:
             return self.blocks_for(sequence.num_room_tokens) - prefix.end
         return self._table_end(prefix.end * self.block_size, sequence.num_room_tokens) - prefix.end
 
     @property
     def _headroom(self) -> int:
-        """Blocks that stay free for the sequences that are here: none on an idle worker."""
+        """Blocks to keep free for running sequences: 0 on an idle worker."""
         return self.num_watermark_blocks if self._num_active else 0

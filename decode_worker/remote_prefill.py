@@ -1,9 +1,9 @@
-"""Requests whose KV another worker ships: announced, granted, received or lost. The other side of `handover.py`.
+"""Requests whose KV another worker sends. The sending side is the prefill worker, or `handover.py`.
 
-    expected ──KVOpen──> opened ──room──> granted ──all received──> decoded
-                 └── refused      └── no room in time ┘└── failed, or silent: what has arrived is cached
+    expected ──KVOpen──> opened ──blocks──> granted ──all received──> decoded
+                 └── refused      └── no blocks in time ┘└── failed or stalled: received blocks stay cached
 
-An announcement may overtake its request; it is kept for a while.
+Announcements that arrive before their request are kept for a while.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from decode_worker.sequence import DecodeSequence, RequestStatus
 
 
 class RemotePrefills:
-    """`fail` ends a request whose KV does not come; another may get it, unless its prefill worker denies that."""
+    """Remote prefills of an engine. `fail` ends a request whose KV does not arrive; the router may retry elsewhere."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class RemotePrefills:
             self._transfers.touch(sequence, now)
         elif sequence.peer and sequence.status is RequestStatus.TRANSFERRING:
             sequence.peer = event.peer
-            self._fail(sequence, "transfer", "the prefill worker's connection broke: frames may be lost")
+            self._fail(sequence, "transfer", "the prefill worker reconnected, frames may be lost")
         else:
             self._begin(sequence, event, now)
 
@@ -71,17 +71,17 @@ class RemotePrefills:
         sequence = self._scheduler.find(event.request_id)
         if sequence is None or sequence.attempt != event.attempt or not sequence.is_incoming:
             return
-        if not event.by_peer or event.peer == sequence.peer:  # else that peer is not the sender
+        if not event.by_peer or event.peer == sequence.peer:  # otherwise that peer is not the sender
             sequence.peer = b""
-            if event.by_peer:  # keep nothing: what failed there may have spoilt blocks that it sent
+            if event.by_peer:  # keep nothing, the failure may have corrupted sent blocks
                 self._transfers.release(sequence, "")
-            if event.phase:  # as the prefill worker tells the router, which may hear of it later
+            if event.phase:  # the prefill worker reports the same to the router, possibly later
                 self._refuse(sequence, event.phase, event.reason)
             else:
-                self._fail(sequence, "transfer", f"transfer failed: {event.reason}")
+                self._fail(sequence, "transfer", f"KV transfer failed: {event.reason}")
 
     def on_completed(self, event: TransferCompleted) -> DecodeSequence | None:
-        """Let a sequence whose KV has arrived join the running batch; None if its attempt has ended meanwhile."""
+        """Move a sequence whose KV has arrived to the running batch. Return None if its attempt has ended."""
         transfer = event.transfer
         sequence = self._scheduler.find(transfer.request_id)
         if (
@@ -90,9 +90,9 @@ class RemotePrefills:
             or sequence.status is not RequestStatus.TRANSFERRING
             or transfer.done is None
         ):
-            return None  # aborted or superseded while the event was on its way
+            return None  # aborted or superseded in the meantime
         done = transfer.done
-        sequence.peer, sequence.lent = b"", False  # the receiver gave the blocks back with the last of them
+        sequence.peer, sequence.lent = b"", False  # the receiver returned the blocks with the last of them
         try:
             window = self._scheduler.window
             *tokens, last = self._rules.received_tokens(sequence, done, num_blocks=transfer.num_blocks, window=window)
@@ -101,7 +101,7 @@ class RemotePrefills:
             return None
         sequence.transfer_s = max(transfer.last_block_at, transfer.done_at) - transfer.granted_at
         sequence.transfer_bytes = transfer.num_bytes
-        # By this worker's clock, but for the latency of an idle wire.
+        # In this worker's clock, except for the latency of an idle link.
         computed_at = done.computed_at + sequence.clock_offset_s
         sequence.exposed_transfer_s = max(0.0, max(transfer.last_block_at, transfer.done_at) - computed_at)
         self._observe_link(transfer, max(computed_at, transfer.granted_at))
@@ -117,42 +117,42 @@ class RemotePrefills:
     # ------------------------------------------------------------ calls of the engine
 
     def expect(self, sequence: DecodeSequence) -> None:
-        """Process the announcement of a new request, if it came before."""
+        """Process the announcement of a new request if it arrived earlier."""
         early = self._transfers.take_early(sequence.request_id, sequence.attempt)
         if early is not None:
             self.on_opened(early)
 
     def refuse(self, request_id: str, attempt: int, why: str) -> None:
-        """Refuse the announcement of a refused request, if it came before."""
+        """Refuse the announcement of a refused request if it arrived earlier."""
         early = self._transfers.take_early(request_id, attempt)
         if early is not None:
             self._transfers.refuse(early.peer, early.message, why)
 
     def grant(self, granted: Sequence[DecodeSequence], now: float) -> None:
-        """Let other workers ship the blocks of these sequences, except those that were found in the cache."""
+        """Grant the blocks of these sequences to their senders, except those found in the cache."""
         for sequence in granted:
             sequence.num_received_blocks = sequence.num_computed // self._scheduler.block_size
             self._transfers.grant(sequence, sequence.num_received_blocks, now)
 
     def release(self, sequence: DecodeSequence, reason: str) -> None:
-        """Take a sequence's blocks back from its transfer, and set `num_received_blocks` to what has arrived."""
+        """Revoke a sequence's blocks from its transfer, and set `num_received_blocks` to the number received."""
         transfer = self._transfers.release(sequence, reason)
         if transfer is not None:
             sequence.num_received_blocks = transfer.num_prefix_received
 
     def expire(self, now: float) -> None:
-        """Fail sequences that have waited too long, and renew the leases of the prefill workers of the others."""
+        """Fail sequences that have waited for too long, and renew the leases of the other prefill workers."""
         self._transfers.expire_early(now)
         for transfer in self._transfers.stalled(now - self._transfer_timeout_s):
             sequence = self._scheduler.find(transfer.request_id)
             if sequence is not None and sequence.attempt == transfer.attempt:
                 missing = f"{transfer.num_missing} of {transfer.num_blocks - transfer.first_block} blocks missing"
-                self._fail(sequence, "transfer", f"no KV for {self._transfer_timeout_s:g} s, {missing}")
+                self._fail(sequence, "transfer", f"no KV received for {self._transfer_timeout_s:g} s, {missing}")
         for sequence in self._scheduler:
             if sequence.status is not RequestStatus.OPENED:
                 continue
             if sequence.opened_at < now - self._grant_timeout_s:
-                why = f"no room for {sequence.num_tokens} tokens within {self._grant_timeout_s:g} s"
+                why = f"no free KV blocks for {sequence.num_tokens} tokens within {self._grant_timeout_s:g} s"
                 self._fail(sequence, "grant", why)
             else:
                 self._transfers.renew(sequence, now)
@@ -160,7 +160,7 @@ class RemotePrefills:
     # ------------------------------------------------------------ inside
 
     def _observe_link(self, transfer: IncomingTransfer, since: float) -> None:
-        """Learn from what crossed after `since`, when the sender waited for nothing but the link."""
+        """Update the link model with what arrived after `since`, when only the link limited the transfer."""
         seconds = max(0.0, max(transfer.last_block_at, transfer.done_at) - since)
         block_bytes = transfer.num_bytes // max(1, len(transfer.received))
         is_shared = transfer.transport == "shm"

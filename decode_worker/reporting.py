@@ -1,4 +1,4 @@
-"""What a decode worker reports: to routers each token once, and at the end a timeline; in its metrics each event."""
+"""Reports of a decode worker: tokens and timelines to routers, and events to metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from decode_worker.sequence import DecodeSequence
 
 
 class DecodeCounters:
-    """Called by the engine's thread at each event of a request's life. Times are engine clock, in seconds."""
+    """Metrics of requests. Called by the engine thread. Times are engine clock, in seconds."""
 
     def __init__(self, metrics: WorkerMetrics, *, block_size: int) -> None:
         self._metrics, self._block_size = metrics, block_size
@@ -34,7 +34,7 @@ class DecodeCounters:
         num_accepted: Mapping[DecodeSequence, int],
         step_s: float,
     ) -> None:
-        """`num_sampled` tokens were new, `num_accepted` of each sequence drafted before."""
+        """Count a step with `num_sampled` new tokens. `num_accepted` are the accepted draft tokens by sequence."""
         for chunk in chunks:
             if chunk.draft.token_ids and chunk.sequence in num_accepted:
                 num_tokens, accepted = len(chunk.draft.token_ids), num_accepted[chunk.sequence]
@@ -68,10 +68,10 @@ class DecodeCounters:
 
 
 class DecodeReports(Reports):
-    """Gathers what is new of each sequence."""
+    """Collects new tokens of each sequence."""
 
     def add(self, sequence: DecodeSequence, reason: str = "", timeline: Timeline | None = None) -> None:
-        """Gather the tokens that its router has not got from this worker under this attempt."""
+        """Add the tokens that the router has not received from this worker in this attempt."""
         new = sequence.token_ids[sequence.num_prompt_tokens + sequence.num_reported :]
         made_here = sequence.num_reported - sequence.request.num_output_tokens
         self.add_delta(
@@ -90,13 +90,13 @@ class DecodeReports(Reports):
         sequence.num_reported += len(new)
 
     def report_prompt_logits(self, sequence: DecodeSequence, start: int, logits: Tensor) -> None:
-        """Queue log-probabilities of the prompt's tokens behind `start`; `logits` belong to those from `start` on."""
+        """Queue log probabilities of the prompt tokens after `start`. `logits` are those of the tokens from `start` on."""
         prompt = sequence.token_ids[: sequence.num_request_tokens]
         found = chunk_logprobs(logits, prompt, start, sequence.params.prompt_logprobs)
         self.report_prompt_logprobs(sequence, start, found)
 
     def finish(self, sequence: DecodeSequence, reason: str, now: float) -> None:
-        """Gather its last tokens, and the durations of its phases."""
+        """Add the last tokens, and the durations of all phases."""
         queue_s = 0.0 if sequence.granted_at else max(0.0, (sequence.admitted_at or now) - sequence.accepted_at)
         timeline = Timeline(
             queue_s=queue_s,

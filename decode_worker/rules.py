@@ -1,4 +1,4 @@
-"""How a decode worker samples for a sequence, what it may draft, and which received tokens it takes.
+"""Rules of a decode worker: how to sample a sequence, what it may draft, and which received tokens are valid.
 
 Masks of grammars are computed within their step, or on the mask thread while other answers continue.
 
@@ -29,10 +29,10 @@ STEP_S = 0.05
 
 
 class DecodeRules(RequestRules):
-    """`max_model_len` is what model and cache take together."""
+    """Rules of decode requests. `max_model_len` is the limit of model and cache."""
 
     def rows(self, chunk: DecodeChunk) -> list[SamplingRow]:
-        """How to sample behind a chunk's last token, and behind each of its draft tokens."""
+        """Return how to sample after a chunk's last token, and after each of its draft tokens."""
         sequence, draft = chunk.sequence, chunk.draft.token_ids
         num_unseen = chunk.start + chunk.num_tokens - sequence.num_tokens
         try:
@@ -42,14 +42,14 @@ class DecodeRules(RequestRules):
             return [UNSAMPLED] * chunk.num_spans
 
     def follows_tokens(self, sequence: DecodeSequence) -> bool:
-        """Whether the tokens before a row say how it is sampled: then all of them must be known."""
+        """Whether sampling a row depends on the tokens before it, which must then be known."""
         params = sequence.params
         return bool(params.has_penalties or params.grammar or params.bad_words or params.thinking is not None)
 
     def num_drafts(self, sequence: DecodeSequence, num_tokens: int) -> int:
-        """Return how many of `num_tokens` draft tokens after the next token fit into the sequence's maximum length.
+        """Return how many of `num_tokens` draft tokens after the next token fit in the sequence's maximum length.
 
-        0 for a slow grammar, because only the mask thread may use its constraint.
+        Returns 0 for a slow grammar, because only the mask thread may use its constraint.
         """
         if sequence.constraint is not None and sequence.constraint.is_slow:
             return 0
@@ -58,7 +58,7 @@ class DecodeRules(RequestRules):
         return min(num_tokens, left - 1)
 
     def num_possible(self, sequence: DecodeSequence, drafted: Sequence[int]) -> int:
-        """How many of the tokens `drafted` come before one that would end the sequence or break its grammar."""
+        """Return how many leading tokens of `drafted` neither end the sequence nor violate its grammar."""
         params = sequence.params
         ends = (place for place, token_id in enumerate(drafted) if self.may_end(sequence, token_id))
         count = next(ends, len(drafted))
@@ -67,14 +67,14 @@ class DecodeRules(RequestRules):
         return 0 if params.grammar else count
 
     def may_end(self, sequence: DecodeSequence, token_id: int) -> bool:
-        """Whether a token may end the sequence, or is none: nothing is drafted behind it."""
+        """Whether a token may end the sequence, or is invalid. Nothing is drafted after it."""
         ends = token_id in self._eos or token_id in sequence.params.stop_token_ids
         return ends or token_id >= self.vocab_size
 
     def row(self, sequence: DecodeSequence, drafted: tuple[int, ...], num_unseen: int = 0) -> SamplingRow:
-        """How to sample the token behind `drafted`, which follow `num_unseen` tokens of the step in flight.
+        """Return how to sample the token after `drafted`, which follow `num_unseen` tokens of the step in flight.
 
-        There must be none of those where `follows_tokens`.
+        `num_unseen` must be 0 if `follows_tokens`.
         """
         num_prompt, params = sequence.num_prompt_tokens, sequence.params
         position = sequence.num_tokens + num_unseen + len(drafted)
@@ -82,7 +82,7 @@ class DecodeRules(RequestRules):
             sequence.allowed_mask = allowed_mask(params, self.vocab_size)
         own, problems = sequence.allowed_mask, sequence.problems
         if position - num_prompt >= params.min_tokens and not self.follows_tokens(sequence):
-            return SamplingRow(params, position, allowed=own, problems=problems)  # most rows, in large batches
+            return SamplingRow(params, position, allowed=own, problems=problems)  # most rows in large batches
         if params.has_penalties:
             sequence.counts = sequence.counts or TokenCounts(sequence.token_ids[:num_prompt])
             sequence.counts.push(sequence.token_ids[num_prompt + sequence.counts.num_output_tokens :])
@@ -101,7 +101,7 @@ class DecodeRules(RequestRules):
     def received_tokens(
         self, sequence: DecodeSequence, done: KVDone, *, num_blocks: int, window: Window
     ) -> list[SampledToken]:
-        """The tokens that came with `num_blocks` blocks of KV, which must hold all of the window but the last token.
+        """Return the tokens that came with `num_blocks` blocks of KV, which must cover the window except the last token.
 
         Raises WireError.
         """
@@ -111,18 +111,18 @@ class DecodeRules(RequestRules):
             raise WireError(f"{which} {largest} is outside of the vocabulary of {self.vocab_size}")
         num_tokens = sequence.num_request_tokens + len(token_ids) - 1
         if num_blocks != -(-num_tokens // window.block_size):
-            raise WireError(f"{num_blocks} blocks came, which {num_tokens} tokens do not fill")
+            raise WireError(f"received {num_blocks} blocks, which {num_tokens} tokens do not fill")
         if sequence.first_block > (needed := window.first_block(num_tokens)):
-            raise WireError(f"blocks came from {sequence.first_block} on, but the window begins in block {needed}")
+            raise WireError(f"received blocks from {sequence.first_block} on, but the window begins in block {needed}")
         logprobs = (done.logprobs, *done.more_logprobs)
         if sequence.params.logprobs < 0:
             logprobs = (None,) * len(token_ids)
         if len(logprobs) != len(token_ids):
-            raise WireError(f"{len(logprobs)} logprobs came for {len(token_ids)} tokens")
+            raise WireError(f"received {len(logprobs)} logprobs for {len(token_ids)} tokens")
         return [SampledToken(*pair) for pair in zip(token_ids, logprobs, strict=True)]
 
     def ends_in_flight(self, sequence: DecodeSequence) -> bool:
-        """Whether the sequence ends with the steps in flight, for any tokens that they sample."""
+        """Whether the sequence ends with the steps in flight, whatever they sample."""
         if not sequence.num_pending:
             return False
         planned = sequence.num_planned

@@ -1,13 +1,13 @@
-"""What a decode worker computes next. Pure: no clocks, sockets or tensors.
+"""Scheduler of a decode worker. Pure: no clocks, sockets or tensors.
 
-Every step holds one token of each decoding sequence (and draft tokens behind it, see `speculation.py`), plus at most
-`local_prefill_chunk` prompt tokens of sequences that are (re)computed here, so that a long prompt does not stall all
-streams; `prompt_order` says whose. With a goal for the time of a token, predicted times say how many of these, and how
-many sequences run side by side (`step_budget.py`); one that has waited for `PATIENCE` times as long runs besides.
-`queue.py` says which waiting requests get blocks.
+Every step has one token of each decoding sequence (and draft tokens after it, see `speculation.py`), plus up to
+`local_prefill_chunk` prompt tokens of sequences that are (re)computed here, in the order of `prompt_order`. The limit
+prevents long prompts from stalling all streams. With a goal for the time per token, step time predictions limit these
+tokens and the batch size (`step_budget.py`); a sequence that has waited for `PATIENCE` times the goal is admitted
+nevertheless. `queue.py` selects the waiting requests that get blocks.
 
-Where the model looks back through a window, a running sequence gives back the blocks that its next token does not see,
-once no step in flight reads them, and none while a transfer may read them.
+If the model has a sliding window, a running sequence releases the blocks that its next token does not see, once neither
+a step in flight nor a transfer may read them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from decode_worker.sequence import DecodeSequence, RequestStatus
 
 
 class DecodeChunk(NamedTuple):
-    """Compute `num_tokens` tokens of `sequence` from `start` on; sample if that reaches its last token.
+    """Compute `num_tokens` tokens of `sequence` from `start` on, and sample if they include its last token.
 
-    With `all_logits`, the logits of every token are kept: the request wants log-probabilities of its prompt. A single
-    token may have a `draft`: the step also runs its tokens as if they were the sequence's, and samples behind each.
+    With `all_logits`, logits of all tokens are kept for prompt log probabilities. A single token may have a `draft`: the
+    step computes its tokens as if they were the sequence's, and samples after each.
     """
 
     sequence: DecodeSequence
@@ -39,12 +39,12 @@ class DecodeChunk(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Tokens that the model runs."""
+        """Number of tokens that the model computes."""
         return self.num_tokens + len(self.draft.token_ids)
 
     @property
     def num_spans(self) -> int:
-        """Chunks that the model runs it as: each draft token is one of its own."""
+        """Number of chunks that the model computes: each draft token is a separate one."""
         return 1 + len(self.draft.token_ids)
 
     @property
@@ -53,7 +53,7 @@ class DecodeChunk(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether parameters and position alone say how its rows are sampled."""
+        """Whether sampling depends only on parameters and position."""
         return self.start + self.num_tokens >= self.sequence.plain_from
 
     @property
@@ -63,7 +63,7 @@ class DecodeChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """Chunks to compute, sequences that got room for KV to arrive, and sequences that lost their blocks."""
+    """Chunks to compute, sequences that got blocks for incoming KV, and sequences that lost their blocks."""
 
     chunks: Sequence[DecodeChunk]
     granted: Sequence[DecodeSequence]
@@ -71,7 +71,7 @@ class SchedulerOutput:
 
 
 def shape_of(chunks: Sequence[DecodeChunk]) -> StepShape:
-    """What a step of these chunks computes; draft tokens are rows of their own."""
+    """Return the shape of a step of these chunks. Draft tokens are separate rows."""
     num_rows = context = 0
     for chunk in chunks:
         if chunk.num_tokens == 1:
@@ -83,11 +83,11 @@ def shape_of(chunks: Sequence[DecodeChunk]) -> StepShape:
 
 
 class DecodeScheduler(DecodeQueue):
-    """Keeps each request of the worker.
+    """Scheduler of all requests of a worker.
 
-    A step may be scheduled while the one before it is in flight: its sequences count one pending token each. A sequence
-    that is removed meanwhile lingers: `find` does not return it, but it keeps its blocks until no step in flight writes
-    to them.
+    A step may be scheduled while the previous one is in flight: its sequences have one pending token each. A sequence
+    that is removed during a step lingers: `find` does not return it, but its blocks are kept until no step in flight
+    writes to them.
     """
 
     def __init__(
@@ -103,9 +103,9 @@ class DecodeScheduler(DecodeQueue):
         usual_chunk: int | None = None,
         window: int = 0,
     ) -> None:
-        """`slo_tpot_s`: the goal for the time of a token after the first; 0: none.
+        """`slo_tpot_s` is the goal for the time per token after the first, in seconds (0: none).
 
-        The usual sizes hold while the goal does not choose; without them the bounds do.
+        The usual sizes apply when the goal does not determine them. They default to the limits.
         """
         super().__init__(
             pool,
@@ -136,18 +136,18 @@ class DecodeScheduler(DecodeQueue):
         return StepShape.sum(s.remaining_shape for s in (*waiting, *prompts))
 
     def add(self, sequence: DecodeSequence) -> None:
-        """Accept a request; it owns no blocks yet."""
+        """Add a request without blocks."""
         self._by_id[sequence.request_id] = sequence
         if sequence.status is RequestStatus.WAITING:
             self._enqueue(sequence)
 
     def open(self, sequence: DecodeSequence, first_block: int = 0) -> None:
-        """Let a sequence whose KV was announced, from `first_block` on, wait for room."""
+        """Queue a sequence whose KV was announced, from `first_block` on, for blocks."""
         sequence.status, sequence.first_block = RequestStatus.OPENED, first_block
         self._enqueue(sequence)
 
     def start_decoding(self, sequence: DecodeSequence) -> None:
-        """Let a sequence join the running batch: the KV of all its tokens is in its blocks. Releases blocks beyond."""
+        """Move a sequence whose KV is complete to the running batch. Releases unused blocks."""
         self._check_not_lent(sequence)
         self.num_transferring -= 1
         sequence.num_computed = sequence.num_tokens
@@ -161,28 +161,28 @@ class DecodeScheduler(DecodeQueue):
         self.running.append(sequence)
 
     def skip_to(self, sequence: DecodeSequence, first_block: int) -> None:
-        """Give up the blocks before `first_block` of a sequence whose KV comes from there on, as announced anew."""
+        """Release the blocks before `first_block` of a sequence whose KV was announced again, from there on."""
         self._check_not_lent(sequence)
         self._give_back_before(sequence, first_block)
         sequence.first_block = max(sequence.first_block, first_block)
         sequence.num_received_blocks = max(sequence.num_received_blocks, first_block)
 
     def pause(self, sequence: DecodeSequence) -> None:
-        """Take a running sequence out of the batch while its last blocks are sent. It keeps all blocks."""
+        """Remove a running sequence from the batch while its last blocks are sent. It keeps all blocks."""
         if sequence.num_pending:
-            raise BlockError(f"request {sequence.request_id} cannot leave: a step in flight writes to its blocks")
+            raise BlockError(f"request {sequence.request_id} cannot be paused: a step in flight writes to its blocks")
         self.running.remove(sequence)
         sequence.status = RequestStatus.LEAVING
         self.num_leaving += 1
 
     def resume(self, sequence: DecodeSequence) -> None:
-        """Put a paused sequence back into the batch."""
+        """Return a paused sequence to the batch."""
         self.num_leaving -= 1
         sequence.status = RequestStatus.RUNNING
         self.running.append(sequence)
 
     def prefill_locally(self, sequence: DecodeSequence, num_received: int) -> None:
-        """Compute the KV of `sequence` here instead of expecting it. Its first `num_received` blocks are kept."""
+        """Compute the KV of `sequence` here instead of receiving it. Its first `num_received` blocks are kept."""
         if sequence.status is RequestStatus.TRANSFERRING:
             self.num_transferring -= 1
             self._publish_received(sequence, num_received)
@@ -193,7 +193,7 @@ class DecodeScheduler(DecodeQueue):
         self._enqueue(sequence)
 
     def expect_again(self, sequence: DecodeSequence) -> None:
-        """Let a sequence wait for another prefill worker to announce its KV, and no longer for room."""
+        """Let a sequence wait for the announcement of another prefill worker instead of blocks."""
         if sequence.status is RequestStatus.OPENED:
             self._dequeue(sequence)
             sequence.status = RequestStatus.EXPECTING
@@ -205,11 +205,11 @@ class DecodeScheduler(DecodeQueue):
         withdraw: Callable[[DecodeSequence], None] = lambda sequence: None,
         restore: Callable[[DecodeSequence], None] = lambda sequence: None,
     ) -> SchedulerOutput:
-        """The next step. Granted sequences own blocks for their whole prompt from here on.
+        """Return the next step. Granted sequences own blocks for their whole prompt from now on.
 
-        `model` predicts the times that decide in which order prompts are computed (`prompt_order`).
-        `withdraw` takes the blocks of a sequence back from any transfer or read before it is preempted. `restore` may
-        begin to read blocks of a prompt that is computed here; nothing of it is computed while its `read` lasts.
+        `model` predicts step times for the order of prompts (`prompt_order`). `withdraw` revokes the blocks of a sequence
+        from any transfer or read before it is preempted. `restore` may start to read blocks of a prompt that is computed
+        here; none of it is computed while its `read` is in progress.
         """
         self._now = now
         self.batch_cap = batch_cap(model, self._mean_context, self.goal, self.max_num_seqs, self._usual_num_seqs)
@@ -254,15 +254,17 @@ class DecodeScheduler(DecodeQueue):
             sequence.num_restored += num_blocks * self.block_size
 
     def room_for(self, sequence: DecodeSequence, num_tokens: int) -> int:
-        """How many of `num_tokens` draft tokens behind the next token have room. Allocates blocks if there are any."""
+        """Return how many of `num_tokens` draft tokens after the next one fit. Allocates blocks if enough are free."""
         wanted = self.blocks_for(sequence.num_planned + num_tokens) - len(sequence.blocks)
-        kept = max(self.num_watermark_blocks, len(self.running))  # each may need another one for its next token
+        kept = max(
+            self.num_watermark_blocks, len(self.running)
+        )  # each sequence may need another block for its next token
         if wanted > 0 and self.pool.num_available - wanted >= kept:
             sequence.blocks += self.pool.allocate(wanted)
         return min(num_tokens, len(sequence.blocks) * self.block_size - sequence.num_planned)
 
     def accept(self, sequence: DecodeSequence) -> None:
-        """Accept the newest token, which was drafted: the step has written its KV and sampled behind it."""
+        """Accept the newest token, which was drafted: the step has written its KV and sampled after it."""
         self.pool.wrote(sequence.blocks, sequence.num_computed, sequence.num_computed + 1)
         sequence.num_computed += 1
         self._publish_full(sequence)
@@ -290,14 +292,14 @@ class DecodeScheduler(DecodeQueue):
         return True
 
     def failed(self, chunk: DecodeChunk) -> None:
-        """Record that a step in flight failed: its slots hold anything, so nothing of `chunk` is ever published."""
+        """Record that a step in flight failed. Its slots are undefined, so `chunk` is never published."""
         self._end_step_of(chunk.sequence)
         chunk.sequence.deferred = False
 
     def remove(self, sequence: DecodeSequence, num_received: int = 0) -> None:
-        """Forget a request in any state and release its blocks, once no step in flight writes to them.
+        """Forget a request in any state and release its blocks once no step in flight writes to them.
 
-        If its KV was still coming, the first `num_received` blocks have arrived: those of known tokens stay cached.
+        If its KV was in transfer, the first `num_received` blocks have arrived: those of known tokens stay cached.
         """
         if not self.has(sequence):
             return
@@ -321,9 +323,9 @@ class DecodeScheduler(DecodeQueue):
             self._release(sequence)
 
     def _end_step_of(self, sequence: DecodeSequence) -> bool:
-        """Record that a step in flight has ended for the sequence; whether the sequence is still here."""
+        """Record that a step in flight has ended for the sequence. Return whether it is still scheduled."""
         sequence.num_pending -= 1
-        sequence.num_drafted *= sequence.num_pending > 0  # a step with draft tokens is the last in flight
+        sequence.num_drafted *= sequence.num_pending > 0  # no step follows one with draft tokens
         if self.has(sequence):
             return True
         if not sequence.num_pending:
@@ -332,20 +334,20 @@ class DecodeScheduler(DecodeQueue):
         return False
 
     def _num_missing(self, sequence: DecodeSequence) -> int:
-        """Blocks that the sequence lacks for its next tokens."""
+        """Return the number of blocks that the sequence needs for its next tokens."""
         if sequence.num_planned <= len(sequence.blocks) * self.block_size:
             return 0  # most sequences in most steps
         return max(0, self._table_end(_position(sequence), sequence.num_planned) - len(sequence.blocks))
 
     def _slide(self, sequence: DecodeSequence) -> None:
-        """Give back the blocks that no token from the first on that is not computed sees, unless they are lent."""
+        """Release the blocks that no uncomputed token sees, unless they are lent."""
         if self.window and not sequence.lent:
             self._give_back_before(sequence, self.window.first_block(_position(sequence)))
 
     def _make_room(self, withdraw: Callable[[DecodeSequence], None]) -> list[DecodeSequence]:
-        """Give each running sequence the blocks its next tokens need, preempting others if there are too few.
+        """Allocate the blocks for the next tokens of each running sequence, preempting others if necessary.
 
-        The lowest priority goes first, of those the youngest.
+        Preempts the lowest priority first, and the youngest among equals.
         """
         preempted: list[DecodeSequence] = []
         for sequence in sorted(filter(self._num_missing, self.running), key=_last_to_go):
@@ -372,12 +374,12 @@ class DecodeScheduler(DecodeQueue):
         self._enqueue(sequence)
 
     def _admit(self, now: float, restore: Callable[[DecodeSequence], None]) -> list[DecodeSequence]:
-        """Admit waiting requests, oldest first, while there is room: returns those whose KV another worker sends."""
+        """Admit waiting requests, oldest first, while they fit. Return those whose KV another worker sends."""
         granted: list[DecodeSequence] = []
         while (admission := self._next()) is not None:
             prefix, num_new = admission.prefix, admission.num_new
             sequence = self.queue.pop(admission.place)
-            sequence.num_passing_blocks = 0  # should it be preempted, it waits anew, and with other tokens
+            sequence.num_passing_blocks = 0  # starts again after a preemption
             for passed in self.queue[: admission.place]:
                 passed.num_passing_blocks += num_new
             self._give_blocks(sequence, prefix, num_new, now)
@@ -402,15 +404,15 @@ class DecodeScheduler(DecodeQueue):
             self._publish_full(sequence)
 
     def _publish_full(self, sequence: DecodeSequence) -> None:
-        """Publish the blocks whose KV no step in flight still writes."""
+        """Publish the blocks that no step in flight still writes."""
         self._publish(sequence, sequence.num_computed - sequence.num_pending)
 
 
 def _position(sequence: DecodeSequence) -> int:
-    """The first position that no completed step has computed: a step in flight may still read what it sees."""
+    """Return the first position that no completed step has computed. A step in flight may still read its window."""
     return sequence.num_computed - sequence.num_pending
 
 
 def _last_to_go(sequence: DecodeSequence) -> tuple[int, float]:
-    """Sorts sequences by who keeps its blocks longest: the highest priority first, and among equals the oldest."""
+    """Sort key of preemption: highest priority first, and oldest first among equals. The last is preempted."""
     return (-sequence.priority, sequence.accepted_at)

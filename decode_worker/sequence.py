@@ -1,4 +1,4 @@
-"""One request on a decode worker, from reservation to its last token."""
+"""State of a request on a decode worker."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from common.wire import SampledToken, TokenLogprobs
 from common.wire.messages import DecodeRequest, KVOpen
 from decode_worker.drafting.draft_tokens import DraftTally, Lookup
 
-if TYPE_CHECKING:  # torch: schedulers also run without it, in virtual time
+if TYPE_CHECKING:  # loads torch, which simulations do not need
     from common.engine.sampling import TokenCounts
 
 AGE_OF_A_LEVEL_S = 2.0
-"""A level of priority counts as so many seconds of waiting: a sequence that waits long enough has the first turn, so
-none starves."""
+"""Seconds of waiting that one level of priority is worth. Every sequence eventually gets its turn."""
 
 
 class RequestStatus(Enum):
-    """The state of a request.
+    """State of a request.
 
     EXPECTING ──KVOpen──> OPENED ──KVGrant──> TRANSFERRING ──KVDone, all received──> RUNNING ──> (gone)
-    WAITING (local prefill) ──room──> RUNNING <──room── PREEMPTED <──out of blocks── RUNNING
-    RUNNING ──hand-over: its last blocks are sent──> LEAVING ──KVAck──> (gone), or ──it failed──> RUNNING
+    WAITING (local prefill) ──blocks──> RUNNING <──blocks── PREEMPTED <──out of blocks── RUNNING
+    RUNNING ──hand-over: its last blocks are sent──> LEAVING ──KVAck──> (gone), or ──failed──> RUNNING
     """
 
     EXPECTING = "expecting"
@@ -41,24 +40,18 @@ class RequestStatus(Enum):
 
 @dataclass(slots=True, eq=False)
 class DecodeSequence(WorkerSequence):
-    """A request between reservation and its last token.
+    """A request from reservation to its last token.
 
-    `num_pending` more tokens are being sampled by steps in flight. Their KV counts as computed, because only later
-    steps read it. Such a step may bring `num_drafted` more tokens.
+    Steps in flight are sampling `num_pending` more tokens. Their KV counts as computed, because only later steps read it.
+    Such a step may yield `num_drafted` more tokens. A step in flight that `deferred` the sequence samples nothing for it;
+    its last token is computed again. Rows from `plain_from` tokens on are sampled from parameters and position only
+    (infinity: never).
 
-    Of KV that is announced, nothing comes before block `first_block`: it is out of the model's window.
+    Announced KV starts with block `first_block`; earlier blocks are outside of the model's window. Younger requests that
+    were admitted while it waits for blocks own `num_passing_blocks`.
 
-    Younger requests that were admitted while it waits for room own `num_passing_blocks`.
-
-    Where the request wants log-probabilities of its prompt, the router has those that follow the first
-    `num_logprobs_sent` tokens.
-
-    A step in flight that `deferred` the sequence samples nothing for it. Its last token is computed again.
-
-    From `plain_from` tokens on a row is sampled by parameters and position alone; never: infinity.
-
-    Output token i (from `num_prompt_tokens` on) is reported to the router once; `num_reported` counts those reported
-    under the present attempt.
+    With prompt log probabilities, the router has those of the first `num_logprobs_sent` tokens. Output token i (from
+    `num_prompt_tokens` on) is reported to the router once; `num_reported` counts those of the current attempt.
     """
 
     request: DecodeRequest
@@ -98,12 +91,12 @@ class DecodeSequence(WorkerSequence):
 
     @property
     def rank(self) -> float:
-        """Its place among those that wait for blocks, the least first: when it was accepted, less for its priority."""
+        """Sort key in the queue for blocks, lowest first: arrival time, minus a bonus for priority."""
         return self.accepted_at - AGE_OF_A_LEVEL_S * self.priority
 
     @property
     def num_announced_tokens(self) -> int:
-        """Tokens whose KV may come. In a hand-over these include tokens that the other worker samples meanwhile."""
+        """Tokens whose KV may arrive. In a hand-over, includes tokens that the other worker samples during the transfer."""
         return self.num_request_tokens + self.request.num_reserved_tokens
 
     @property
@@ -113,17 +106,17 @@ class DecodeSequence(WorkerSequence):
 
     @property
     def num_planned(self) -> int:
-        """Tokens once the steps in flight have ended, without accepted draft tokens."""
+        """Number of tokens after the steps in flight, without accepted draft tokens."""
         return len(self.token_ids) + self.num_pending
 
     @property
     def num_at_most(self) -> int:
-        """Tokens once the steps in flight have ended, if all draft tokens are accepted."""
+        """Number of tokens after the steps in flight, if all draft tokens are accepted."""
         return self.num_planned + self.num_drafted
 
     @property
     def num_remaining(self) -> int:
-        """Tokens whose KV is still to be computed: 1 for a sequence that decodes."""
+        """Tokens whose KV is not computed: 1 for a decoding sequence."""
         return self.num_planned - self.num_computed
 
     @property
@@ -136,7 +129,7 @@ class DecodeSequence(WorkerSequence):
 
     @property
     def skips_step(self) -> bool:
-        """Whether the next step must not sample for it: the mask of its next token is not computed yet."""
+        """Whether the next step must not sample it, because the mask of its next token is not computed yet."""
         if self.awaits_mask or self.deferred:
             return True
         return self.num_pending > 0 and self.constraint is not None and self.constraint.is_slow
@@ -154,7 +147,7 @@ class DecodeSequence(WorkerSequence):
 
     @property
     def waits_to_run(self) -> bool:
-        """Whether it waits for its KV, or for blocks to compute it here, for the first time."""
+        """Whether it waits for its KV, or for blocks to compute it here for the first time."""
         return self.is_incoming or self.status is RequestStatus.WAITING
 
     @property
@@ -164,16 +157,16 @@ class DecodeSequence(WorkerSequence):
 
     @property
     def awaits_turn(self) -> bool:
-        """Whether steps must compute KV before its next token: its prompt's, or all again after a preemption."""
+        """Whether steps must compute KV before its next token, for its prompt or after a preemption."""
         return not self.is_incoming and (self.num_remaining > 1 or not self.has_first_token)
 
     @property
     def has_first_token(self) -> bool:
-        """Whether this attempt has output, of this worker or the prefill worker."""
+        """Whether this attempt has output, from this worker or the prefill worker."""
         return self.num_tokens > self.num_request_tokens
 
     def is_continued_by(self, request: DecodeRequest) -> bool:
-        """Whether `request` is another attempt at the same work. Prompt log-probabilities would be lost."""
+        """Whether `request` is another attempt at the same work. Never with prompt log probabilities, which would be lost."""
         mine = self.request
         if mine.params.prompt_logprobs >= 0:
             return False
@@ -188,14 +181,14 @@ class DecodeSequence(WorkerSequence):
         )
 
     def mismatch(self, announced: KVOpen, window: Window) -> str:
-        """Why the announced KV is not this request's, or ""."""
+        """Return why the announced KV does not match this request, or ""."""
         if announced.worker_id != self.request.prefill_worker:
-            return f"the KV is to come from {self.request.prefill_worker}, not from {announced.worker_id}"
+            return f"expected KV from {self.request.prefill_worker}, not from {announced.worker_id}"
         if announced.num_blocks != -(-self.num_announced_tokens // window.block_size):
-            return f"{announced.num_blocks} blocks do not fit the prompt"
+            return f"{announced.num_blocks} blocks do not match the length of the prompt"
         needed = window.first_block(self.num_request_tokens)
         if announced.first_block > (announced.num_blocks if self.request.num_reserved_tokens else needed):
-            return f"blocks come from {announced.first_block} on, but the window begins in block {needed}"
+            return f"announced blocks from {announced.first_block} on, but the window begins in block {needed}"
         return ""
 
     def append(self, sampled: SampledToken) -> None:
@@ -204,6 +197,6 @@ class DecodeSequence(WorkerSequence):
             self.logprobs.append(sampled.logprobs)
 
     def restart_reporting(self, request: DecodeRequest) -> None:
-        """Go on under a new attempt, for which the router wants every token again."""
+        """Continue under a new attempt, for which the router needs all tokens again."""
         self.request = request
         self.num_reported = request.num_output_tokens

@@ -1,7 +1,6 @@
-"""Decides how many tokens a step drafts: as many as bring the most tokens a second on this machine.
+"""Speculative decoding: decides how many tokens a step drafts, to maximise the tokens per second of this machine.
 
-They come from the sequence's own text or grammar at no cost, or from a draft model (`drafting/`), whose steps take
-time.
+Draft tokens come from the sequence's text or grammar without cost, or from a draft model or head (`drafting/`).
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from decode_worker.rules import DecodeRules
 from decode_worker.scheduler import DecodeChunk
 from decode_worker.sequence import DecodeSequence
 
-if TYPE_CHECKING:  # torch
+if TYPE_CHECKING:  # loads torch
     from decode_worker.drafting.model_drafts import TokenDrafter
 
 MAX_SEQUENCES = 32
-"""Larger batches draft nothing: a row costs what a token brings, and the search for draft tokens more than it saves."""
+"""Maximum batch size with drafts from the text. In larger ones, the search costs more than it saves."""
 
 
 class Speculation:
-    """Drafts tokens for the sequences of one engine, and learns which are accepted."""
+    """Drafts tokens for the sequences of one engine, and learns their acceptance rates."""
 
     def __init__(self, rules: DecodeRules, bounds: DraftBounds, drafter: TokenDrafter | None = None) -> None:
         self._rules, self._goal = rules, bounds.goal
@@ -40,7 +39,7 @@ class Speculation:
 
     @property
     def knobs(self) -> Mapping[str, Knob]:
-        """How many tokens the last step drafted, for all of its sequences."""
+        """Number of tokens that the last step drafted for all of its sequences."""
         return {"draft_tokens": self._knob}
 
     @property
@@ -54,16 +53,16 @@ class Speculation:
 
     @property
     def total_drafting_s(self) -> float:
-        """Seconds that a draft model computed since the start."""
+        """Seconds that a draft model computed in total."""
         return self._model.total_s if self._model is not None else 0.0
 
     @property
     def draft_blocks(self) -> BlockCounts:
-        """How the blocks of the draft model's KV are used."""
+        """Usage of the draft model's KV blocks."""
         return self._model.counts if self._model is not None else BlockCounts(0, 0, 0)
 
     def wants_tokens(self, running: Sequence[DecodeSequence]) -> bool:
-        """Whether the next step should begin from known tokens: a draft model computes, or a grammar may force some."""
+        """Whether the next step should start from known tokens, because a model may draft or a grammar may force some."""
         if self._model is not None and self._model.wants_tokens(running):
             return True
         is_possible = self._max_tokens and len(running) <= min(MAX_SEQUENCES, self._max_rows - 1)
@@ -72,7 +71,7 @@ class Speculation:
         return bool(self._costs.worthwhile(len(running), [1.0], self._goal))
 
     def next_idle(self, sequences: Iterable[DecodeSequence]) -> DecodeSequence | None:
-        """The sequence whose draft KV is to be computed while nothing else is."""
+        """Return the sequence whose draft KV to compute while the worker is idle, or None."""
         return self._model.next_idle(sequences) if self._model is not None else None
 
     def extend(
@@ -83,10 +82,10 @@ class Speculation:
         may_compute: bool = False,
         idle: DecodeSequence | None = None,
     ) -> Sequence[DecodeChunk]:
-        """The same step, with draft tokens behind the tokens of some sequences.
+        """Return the chunks, some of them with draft tokens.
 
-        `room(sequence, n)` says for how many of n draft tokens there is room. If it `may_compute`, as no step is in
-        flight, a draft model drafts first, and catches up with one of the sequences or with that of an `idle` worker.
+        `room(sequence, n)` returns how many of n draft tokens fit. With `may_compute` (no step is in flight), a draft
+        model drafts first, and catches up with one of the sequences, or with the `idle` worker's sequence.
         """
         if self._model is not None:
             self._model.begin()
@@ -114,7 +113,7 @@ class Speculation:
         ]
 
     def learn(self, chunk: DecodeChunk, sampled: Sequence[int]) -> int:
-        """Learn from the `sampled` tokens of all of a chunk's rows; how many of its draft tokens were accepted."""
+        """Learn from the `sampled` tokens of all rows of a chunk. Return how many of its draft tokens were accepted."""
         draft = chunk.draft
         count = num_accepted(draft, sampled)
         if draft.token_ids:
@@ -124,27 +123,27 @@ class Speculation:
         return count
 
     def stepped(self, chunks: Sequence[DecodeChunk], step_s: float) -> None:
-        """Learn how long a step of these chunks took."""
+        """Learn the duration of a step of these chunks."""
         if self._max_tokens and len(chunks) <= self._most_sequences and all(chunk.num_tokens == 1 for chunk in chunks):
             self._costs.add(sum(chunk.num_rows for chunk in chunks), step_s)
 
     def answered(self, sequence: DecodeSequence) -> None:
-        """A sequence has ended."""
+        """Record the length of a finished sequence."""
         if self._model is not None:
             self._model.answered(sequence.num_output_tokens)
 
     def retain(self, has: Callable[[DecodeSequence], bool]) -> None:
-        """Release the draft KV of sequences that are gone, preempted or about to leave."""
+        """Release the draft KV of sequences that are gone, preempted or leaving."""
         if self._model is not None:
             self._model.retain(has)
 
     def reset_cache(self) -> None:
-        """Forget draft KV that no sequence owns."""
+        """Drop draft KV without an owner."""
         if self._model is not None:
             self._model.reset()
 
     def check_integrity(self, has: Callable[[DecodeSequence], bool]) -> None:
-        """Raises BlockError unless each owned block of the draft KV belongs to a sequence that is here."""
+        """Raise BlockError unless each owned block of the draft KV belongs to a known sequence."""
         if self._model is not None:
             self._model.retain(has)
             self._model.check_integrity()
@@ -152,12 +151,12 @@ class Speculation:
     def _drafts(
         self, chunks: Sequence[DecodeChunk], room: Callable[[DecodeSequence, int], int], *, may_compute: bool
     ) -> Sequence[Draft]:
-        """What may be drafted behind each of the chunks; empty where nothing may behind any."""
+        """Return the draft of each chunk, or () if there is none for any."""
         if not self._max_tokens or not 0 < len(chunks) <= min(self._most_sequences, self._max_rows - 1):
             return ()
         if not all(chunk.sample and chunk.num_tokens == 1 for chunk in chunks):
             return ()
-        # Whether a draft token that is surely accepted would pay. If not, there is no search.
+        # Skips the search unless a draft token that is certainly accepted would pay.
         pays = len(chunks) <= MAX_SEQUENCES and self._costs.worthwhile(len(chunks), [1.0], self._goal)
         drafts = [self._draft_for(chunk.sequence, room) for chunk in chunks] if pays else [NOTHING] * len(chunks)
         if self._model is None or not may_compute:
@@ -168,7 +167,7 @@ class Speculation:
         return self._model.extend(chunks, drafts, room, rate)
 
     def _patience(self, drafts: Sequence[Draft]) -> float:
-        """Tokens that each sequence of a step is expected to get: more than one only where a model drafted for some."""
+        """Return the minimum expected tokens per sequence. Above one only if a model has drafted."""
         if all(draft.source != "model" for draft in drafts):
             return 1.0
         return 1.0 + min(sum(self._rates.chances(draft)) for draft in drafts)
@@ -176,7 +175,7 @@ class Speculation:
     def _draft_for(self, sequence: DecodeSequence, room: Callable[[DecodeSequence, int], int]) -> Draft:
         num_tokens, constraint = self._rules.num_drafts(sequence, self._max_tokens), sequence.constraint
         if num_tokens < 1 or (constraint is not None and sequence.num_pending):
-            return NOTHING  # no grammar says what follows a token that is not known
+            return NOTHING  # a grammar needs all preceding tokens
         forced = constraint.forced(sequence.output_token_ids)[:num_tokens] if constraint else []
         if forced:
             draft = Draft(tuple(forced), (), (FORCED,) * len(forced))

@@ -1,4 +1,4 @@
-"""Names of KV blocks, and the windows through which a model looks back at them. Pure; the router uses both."""
+"""Block hashes and sliding windows over KV blocks. Pure; the router uses both."""
 
 from __future__ import annotations
 

@@ -13,15 +13,15 @@ DIGEST_BYTES = BLOCK_HASH_BYTES
 
 
 class BlockHasher:
-    """Hashes the blocks of one growing sequence, each once.
+    """Block hashes of one growing sequence. Each block is hashed once.
 
-    `hash_i = blake2b(hash_{i-1} + tokens of block i)`. The chain starts from the salt, so that tenants with different
-    salts never share a block, and from the adapter, as the key of the salt's hash: it changes keys and values. It
-    leaves the model out: a pool holds the blocks of one model only.
+    `hash_i = blake2b(hash_{i-1} + tokens of block i)`. The chain starts with a hash of the salt, so tenants with
+    different salts never share a block. The adapter is the key of that first hash, because an adapter changes keys and
+    values. The model is not hashed: a pool stores the blocks of a single model.
     """
 
     def __init__(self, block_size: int, salt: str = "", adapter: str = "") -> None:
-        """`adapter` is the digest of its weights, in hexadecimal; "": the base model."""
+        """`adapter` is the hexadecimal digest of the adapter's weights, or "" for the base model."""
         self.block_size = block_size
         self.hashes: list[bytes] = []
         self._tail = hashlib.blake2b(
@@ -29,23 +29,23 @@ class BlockHasher:
         ).digest()
 
     def copy(self) -> BlockHasher:
-        """A hasher that goes on from the same blocks."""
+        """Return an independent hasher with the same blocks."""
         other = BlockHasher(self.block_size)
         other.hashes, other._tail = list(self.hashes), self._tail
         return other
 
     def extend(self, token_ids: Sequence[int]) -> list[bytes]:
-        """Hashes of all full blocks of `token_ids`, which must begin with the tokens hashed before."""
+        """Return the hashes of all full blocks of `token_ids`, which must start with the tokens hashed before."""
         size = self.block_size
         return self._extend(array("I", token_ids[len(self.hashes) * size : len(token_ids) // size * size]).tobytes())
 
     def extend_packed(self, packed: bytes) -> list[bytes]:
-        """The same of tokens in their form on the wire."""
+        """Same as `extend`, for tokens in their wire format."""
         num_bytes = TOKEN_BYTES * self.block_size
         return self._extend(packed[len(self.hashes) * num_bytes : len(packed) // num_bytes * num_bytes])
 
     def resume(self, hashes: list[bytes]) -> None:
-        """Take the hashes of the sequence's first blocks as they are: none of it was hashed before."""
+        """Start from the known hashes of the first blocks. Nothing may have been hashed before."""
         if hashes:
             self.hashes, self._tail = hashes, hashes[-1]
 
@@ -59,5 +59,5 @@ class BlockHasher:
 
 
 def block_hashes(token_ids: Sequence[int], block_size: int, salt: str = "") -> list[bytes]:
-    """Hashes of the full blocks of `token_ids`, in order."""
+    """Return the hashes of the full blocks of `token_ids`, in order."""
     return BlockHasher(block_size, salt).extend(token_ids)

@@ -1,4 +1,4 @@
-"""Which tokens may come next: grammars, compiled within bounds, limits on tokens, and what ends a sequence."""
+"""Constraints on the next token: grammars, compiled within limits, token limits, and finish reasons."""
 
 from __future__ import annotations
 

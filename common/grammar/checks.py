@@ -1,10 +1,10 @@
-"""Finds out whether a grammar compiles within its bounds, in a process that can be killed.
+"""Checks that a grammar compiles within its limits, in a process that can be killed.
 
-    submit ──> quick lane: a tenth of a second of processor time ──> verdict
-                                    └── not enough ──> slow lane: a second, from the beginning ──> verdict
+    submit ──> quick lane: 0.1 s of CPU time ──> verdict
+                              └── not enough ──> slow lane: 1 s, from the beginning ──> verdict
 
-Only slow grammars wait for slow ones; typical grammars take milliseconds. Each lane serves the owners of grammars in
-round-robin order, so no owner waits for all grammars of another.
+Slow grammars wait only for other slow ones; typical grammars take milliseconds. Each lane serves the owners of grammars
+in round-robin order, so no owner waits for all grammars of another.
 """
 
 from __future__ import annotations
@@ -29,27 +29,28 @@ from common.model_files import ModelFiles
 
 log = logging.getLogger(__name__)
 QUICK_CPU_S, SLOW_CPU_S = 0.1, 1.0
-"""A schema of two thousand optional members takes 0.4 s of a core of 2024."""
+"""CPU time limits. A schema of 2,000 optional members takes 0.4 s on a core of 2024."""
 LANES = 2
-"""Threads of either kind."""
+"""Threads of each lane."""
 QUICK_NICENESS, SLOW_NICENESS = 0, 10
-"""Slow grammars yield the processor to quick ones, and to those who serve."""
+"""Slow grammars yield the CPU to quick ones and to serving processes."""
 MAX_PENDING = 256
-"""Maximum number of grammars that wait or are being compiled. One owner may have half of them."""
-VERDICTS_KEPT, VERDICT_BYTES_KEPT = 4096, 32 * 2**20
-"""Maximum number of cached verdicts and their size in bytes: half a kilobyte each, plus the written grammars."""
+"""Maximum number of grammars queued or being compiled. One owner may have half of them."""
+MAX_VERDICTS, MAX_VERDICT_BYTES = 4096, 32 * 2**20
+"""Maximum number of cached verdicts, and their maximum total size in bytes."""
 VERDICT_BYTES = 512
+"""Estimated size of a verdict without its grammar."""
 COMPILER = "common.grammar.compiler"
-"""The module that compiles grammars without a writer."""
+"""Compiler module without a grammar writer."""
 ANSWER_S = 60.0
-"""Longer than the process takes to start, to build the largest vocabulary and to compile any grammar."""
+"""Timeout of one check, in seconds. Exceeds process start, building the largest vocabulary, and any compilation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of a check: why the grammar cannot be used, or "", and the memory and processor time of compiling it.
+    """Result of a check: the `problem` (or ""), and the memory and CPU time that compiling took.
 
-    `grammar` is the grammar that the process wrote from the submitted text, or "" if that text is the grammar.
+    `grammar` is the grammar written from the submitted text, or "" if the text was the grammar.
     """
 
     problem: str
@@ -64,7 +65,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A text whose verdict is awaited."""
+    """A text that waits for its verdict."""
 
     text: str
     owner: str
@@ -98,9 +99,9 @@ class _Lane:
 
 
 class GrammarChecks:
-    """Owns the process that compiles grammars on trial (`compiler.py`), and restarts it after its death.
+    """Owns the compiler process (`compiler.py`), and restarts it after it dies.
 
-    Verdicts depend only on the text, the model and the bounds, and are cached. `program` is the module to run.
+    Verdicts depend only on the text, the model and the limits, and are cached. `program` is the module to run.
     """
 
     def __init__(
@@ -125,14 +126,15 @@ class GrammarChecks:
         self._closed = False
 
     def start(self) -> None:
-        """Starts the process ahead of the first grammar. Raises Unavailable."""
-        self._running()
+        """Start the compiler process before the first grammar arrives. Raises Unavailable."""
+        self._live_compiler()
 
     def submit(self, text: str, *, salt: str = "", owner: str = "") -> Future[Verdict]:
-        """Submit a text. The future gets the verdict, or Unavailable if the check failed, and cannot be cancelled.
+        """Submit a text. The future gets the verdict, or Unavailable if the check failed. It cannot be cancelled.
 
         Verdicts are cached per `salt`, because response times would reveal the texts of other tenants. Texts of one
-        `owner` are checked in order. Raises ValueError for text that is not Unicode, Unavailable if too many wait.
+        `owner` are checked in order. Raises ValueError if the text is not valid Unicode, Unavailable if the queue is
+        full.
         """
         key = hashlib.sha256(hashlib.sha256(salt.encode(errors="surrogatepass")).digest() + text.encode()).digest()
         with self._lock:
@@ -143,22 +145,23 @@ class GrammarChecks:
                 return self._pending[key].future
             if self._closed:
                 raise Unavailable("the process is shutting down", retry_after_s=RETRY_AFTER_S)
-            self._check_room(owner)
+            self._check_capacity(owner)
             pending = self._pending[key] = _Pending(text, owner, _unfinished())
             self._quick.submit(owner, lambda: self._try_quickly(key, pending))
         return pending.future
 
-    def _check_room(self, owner: str) -> None:
-        """Raise Unavailable if too many texts wait, in total or of one owner."""
+    def _check_capacity(self, owner: str) -> None:
+        """Raise Unavailable if the queue is full, in total or for one owner."""
         if len(self._pending) >= MAX_PENDING:
-            raise Unavailable(f"{MAX_PENDING} grammars wait to be compiled", retry_after_s=RETRY_AFTER_S)
+            raise Unavailable(f"the compile queue is full ({MAX_PENDING} grammars)", retry_after_s=RETRY_AFTER_S)
         if owner and sum(each.owner == owner for each in self._pending.values()) >= MAX_PENDING // 2:
             raise Unavailable(
-                f"{MAX_PENDING // 2} grammars of this key wait to be compiled", retry_after_s=RETRY_AFTER_S
+                f"too many grammars ({MAX_PENDING // 2}) of this API key are waiting to be compiled",
+                retry_after_s=RETRY_AFTER_S,
             )
 
     def close(self) -> None:
-        """Ends the process; the futures that wait for it fail."""
+        """Kill the compiler process. Pending futures fail with Unavailable."""
         with self._lock:
             self._closed = True
             compiler, waiting = self._compiler, [each.future for each in self._pending.values()]
@@ -177,7 +180,7 @@ class GrammarChecks:
         if (report := self._report(key, pending.text, self._quick_cpu_s, QUICK_NICENESS)) is None:
             return
         if report.outcome != "slow":
-            self._settle(key, report, self._quick_cpu_s)
+            self._finish(key, report, self._quick_cpu_s)
             return
         with self._lock:
             if not self._closed:
@@ -185,14 +188,14 @@ class GrammarChecks:
 
     def _try_slowly(self, key: bytes, pending: _Pending) -> None:
         if (report := self._report(key, pending.text, self._slow_cpu_s, SLOW_NICENESS)) is not None:
-            self._settle(key, report, self._slow_cpu_s)
+            self._finish(key, report, self._slow_cpu_s)
 
     def _report(self, key: bytes, text: str, cpu_s: float, niceness: int) -> Report | None:
-        """Ask the process for a report. Without a report, fails the text's future and returns None."""
+        """Return the compiler's report, or None after failing the future of the text."""
         try:
-            report = self._running().ask(text, cpu_s, niceness, self._answer_s)
-        except Exception as error:  # of any kind, because a request waits for this grammar
-            log.warning("a grammar could not be checked: %s", error)
+            report = self._live_compiler().ask(text, cpu_s, niceness, self._answer_s)
+        except Exception as error:  # any error must fail the waiting request
+            log.warning("grammars: a check failed, its requests get status 503: %s", error)
         else:
             if report.outcome != "late":
                 return report
@@ -203,20 +206,20 @@ class GrammarChecks:
             pending.future.set_exception(Unavailable(what, retry_after_s=RETRY_AFTER_S))
         return None
 
-    def _settle(self, key: bytes, report: Report, cpu_s: float) -> None:
+    def _finish(self, key: bytes, report: Report, cpu_s: float) -> None:
         if report.outcome == "broken":
-            log.error("writing a grammar failed: %s", report.problem)
+            log.error("grammars: the writer failed (please report it), its requests get status 400: %s", report.problem)
         verdict = Verdict(_problem(report, cpu_s), report.num_bytes, report.cpu_s, report.grammar)
         with self._lock:
             self._verdicts[key] = verdict
             self._num_bytes += _bytes_of(verdict)
-            while len(self._verdicts) > VERDICTS_KEPT or self._num_bytes > VERDICT_BYTES_KEPT:
+            while len(self._verdicts) > MAX_VERDICTS or self._num_bytes > MAX_VERDICT_BYTES:
                 self._num_bytes -= _bytes_of(self._verdicts.popitem(last=False)[1])
             pending = self._pending.pop(key, None)
         if pending is not None:
             pending.future.set_result(verdict)
 
-    def _running(self) -> _Compiler:
+    def _live_compiler(self) -> _Compiler:
         with self._lock:
             if self._closed:
                 raise Unavailable("the process is shutting down", retry_after_s=RETRY_AFTER_S)
@@ -226,10 +229,10 @@ class GrammarChecks:
 
 
 class _Compiler:
-    """One run of the process."""
+    """A running compiler process."""
 
     def __init__(self, model: TokenSpace, program: str) -> None:
-        """Starts it. Raises OSError."""
+        """Start the process. Raises OSError."""
         command = [sys.executable, "-P", "-m", program]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         self._asked: dict[int, Future[Report]] = {}
@@ -240,7 +243,7 @@ class _Compiler:
         self._write(model)
 
     def ask(self, text: str, cpu_s: float, niceness: int, answer_s: float) -> Report:
-        """Has it compile. Kills it if it does not answer in time; raises Unavailable when it dies."""
+        """Return the report on `text`. Kill the process after `answer_s`. Raises Unavailable if it dies."""
         answer: Future[Report] = Future()
         with self._lock:
             if self.ended:
@@ -259,7 +262,7 @@ class _Compiler:
         self._process.kill()
 
     def join(self) -> None:
-        """Waits for its end, after `kill`."""
+        """Wait until the process has exited, after `kill`."""
         self._reader.join()
 
     def _write(self, message: msgspec.Struct) -> None:
@@ -268,7 +271,7 @@ class _Compiler:
             try:
                 send(self._process.stdin, message)  # type: ignore[arg-type]
             except OSError:
-                self.kill()  # `_read` then fails all that wait
+                self.kill()  # `_read` then fails all pending requests
 
     def _read(self) -> None:
         assert self._process.stdout is not None and self._process.stdin is not None
@@ -284,24 +287,24 @@ class _Compiler:
             asked, self._asked = self._asked, {}
         self._process.kill()
         self._process.wait()
-        with contextlib.suppress(OSError):  # orders that it never read
+        with contextlib.suppress(OSError):  # unread orders
             self._process.stdin.close()
         for answer in asked.values():
             answer.set_exception(_died())
 
 
 def _died() -> Unavailable:
-    return Unavailable("the process that compiles grammars has died", retry_after_s=RETRY_AFTER_S)
+    return Unavailable("the grammar compiler process has died", retry_after_s=RETRY_AFTER_S)
 
 
 def _problem(report: Report, cpu_s: float) -> str:
     match report.outcome:
         case "slow":
-            return f"the grammar is too complex: compiling it takes more than {cpu_s:g} s of a processor"
+            return f"the grammar is too complex: compiling it takes more than {cpu_s:g} s of CPU time"
         case "large":
             return f"the grammar is too complex: compiling it takes more than {MAX_BYTES >> 20} MiB of memory"
         case "broken":
-            return "the server failed to read it"
+            return "internal error while converting the grammar"
         case _:
             return report.problem
 
@@ -311,7 +314,7 @@ def _bytes_of(verdict: Verdict) -> int:
 
 
 def _unfinished() -> Future[Verdict]:
-    """A future that no caller can cancel, because several may wait for it."""
+    """Return a future that callers cannot cancel, because several may wait for it."""
     future: Future[Verdict] = Future()
     future.set_running_or_notify_cancel()
     return future

@@ -1,14 +1,14 @@
-"""The process that compiles grammars on trial. It has no threads, and forks a child for each grammar.
+"""Process that compiles grammars on trial. It has no threads and forks a child for each grammar.
 
-    Order ──stdin──> this process, which holds the vocabulary ──fork──> a child: bounded memory, bounded time
+    Order ──stdin──> this process, which has the vocabulary ──fork──> a child: bounded memory, bounded time
     Report <──stdout──┘ <── the child's report, through a pipe, or the signal that killed it ──┘
 
-A child costs milliseconds, and after its death this process still holds the vocabulary. `GrammarChecks` starts this
-process and sends it orders. It ends when its standard input does.
+A fork takes milliseconds, and the vocabulary survives the death of a child. `GrammarChecks` starts this process and
+sends it orders. The process ends at the end of its standard input.
 
-A worker submits grammars. The router's program (`router/text/grammar_writer.py`) passes a writer to `main`: the router
-submits format specifications, and the child first writes the grammar from them. So the router process parses no
-client's schema, pattern or rules.
+Workers submit grammars. The router's program (`router/text/grammar_writer.py`) passes a writer to `main`: the router
+submits format specifications, and the child first writes the grammar from them. The router process therefore never
+parses a schema, pattern or rule of a client.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ import msgspec
 from common.grammar.vocabulary import MAX_PROBLEM_CHARS, build_vocabulary, compile_grammar
 
 MAX_BYTES = 128 * 2**20
-"""Memory that compiling one grammar may take. A schema of two thousand members takes 20 MiB."""
+"""Memory limit of compiling one grammar. A schema of 2,000 members takes 20 MiB."""
 WALL_S = 15.0
-"""A child that takes longer had too little of the machine to judge its grammar."""
+"""Wall-clock limit of a child. One that exceeds it had too little CPU time to judge its grammar."""
 POLL_S = 0.5
-"""Between two looks for children that take too long."""
+"""Interval between checks for children that exceed `WALL_S`."""
 LENGTH_BYTES = 4
-"""Before each message between this process and the compiling one."""
+"""Size of the length prefix of a message."""
 READ_BYTES = 65_536
-"""Bytes to read from a pipe at a time: its usual capacity."""
+"""Maximum bytes per read from a pipe: its usual capacity."""
 
 Write = Callable[[str], str]
-"""Writes a grammar from an order's text. Raises ValueError, whose message is sent to the client."""
+"""Writes a grammar from the text of an order. Raises ValueError; the client sees its message."""
 
 
 class TokenSpace(msgspec.Struct, frozen=True):
-    """The first message to this process: the tokenizer's file, the end tokens, and the size of the logits."""
+    """First message to this process: path of the tokenizer, end tokens, and size of the logits."""
 
     tokenizer: str
     ends: tuple[int, ...]
@@ -56,9 +56,9 @@ class TokenSpace(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """Request to compile a grammar: the `text` itself, or the grammar that the writer makes of it.
+    """Request to compile `text`, or the grammar that the writer makes of it.
 
-    Writing and compiling may each take `cpu_s` seconds of processor time, at `niceness`.
+    Writing and compiling may each take `cpu_s` seconds of CPU time, at `niceness`.
     """
 
     number: int
@@ -70,9 +70,10 @@ class Order(msgspec.Struct, frozen=True):
 class Report(msgspec.Struct, frozen=True):
     """Result of an order.
 
-    `outcome` is one of good, bad (`problem` says why), slow, large (out of memory or of stack), late (the child was
-    killed before it could report) and broken (`problem` names the source line of the error in the writer). The child
-    used `num_bytes` of memory and `cpu_s` of processor time. `grammar` is the grammar that the writer made.
+
+    `outcome` is one of good, bad (`problem` is the reason), slow, large (out of memory or stack), late (the child was
+    killed before it could report) and broken (`problem` is the source line of the writer's error). The child used
+    `num_bytes` of memory and `cpu_s` of CPU time. `grammar` is the grammar that the writer made.
     """
 
     number: int
@@ -100,7 +101,7 @@ def send(stream: BinaryIO, message: msgspec.Struct) -> None:
 
 
 def receive(stream: BinaryIO) -> bytes:
-    """One message's bytes, or b"" at the end of the stream."""
+    """Return one message, or b"" at the end of the stream."""
     length = int.from_bytes(_read(stream, LENGTH_BYTES), "big")
     return _read(stream, length)
 
@@ -116,7 +117,7 @@ def _read(stream: BinaryIO, num_bytes: int) -> bytes:
 
 
 class _Compiler:
-    """Reads `orders` until they end, and writes a report of each to `reports`."""
+    """Reads `orders` until the stream ends, and writes a report on each to `reports`."""
 
     def __init__(
         self, vocabulary: llguidance.LLTokenizer, write: Write | None, orders: BinaryIO, reports: BinaryIO
@@ -139,7 +140,7 @@ class _Compiler:
                 else:
                     self._end(child)
             for child in [child for child in self._children.values() if child.until < time.monotonic()]:
-                os.kill(child.pid, signal.SIGKILL)  # its pipe ends then, and `_end` reports it
+                os.kill(child.pid, signal.SIGKILL)  # the pipe then ends, and `_end` writes the report
         for child in self._children.values():
             os.kill(child.pid, signal.SIGKILL)
 
@@ -153,12 +154,12 @@ class _Compiler:
         self._children[pipe] = _Child(order, pid, pipe, time.monotonic() + WALL_S)
 
     def _end(self, child: _Child) -> None:
-        """Report on a child that has written its report or died."""
+        """Write the report of a child that has finished or died."""
         os.close(child.pipe)
         del self._children[child.pipe]
         _, status, used = os.wait4(child.pid, 0)
         number, cpu_s = child.order.number, used.ru_utime + used.ru_stime
-        with contextlib.suppress(msgspec.DecodeError):  # the child died before it had written its whole report
+        with contextlib.suppress(msgspec.DecodeError):  # the child died before it had written the whole report
             send(self._reports, msgspec.msgpack.decode(child.report, type=Report))
             return
         how = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
@@ -167,7 +168,7 @@ class _Compiler:
 
 
 def _compile(vocabulary: llguidance.LLTokenizer, write: Write | None, order: Order, pipe: int) -> None:
-    """Write and compile the grammar, report the result, and exit. Runs in the child."""
+    """Write and compile the grammar, send the report, and exit. Runs in the child."""
     try:
         _bound(order)
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -187,7 +188,7 @@ def _compile(vocabulary: llguidance.LLTokenizer, write: Write | None, order: Ord
 
 
 def _written(write: Write | None, text: str) -> tuple[str, str, str]:
-    """Return the outcome of writing, the grammar, and the problem, or ""."""
+    """Return the outcome of writing, the grammar, and the problem or ""."""
     if write is None:
         return "good", text, ""
     try:
@@ -204,12 +205,12 @@ def _written(write: Write | None, text: str) -> tuple[str, str, str]:
 
 
 def _bound(order: Order) -> None:
-    """Lets SIGPROF end this process when its processor time is used up, and SIGABRT or SIGSEGV when its memory is."""
+    """Limit CPU time (ends in SIGPROF) and memory (ends in SIGABRT or SIGSEGV) of this child."""
     signal.setitimer(signal.ITIMER_PROF, order.cpu_s)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library prints there when it gets no memory
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library prints to stderr when it runs out of memory
     os.nice(order.niceness)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError, ValueError):  # without /proc the library's own limits bound memory
+    with contextlib.suppress(OSError, ValueError):  # without /proc, only the library's limits bound memory
         with open("/proc/self/statm", encoding="ascii") as statm:
             size = int(statm.read().split()[0]) * resource.getpagesize() + MAX_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
@@ -218,15 +219,15 @@ def _bound(order: Order) -> None:
 
 
 def main(write: Write | None = None) -> None:
-    """Serve orders from standard input until its end. Without `write`, the texts of orders are grammars."""
+    """Serve orders from standard input until it ends. Without `write`, the text of an order is the grammar."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which closes the input
     orders, reports = os.fdopen(0, "rb", buffering=0, closefd=False), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # so that no library prints into the reports
+    os.dup2(2, 1)  # no library may print into the reports
     body = receive(orders)
     if body:
         model = msgspec.msgpack.decode(body, type=TokenSpace)
         vocabulary = build_vocabulary(Path(model.tokenizer), model.ends, model.vocab_size)
-        gc.freeze()  # so that children share the vocabulary's pages
+        gc.freeze()  # children share the pages of the vocabulary
         with contextlib.suppress(BrokenPipeError):
             _Compiler(vocabulary, write, orders, reports).run()
 

@@ -1,13 +1,14 @@
-r"""Converts GBNF, llama.cpp's grammar format, to Lark's form. xgrammar's EBNF is GBNF with extensions.
+r"""Converter from GBNF, llama.cpp's grammar format, to Lark's. xgrammar's EBNF is GBNF with extensions.
 
     root ::= "(" root ")" | [a-z]+   ->   start: T0 start T1 | T2    T0: /\x{28}/    T1: /\x{29}/    T2: /[a-z]+/
 
 The grammar library has a lexer: it always takes the longest terminal that is allowed at a position, and does not
-backtrack. GBNF has no terminals: `"if" "x" | [a-z]+ "!"` accepts `ifx`. So a part of a rule becomes a terminal only if
-this does not change the language: wherever the terminal may end and another symbol may follow, no allowed terminal
-could match more characters. All other parts are split, if necessary into single characters, which are exact but slow.
+backtrack. GBNF has no terminals: `"if" "x" | [a-z]+ "!"` accepts `ifx`. A part of a rule therefore becomes a terminal
+only if this does not change the language: wherever the terminal may end and another symbol may follow, no allowed
+terminal could match more characters. All other parts are split, down to single characters if necessary, which are
+exact but slow.
 
-Rules are renamed, because GBNF's names may differ only in case, and may be `start`. The time is linear in the text.
+Rules are renamed, because names in GBNF may differ only in case and may be `start`. The time is linear in the text.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ MAX_ROUNDS = 8
 MAX_SYMBOLS = 32_768
 """Maximum number of symbols of a grammar. Each takes at least four characters of the output."""
 LARGE_REPETITION, LARGE_ITEM = 4_096, 8
-"""Minimum characters of a repetition, and of its item, that rules count instead of the lexer, which has a state for
-each character."""
+"""Minimum characters of a repetition, and of its item, to write it as a rule. The lexer has a state for each character,
+so large repetitions are not terminals."""
 SURROGATES = range(0xD800, 0xE000)
 
 TOKEN = re.compile(
@@ -103,12 +104,12 @@ class Reference(Node):
 
 
 def is_gbnf(text: str) -> bool:
-    """Whether a grammar begins with a rule `name ::= ...`, which GBNF has and Lark's form does not."""
+    """Whether a grammar begins with a rule `name ::= ...`, which GBNF has and Lark's format does not."""
     return HEAD.match(text) is not None
 
 
 def gbnf_to_lark(text: str) -> str:
-    """Convert a grammar to Lark's form, with the same language. Raises GbnfError."""
+    """Convert a grammar to Lark's format, with the same language. Raises GbnfError."""
     return _Conversion(parse(text)).lark()
 
 
@@ -155,7 +156,7 @@ class _Parser:
         while at < len(self._text):
             found = TOKEN.match(self._text, at)
             if found is None:
-                raise self._error(at, f"{self._text[at]!r} is not expected")
+                raise self._error(at, f"unexpected character {self._text[at]!r}")
             at = found.end()
             kind = found.lastgroup or ""
             if kind == "blank":
@@ -168,7 +169,7 @@ class _Parser:
         return at < len(self._tokens) and self._tokens[at].kind == "define"
 
     def _rule(self, at: int) -> tuple[Node, int]:
-        """Parse the right side of a rule from token `at`. Returns it and the index of the next rule."""
+        """Parse the right side of a rule from token `at`. Return it and the index of the next rule."""
         groups: list[list[list[Node]]] = [[[]]]
         begin = at
         while at < len(self._tokens):
@@ -214,7 +215,7 @@ class _Parser:
                 return Reference(token.text)
             case "sign":
                 return Characters([(0, sys.maxunicode)])
-        raise self._error(token.at, f"`{token.text}` is not expected")
+        raise self._error(token.at, f"unexpected `{token.text}`")
 
     def _set(self, token: _Token) -> Characters:
         is_negated = token.text.startswith("[^")
@@ -411,13 +412,13 @@ class _Regular:
 
 @dataclass(eq=False, slots=True)
 class _Symbol:
-    """A part of a rule that is not a terminal, or a terminal, which has no `items`: a `node` or a concatenation."""
+    """A terminal (a `node` or a concatenation, without `items`), or another part of a rule."""
 
     node: Node
     items: list[_Symbol] = field(default_factory=list)
     terminal: Node | None = None
     origin: Node | None = None
-    """The part to split if the parts that this terminal joins must be separate terminals."""
+    """Part to split when the parts that this terminal joins must be separate terminals."""
     is_nullable: bool = False
     first: int = 0
     follow: int = 0
@@ -431,7 +432,7 @@ class _Conversion:
         self._split: set[Node] = set()
         """Parts without recursion that must not be terminals."""
         self._apart: set[Node] = set()
-        """Parts of which each item is a separate terminal."""
+        """Parts whose items are separate terminals."""
         self._open = {name for name in rules if name not in self._regular.names}
         self._joins_all = False
         self._steps = self._num_built = 0
@@ -463,7 +464,7 @@ class _Conversion:
         return _written(self._bodies, self._rules)
 
     def _split_large(self) -> None:
-        """Split large repetitions of large items, and everything that contains them."""
+        """Split large repetitions of large items, and all parts that contain them."""
         users: dict[Node, list[Node]] = defaultdict(list)
         names: dict[str, list[Node]] = defaultdict(list)
         large: list[Node] = []
@@ -541,7 +542,7 @@ class _Conversion:
         return self._added(_Symbol(node, terminal=node))
 
     def _runs(self, node: Node, parts: list[Node]) -> Iterator[list[Node]]:
-        """Yield groups of parts that become one terminal: all, or one part with its nullable neighbours (blanks)."""
+        """Yield groups of parts that become one terminal: all, or one part with nullable neighbours (blanks)."""
         run: list[Node] = []
         is_apart = node in self._apart or node in self._split
         for part in parts:
@@ -574,7 +575,7 @@ class _Conversion:
         return symbol
 
     def _divide(self, symbol: _Symbol) -> None:
-        """Split a terminal into the next smaller ones."""
+        """Split a terminal into the next smaller terminals."""
         node = symbol.terminal
         if symbol.origin is not None:
             self._apart.add(symbol.origin)
@@ -631,7 +632,7 @@ class _Conversion:
         return found
 
     def _ends(self) -> dict[_Symbol, list[_Symbol]]:
-        """Return the symbols that may end each symbol. Records the following characters of all others."""
+        """Return the symbols that each symbol may end with, and record the characters that follow all others."""
         found: dict[_Symbol, list[_Symbol]] = {}
         for symbol in self._symbols:
             node = symbol.node
@@ -654,7 +655,7 @@ class _Conversion:
     def _disputed(self) -> list[_Symbol] | None:
         """Return terminals that could match more characters where they, or others with a common prefix, may end.
 
-        Returns None if the comparison takes too long.
+        Returns None if the comparison takes too many steps.
         """
         kinds: dict[str, list[_Symbol]] = defaultdict(list)
         writer = _Writer(self._rules)
@@ -670,7 +671,7 @@ class _Conversion:
         for ones, facts, follow in terminals:
             for others, other, _ in terminals:
                 is_close = other.size > 1 and facts.first & other.first and other.every & follow
-                if is_close and self._goes_on(self._automaton(ones[0]), self._automaton(others[0]), follow):
+                if is_close and self._may_continue(self._automaton(ones[0]), self._automaton(others[0]), follow):
                     disputed.update(dict.fromkeys(others))
         return [*disputed] if self._steps <= MAX_STEPS else None
 
@@ -680,7 +681,7 @@ class _Conversion:
             self._automata[symbol.node] = _automaton(symbol.node, self._rules)
         return self._automata[symbol.node]
 
-    def _goes_on(self, one: _Automaton | None, other: _Automaton | None, follow: int) -> bool:
+    def _may_continue(self, one: _Automaton | None, other: _Automaton | None, follow: int) -> bool:
         """Whether a text of `one`, followed by a character of `follow`, may be a prefix of a text of `other`."""
         if one is None or other is None:
             return True
@@ -746,7 +747,7 @@ class _Automaton:
 
 
 def _automaton(node: Node, rules: dict[str, Node]) -> _Automaton | None:
-    """Build an automaton that accepts all texts of a part, also with more repetitions. None if it is too large."""
+    """Build an automaton that accepts all texts of a part, and more repetitions. Return None if it is too large."""
     masks: list[int] = []
     silent: list[list[int]] = []
 
@@ -845,7 +846,7 @@ class _Writer:
                 return self._part(node)
 
     def _part(self, node: Node) -> str:
-        """Write a part of a terminal: a regular expression, or the name of another terminal if it refers to rules."""
+        """Write a part of a terminal: a regular expression, or another terminal's name if the part refers to rules."""
         if (expression := _expression(node)) is not None:
             return f"/{expression}/" if expression else '""'
         if isinstance(node, Reference):
@@ -901,7 +902,7 @@ def _times(node: Repetition) -> str:
 
 
 def _expression(node: Node) -> str | None:
-    """Write a part as a regular expression. Returns None if it refers to rules."""
+    """Write a part as a regular expression. Return None if it refers to rules."""
     match node:
         case Characters(ranges=ranges, is_negated=is_negated):
             inside = "".join(_point(low) if low == high else f"{_point(low)}-{_point(high)}" for low, high in ranges)

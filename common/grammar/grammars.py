@@ -1,7 +1,7 @@
-"""The compiled grammars of a worker, and the masks of slow ones.
+"""Compiled grammars of a worker, and the thread that computes slow masks.
 
-Threads compile grammars; the engine asks for one and gets an event. One more thread computes the masks of slow
-grammars, so that no step waits for them. The grammar library releases the GIL meanwhile.
+Threads compile grammars; the engine requests one and gets an event. Another thread computes the masks of slow grammars,
+so that no step waits for them. The grammar library releases the GIL while it works.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from common.grammar.vocabulary import brief, build_vocabulary, compile_grammar
 from common.model_files import ModelFiles
 
 log = logging.getLogger(__name__)
-KEPT, KEPT_BYTES = 64, 256 * 2**20
-"""Grammars that are kept, and their bytes. They grow as answers use them, each up to `MAX_LEXER_STATES`."""
+MAX_CACHED, MAX_CACHED_BYTES = 64, 256 * 2**20
+"""Maximum number and total bytes of cached grammars. Each grows with use, up to `MAX_LEXER_STATES`."""
 MAX_SALTS = 4096
 """Maximum number of salts that share a compiled grammar. One more clears the set, and all of them wait again."""
 GRAMMAR_TIMEOUT_S = 20.0
-"""How long a request waits for its grammar. It takes seconds only when many slow ones come at once."""
+"""Maximum time, in seconds, that a request waits for its grammar. Seconds only when many slow ones arrive together."""
 OnMask = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Job:
-    """A request for one mask. Ordered by the processor time that the answer has used, then by age."""
+    """Request for one mask. Ordered by the CPU time that the answer has used, then by age."""
 
     spent_s: float
     number: int
@@ -45,7 +45,7 @@ class _Job:
 
 
 class MaskThread:
-    """A thread that starts with its first job. `submit` and `close` are thread-safe."""
+    """Thread that computes masks. It starts with the first job. `submit` and `close` are thread-safe."""
 
     def __init__(self) -> None:
         self._jobs: PriorityQueue[_Job] = PriorityQueue()
@@ -64,7 +64,7 @@ class MaskThread:
             self._jobs.put(_Job(constraint.spent_s, next(self._numbers), constraint, output_token_ids, on_ready))
 
     def close(self) -> None:
-        """End the thread after its current mask, and drop all queued jobs."""
+        """Stop the thread after its current mask, and drop all queued jobs."""
         with self._lock:
             self._closed = True
             thread = self._thread
@@ -80,9 +80,9 @@ class MaskThread:
 
 @dataclass(slots=True, eq=False)
 class CompiledGrammar:
-    """A compiled grammar, or the `problem` of compiling it, which `is_final` if every worker would have it.
+    """A compiled grammar, or the `problem` of compiling it. A problem `is_final` if every worker would have it.
 
-    Answers share the library's automaton, and with it the error of an answer that exceeded the library's bounds: such a
+    Answers share the library's automaton, and with it the error of an answer that exceeded the library's limits: such a
     grammar `is_spoilt`, and the next request compiles it again.
     """
 
@@ -92,8 +92,8 @@ class CompiledGrammar:
     num_bytes: int = 0
     state: GrammarState = field(default_factory=GrammarState)
     salts: set[str] = field(default_factory=set)
-    """Salts of the requests that waited for it. Requests of other salts wait too, so that response times do not reveal
-    the grammars of other tenants."""
+    """Salts of the requests that waited for this grammar. Requests of other salts wait too, so that response times do
+    not reveal the grammars of other tenants."""
 
     @property
     def problem(self) -> str:
@@ -110,7 +110,7 @@ class CompiledGrammar:
 
 @dataclass(frozen=True, slots=True)
 class GrammarReady:
-    """The event that brings an engine the grammar that it asked for."""
+    """Event that delivers a requested grammar to the engine."""
 
     compiled: CompiledGrammar
 
@@ -127,14 +127,14 @@ class _Lanes:
 
 
 class Grammars:
-    """Compiles grammars for a model, and keeps the latest within `KEPT_BYTES`. Closes with its last user.
+    """Compiles grammars for a model, and caches the most recent ones within `MAX_CACHED_BYTES`. Reference-counted.
 
-    `checks` first compile each grammar in a process that can be killed; this one compiles those that pass, at the same
-    cost. `vocab_size` is the width of the logits, which may exceed the tokenizer's number of tokens.
+    `checks` first compiles each grammar in a process that can be killed; those that pass are compiled again here, at
+    the same cost. `vocab_size` is the width of the logits, which may exceed the tokenizer's number of tokens.
     """
 
     def __init__(self, files: ModelFiles, vocab_size: int, checks: GrammarChecks | None = None) -> None:
-        """Builds the vocabulary, which holds the GIL, so before the worker is ready. Owns `checks`."""
+        """Build the vocabulary. Holds the GIL, so call it before the worker is ready. Takes ownership of `checks`."""
         self._vocab_size = vocab_size
         self._vocabulary: llguidance.LLTokenizer | None = None
         self._problem = ""
@@ -145,12 +145,15 @@ class Grammars:
         self._num_users = 1
         try:
             self._vocabulary = build_vocabulary(files.tokenizer, files.eos_token_ids, vocab_size)
-        except Exception as error:  # a damaged tokenizer: requests without grammars still work
+        except Exception as error:  # requests without grammars still work
             self._problem = f"the grammar cannot be used: {brief(str(error))}"
-            log.warning("requests with tools or structured outputs will be refused: %s", self._problem)
+            log.warning(
+                "grammars: requests with tools or structured output will be refused, fix the model's tokenizer: %s",
+                self._problem,
+            )
 
     def start(self) -> None:
-        """Starts the checking process before the first grammar comes."""
+        """Start the checking process before the first grammar arrives."""
         if not self._problem:
             self._checks.start()
 
@@ -173,30 +176,30 @@ class Grammars:
         try:
             self._checks.submit(grammar, salt=salt).add_done_callback(lambda found: self._on_checked(grammar, found))
         except (RequestError, ValueError) as error:
-            self._settle(self._failed(grammar, error))
+            self._finish(self._failed(grammar, error))
         return None
 
     def compute_mask(self, constraint: Constraint, output_token_ids: Sequence[int], on_ready: OnMask) -> None:
         """Compute `constraint.allowed` on the mask thread, then call `on_ready` there.
 
-        The constraint must not be used until then.
+        Do not use the constraint until then.
         """
         self._masks.submit(constraint, output_token_ids, on_ready)
 
     def constraint(self, grammar: str) -> Constraint:
-        """Waits for `grammar`, and begins an answer in it: for measurements and references, not for engines."""
+        """Wait for `grammar` and return a constraint for a new answer. For benchmarks and tests, not for engines."""
         found: Future[CompiledGrammar] = Future()
         known = self.get(grammar, found.set_result)
         return (known or found.result(GRAMMAR_TIMEOUT_S)).constraint()
 
     def shared(self) -> Grammars:
-        """The same, with one more user, who closes it too: an engine of a worker that may have others after it."""
+        """Return the same object with one more user, who must close it as well."""
         with self._lock:
             self._num_users += 1
         return self
 
     def close(self) -> None:
-        """Stops compiling, once every user has closed; requests that wait for a grammar get a problem instead."""
+        """Release one use. The last one stops all threads; requests that wait for a grammar get a problem instead."""
         with self._lock:
             self._num_users -= 1
             if self._num_users > 0:
@@ -212,24 +215,24 @@ class Grammars:
         try:
             verdict = found.result()
             if verdict.problem:
-                self._settle(self._refused(grammar, verdict.problem))
+                self._finish(self._refused(grammar, verdict.problem))
             else:
                 lane = self._lanes.quick if verdict.is_quick else self._lanes.slow
                 lane.submit(self._compile, grammar, verdict.num_bytes)
-        except Exception as error:  # the check failed, or the worker ends
-            self._settle(self._failed(grammar, error))
+        except Exception as error:  # the check failed, or the worker is shutting down
+            self._finish(self._failed(grammar, error))
 
     def _compile(self, grammar: str, num_bytes: int) -> None:
         try:
-            assert self._vocabulary is not None  # else nothing is checked
+            assert self._vocabulary is not None  # without a vocabulary, nothing is checked
             matcher, problem = compile_grammar(self._vocabulary, grammar)
             state = GrammarState()
             first = Constraint(matcher, self._vocab_size, problem, state)
             first.allowed(())
             found = CompiledGrammar(grammar, first, num_bytes=num_bytes, state=state)
-        except Exception as error:  # of the library
+        except Exception as error:
             found = self._failed(grammar, error)
-        self._settle(found)
+        self._finish(found)
 
     def _failed(self, grammar: str, error: Exception) -> CompiledGrammar:
         return self._refused(grammar, f"the grammar cannot be used: {brief(str(error))}", is_final=False)
@@ -237,7 +240,7 @@ class Grammars:
     def _refused(self, grammar: str, problem: str, *, is_final: bool = True) -> CompiledGrammar:
         return CompiledGrammar(grammar, Constraint(None, self._vocab_size, problem), is_final=is_final)
 
-    def _settle(self, found: CompiledGrammar) -> None:
+    def _finish(self, found: CompiledGrammar) -> None:
         with self._lock:
             waiting = self._waiting.pop(found.grammar, [])
             if found.is_final:
@@ -247,13 +250,13 @@ class Grammars:
                 found.salts.update(salt for salt, _ in waiting)
                 self._compiled[found.grammar] = found
                 self._compiled.move_to_end(found.grammar)
-                self._forget_oldest()
+                self._evict_oldest()
         for _, on_ready in waiting:
             on_ready(found)
 
-    def _forget_oldest(self) -> None:
-        """Drops the least recently used grammars; running answers keep theirs alive."""
+    def _evict_oldest(self) -> None:
+        """Drop the least recently used grammars. Running answers keep theirs alive."""
         num_bytes = sum(each.num_bytes + len(each.grammar) for each in self._compiled.values())
-        while len(self._compiled) > 1 and (num_bytes > KEPT_BYTES or len(self._compiled) > KEPT):
+        while len(self._compiled) > 1 and (num_bytes > MAX_CACHED_BYTES or len(self._compiled) > MAX_CACHED):
             _, oldest = self._compiled.popitem(last=False)
             num_bytes -= oldest.num_bytes + len(oldest.grammar)

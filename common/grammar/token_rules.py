@@ -1,6 +1,6 @@
-"""When a sequence ends, and which tokens must not come next, by a request's own rules. Pure.
+"""Finish reasons, and the tokens that a request's parameters forbid or force next. Pure.
 
-Prefill and decode workers apply the same rules, so they always agree.
+Prefill and decode workers apply the same rules.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 from common.grammar.vocabulary import MASK_BITS
 from common.wire import TOKEN_BYTES, BadWord, SamplingParams, ThinkingBudget, pack_tokens
 
-KEPT_MASKS = 64
-"""Bit masks of token lists that requests repeat, of a bit a token: 16 KiB each for a vocabulary of 131,072."""
+MAX_CACHED_MASKS = 64
+"""Number of cached masks of token lists. Each takes 16 KiB with a vocabulary of 131,072 tokens."""
 
 
 def finish_reason(
@@ -27,10 +27,10 @@ def finish_reason(
     num_tokens: int,
     max_model_len: int,
 ) -> str:
-    """ "stop", "length" or "" (go on) after `token_id` was sampled.
+    """Return "stop", "length" or "" (not finished) after `token_id` was sampled.
 
-    `num_output_tokens` and `num_tokens` (prompt + output) count `token_id`. An end token counts only after
-    `min_tokens` other tokens; `banned_tokens` keeps it from being sampled earlier.
+    `num_output_tokens` and `num_tokens` (prompt + output) include `token_id`. An end token counts only after
+    `min_tokens` other tokens; `banned_tokens` prevents it from being sampled earlier.
     """
     if num_output_tokens > params.min_tokens:
         if token_id in params.stop_token_ids:
@@ -43,7 +43,7 @@ def finish_reason(
 
 
 def banned_tokens(params: SamplingParams, eos_token_ids: Collection[int], num_output_tokens: int) -> tuple[int, ...]:
-    """Tokens the next sample must not be: the end tokens while `min_tokens` would not be reached by it."""
+    """Return the tokens that must not be sampled next: the end tokens, until `min_tokens` are reached."""
     if num_output_tokens >= params.min_tokens:
         return ()
     return tuple(eos_token_ids) + params.stop_token_ids
@@ -51,10 +51,7 @@ def banned_tokens(params: SamplingParams, eos_token_ids: Collection[int], num_ou
 
 @dataclass(frozen=True, slots=True)
 class TokenLimits:
-    """What must not be sampled at one place of an answer.
-
-    `banned` tokens must not, and of `forced`, unless it is None, nothing else may.
-    """
+    """Limits of the next token: any but the `banned` ones, or exactly `forced` unless it is None."""
 
     banned: tuple[int, ...] = ()
     forced: int | None = None
@@ -64,7 +61,7 @@ FREE = TokenLimits()
 
 
 def num_output_needed(params: SamplingParams, num_output_tokens: int) -> int:
-    """Return the number of last tokens that `token_limits` needs of an answer of `num_output_tokens` tokens."""
+    """Return the number of latest output tokens that `token_limits` needs."""
     longest = max([len(beginning) for beginning, _ in params.bad_words], default=0) // TOKEN_BYTES
     budget = params.thinking
     return num_output_tokens if budget is not None and _is_due(budget, num_output_tokens) else longest
@@ -73,32 +70,32 @@ def num_output_needed(params: SamplingParams, num_output_tokens: int) -> int:
 def token_limits(
     params: SamplingParams, eos_token_ids: Collection[int], num_output_tokens: int, output_end: Sequence[int]
 ) -> TokenLimits:
-    """The limits of the token behind `num_output_tokens` tokens, of which `output_end` are the last.
+    """Return the limits of the token that follows `num_output_tokens` tokens.
 
-    `output_end` has at least the last `num_output_needed` tokens.
+    `output_end` contains at least the last `num_output_needed` of them.
     """
     banned = banned_tokens(params, eos_token_ids, num_output_tokens)
     budget = params.thinking
     ends_thought = budget is not None and _is_due(budget, num_output_tokens)
     if not params.bad_words and not ends_thought:
         return TokenLimits(banned) if banned else FREE
-    forced = _next_of_end(budget, output_end) if budget is not None and ends_thought else None
+    forced = _next_end_token(budget, output_end) if budget is not None and ends_thought else None
     return TokenLimits(banned + _ends_of_bad_words(params.bad_words, output_end), forced)
 
 
 def _ends_of_bad_words(bad_words: Sequence[BadWord], output_end: Sequence[int]) -> tuple[int, ...]:
-    """The last token of each bad word whose other tokens end the output."""
+    """Return the last token of each bad word whose other tokens end the output."""
     end = pack_tokens(output_end)
     return tuple([last for beginning, last in bad_words if end.endswith(beginning)])
 
 
 def _is_due(budget: ThinkingBudget, num_output_tokens: int) -> bool:
-    """Whether the mark of the thought's end is being written: it takes as many tokens as it has, from the budget on."""
+    """Whether the end marker of the thinking budget is being written."""
     return budget.num_tokens <= num_output_tokens < budget.num_tokens + len(budget.end)
 
 
-def _next_of_end(budget: ThinkingBudget, output: Sequence[int]) -> int | None:
-    """The next token of the mark that ends the thought; None for an answer without a thought, or behind it."""
+def _next_end_token(budget: ThinkingBudget, output: Sequence[int]) -> int | None:
+    """Return the next token of the end marker, or None if the answer has no thinking section or has ended it."""
     end = budget.end
     if tuple(output[: len(budget.start)]) != budget.start or _contains(pack_tokens(output), pack_tokens(end)):
         return None
@@ -115,9 +112,9 @@ def _contains(output: bytes, mark: bytes) -> bool:
     return place >= 0
 
 
-@lru_cache(maxsize=KEPT_MASKS)
+@lru_cache(maxsize=MAX_CACHED_MASKS)
 def token_mask(token_ids: tuple[int, ...], vocab_size: int) -> np.ndarray:
-    """A bit for each of these tokens, 32 in each int32 [ceil(vocab_size / 32)]. Must not be changed."""
+    """Return a mask with a bit for each of these tokens, as int32 [ceil(vocab_size / 32)]. Do not modify it."""
     mask = np.zeros(-(-vocab_size // MASK_BITS), dtype=np.uint32)
     ids = np.array([token_id for token_id in token_ids if 0 <= token_id < vocab_size], dtype=np.int64)
     np.bitwise_or.at(mask, ids // MASK_BITS, np.uint32(1) << (ids % MASK_BITS).astype(np.uint32))

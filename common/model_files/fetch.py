@@ -1,4 +1,4 @@
-"""`diptych fetch NAME`: brings a model into the cache."""
+"""`diptych fetch NAME`: downloads a model into the cache."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from common.model_files.resolve import resolve_model
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line. Exit status 0 when the model is in the cache, 1 with one sentence on stderr when not."""
-    parser = argparse.ArgumentParser(prog="diptych fetch", description="Bring a model into the cache.")
+    """Run the command. Returns 0 if the model is in the cache, 1 after printing an error to stderr."""
+    parser = argparse.ArgumentParser(prog="diptych fetch", description="Download a model into the cache.")
     parser.add_argument(
-        "model", nargs="?", default=DEFAULT_MODEL, help=f"built-in name (default {DEFAULT_MODEL}), or id"
+        "model", nargs="?", default=DEFAULT_MODEL, help=f"built-in name or Hugging Face id (default {DEFAULT_MODEL})"
     )
-    parser.add_argument("--force", action="store_true", help="fetch it anew even when it is in the cache")
+    parser.add_argument("--force", action="store_true", help="download the model again even if it is in the cache")
     parser.add_argument(
-        "--no-weights", action="store_true", help="of a Hugging Face model only what a router needs: no weights"
+        "--no-weights", action="store_true", help="do not download the weights of a Hugging Face model (for a router)"
     )
     options = parser.parse_args(argv)
     try:
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted: finished parts are kept for the next try", file=sys.stderr)
+        print("interrupted: finished parts are kept, run the same command again to continue", file=sys.stderr)
         return 130
     print(f"{files.model_id}: {', '.join(map(str, files.weights or (files.tokenizer,)))}")
     return 0

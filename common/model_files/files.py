@@ -1,4 +1,4 @@
-"""The description of a model on disk. `resolve.py` finds one by its name."""
+"""Description of a model on disk. `resolve.py` creates it from a name."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import msgspec
 
 
 class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """A model on disk. `weights` are absolute paths: a .gguf file or its parts, or the .safetensors shards, in name
-    order.
+    """A model on disk.
 
-    `eos_token_ids` are all tokens that end a turn, the model's own first. `chat_template` is Jinja source, or None for
-    a base model. `weights_hash` is 16 hex digits over all weights and what says how to use them. `config` is
-    config.json for "hf". A model that was resolved without weights has none and no hash.
+    `weights` are absolute paths, in name order: a .gguf file or its parts, or .safetensors shards. `eos_token_ids` are
+    all tokens that end a turn, the model's own first. `chat_template` is Jinja source, or None for a base model.
+    `weights_hash` is 16 hex digits over the weights and the settings that affect the KV cache. `config` is the path of
+    config.json for "hf". A model resolved without weights has no `weights` and no hash.
     """
 
     model_id: str

@@ -1,4 +1,4 @@
-"""Fingerprints: two workers exchange KV blocks only if theirs are equal. No torch."""
+"""Fingerprints. Two workers exchange KV blocks only if theirs are equal. Does not load torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def weights_fingerprint(model_id: str, weights_hash: str, quantization: str) -> str:
-    """16 hex digits over model and weights, without the layout and the type of the KV cache."""
+    """Return 16 hex digits over model and weights, excluding layout and type of the KV cache."""
     fields = json.dumps([model_id, weights_hash, quantization])
     return hashlib.blake2b(fields.encode(), digest_size=8).hexdigest()
 
@@ -30,9 +30,9 @@ def layout_fingerprint(
     draft_head: str,
     kv_scales: Sequence[tuple[float, float]],
 ) -> str:
-    """32 hex digits over everything that gives the bytes of a KV block their meaning.
+    """Return 32 hex digits over everything that determines the meaning of a KV block's bytes.
 
-    `kv_scales`: of keys and of values of each layer; () where all are 1.
+    `kv_scales` are (key, value) scales of each layer, or () if all are 1.
     """
     fields = {
         "model_id": model_id,
@@ -47,7 +47,7 @@ def layout_fingerprint(
         "protocol_version": protocol_version,
         "order": "block,layer,slot,dim" if latent_dim else "block,layer,kv_head,slot,kv,dim",
         "latent_dim": latent_dim,
-        "batch_invariant": batch_invariant,  # KV whose last bits depend on a batch would undo the promise
+        "batch_invariant": batch_invariant,  # KV computed without it depends on the batch in its last bits
         "draft_head": draft_head,
         "kv_scales": kv_scales,
     }

@@ -1,6 +1,6 @@
-"""A model's architecture, read from GGUF metadata. No torch.
+"""Reader of a model's configuration from GGUF metadata. Does not load torch.
 
-Keys, and what llama.cpp knows of an architecture without any: ggml's docs/gguf.md, llama.cpp's src/llama-model.cpp.
+Sources of keys and of llama.cpp's built-in defaults: ggml's docs/gguf.md, llama.cpp's src/llama-model.cpp.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ SCALINGS = ("none", "linear", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """What metadata leave out and the tensors of a file tell.
+    """Facts that metadata omit and the file's tensors show.
 
-    `vocab_size`: rows of the token embedding. `tied`: there is no output matrix. `qkv_bias` and `head_norms`: whether
-    the first layer has them. `factors`: of LongRoPE, "short" and "long", where there are any.
+    `vocab_size` is the number of rows of the token embedding. `tied`: there is no output matrix. `qkv_bias` and
+    `head_norms`: the first layer has them. `factors` are LongRoPE's "short" and "long" factors, if any.
     """
 
     vocab_size: int
@@ -35,7 +35,7 @@ class TensorFacts:
 
     @classmethod
     def of(cls, names: Collection[str], vocab_size: int, factors: Mapping[str, Any]) -> TensorFacts:
-        """`names` of the file's tensors."""
+        """Create from the `names` of the file's tensors."""
         return cls(
             vocab_size,
             "output.weight" not in names,
@@ -46,12 +46,12 @@ class TensorFacts:
 
 
 def from_gguf(metadata: Mapping[str, Any], facts: TensorFacts, path: Path) -> ModelConfig:
-    """Reads GGUF metadata. ModelError when they are damaged, or describe an unsupported model."""
+    """Read GGUF metadata. Raises ModelError if they are damaged, or describe an unsupported model."""
     return GGUFReader(metadata, facts, path).read()
 
 
 class GGUFReader(FieldReader):
-    """GGUF metadata, keys prefixed by the architecture's name."""
+    """Reader of GGUF metadata, whose keys have the architecture's name as prefix."""
 
     def __init__(self, fields: Mapping[str, Any], facts: TensorFacts, path: Path) -> None:
         architecture = str(fields.get("general.architecture"))
@@ -112,7 +112,7 @@ class GGUFReader(FieldReader):
         return scale if self.family.embeds_by_width else self.number("embedding_scale", 1.0) / residual
 
     def _softcap(self, name: str) -> float:
-        """By default what config.json has by default."""
+        """Return a softcap. The default is that of config.json."""
         return self.number(name, self.family.defaults.get(name) or 0.0)
 
     def _head_dim(self, width: int) -> int:
@@ -122,7 +122,7 @@ class GGUFReader(FieldReader):
         return head_dim
 
     def _attention_scale(self, layers: int, width: int, head_dim: int, latent: LatentConfig | None) -> float:
-        """What multiplies scores; `width`: hidden_size / num_heads."""
+        """Return the factor of attention scores. `width` is hidden_size / num_heads."""
         if latent is not None:
             return latent_scale(latent, self._rope_fields(latent.rope_dim), self.path)
         scale: float = (width if layers == self.of_gguf.width_scaled_layers else head_dim) ** -0.5
@@ -138,7 +138,7 @@ class GGUFReader(FieldReader):
         if not window:
             return (0,) * layers
         given = self.fields.get(self.prefix + "attention.sliding_window_pattern")
-        if not isinstance(given, list):  # of a newer converter, one for each layer
+        if not isinstance(given, list):  # newer converters write one flag per layer
             pattern = self.count("attention.sliding_window_pattern", pattern)
             given = [(i + 1) % pattern != 0 for i in range(layers)]
         if len(given) != layers:
@@ -146,14 +146,14 @@ class GGUFReader(FieldReader):
         return tuple(window if slides else 0 for slides in given)
 
     def _ropes(self, windows: tuple[int, ...], rope_dim: int) -> tuple[RopeConfig, ...]:
-        """Of each layer, for heads of which rotary embedding sees `rope_dim` numbers."""
+        """Return the rotary embedding of each layer, for heads with `rope_dim` rotated elements."""
         reader = RopeReader({}, self.path, rope_dim, self.count("context_length"))
         full = reader.read(self._rope_fields(rope_dim), self.number("rope.freq_base", 10000.0))
         full = replace(full, interleaved=self.family.neighbours)
         return tuple(self._rope(layer, window, full) for layer, window in enumerate(windows))
 
     def _rope_fields(self, rope_dim: int) -> dict[str, Any]:
-        """By the names of config.json."""
+        """Return the RoPE fields under their names in config.json."""
         factors = self.facts.factors
         kind = "longrope" if factors else self.fields.get(self.prefix + "rope.scaling.type", "none")
         if not factors and kind not in SCALINGS:
@@ -177,7 +177,7 @@ class GGUFReader(FieldReader):
         return fields
 
     def _rope(self, layer: int, window: int, full: RopeConfig) -> RopeConfig:
-        """Of one layer with such a window, where `full` is that of layers that see everything."""
+        """Return the rotary embedding of a layer. `full` is that of layers without a window."""
         rotates, has_windows = self.family.rotates, self.fields.get(self.prefix + "attention.sliding_window")
         if rotates == "listed" and (layer + 1) % self.family.defaults["no_rope_layer_interval"] == 0:
             return RopeConfig(full.theta, "off")

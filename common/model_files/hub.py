@@ -1,4 +1,4 @@
-"""Models by Hugging Face id, through the optional `huggingface_hub` package and its own cache."""
+"""Models by Hugging Face id, through the optional `huggingface_hub` package and its cache."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ SHARD = re.compile(r"-of-(\d+)\.safetensors\Z")
 
 
 def hub_folder(model_id: str, *, download: bool = True, weights: bool = True) -> Path:
-    """The local snapshot of `model_id` ("org/name"), downloaded if it is not there yet, or not all of it.
+    """Return the local snapshot of `model_id` ("org/name"), and download it if it is missing or incomplete.
 
-    Raises ModelError when the package is not installed, or the model is neither cached nor to be had.
+    Raises ModelError if the package is not installed, or the model is neither cached nor available.
     """
     if model_id.upper().endswith("GGUF"):
-        raise ModelError(f"{model_id} holds GGUF files of several kinds: name one, such as {model_id}:Q4_K_M")
+        raise ModelError(f"{model_id} has GGUF files of several quantisations: select one, such as {model_id}:Q4_K_M")
     patterns = [*TEXT, WEIGHTS] if weights else [*TEXT]
     return _snapshot(model_id, patterns, lambda folder: _is_whole(folder, weights=weights), download=download)
 
 
 def hub_gguf(model_id: str, kind: str, *, download: bool = True) -> Path:
-    """The first file of a model's GGUF files of a `kind` ("Q4_K_M"), all of which are downloaded if one is not there.
+    """Return the first GGUF file of a model with quantisation `kind` ("Q4_K_M"), and download all if any is missing.
 
-    Raises ModelError as `hub_folder`, and when there is no such file, or there are several models of that kind.
+    Raises ModelError like `hub_folder`, and if no file or several models match.
     """
     ends = (".gguf", "-*-of-*.gguf")
     names = [f"{kind}{end}" for kind in {kind, kind.lower(), kind.upper()} for end in ends]
@@ -40,33 +40,35 @@ def hub_gguf(model_id: str, kind: str, *, download: bool = True) -> Path:
     if len(found) == 1:
         return found[0]
     if found:
-        raise ModelError(f"{model_id} has several models of kind {kind}: {[path.name for path in found]}")
-    raise ModelError(f"{model_id} has no .gguf file of kind {kind!r}: see its list of files for the kinds that it has")
+        raise ModelError(
+            f"{model_id} has several GGUF models of quantisation {kind!r}: {[path.name for path in found]}"
+        )
+    raise ModelError(f"{model_id} has no .gguf file of quantisation {kind!r}: see its file list on Hugging Face")
 
 
 def _ggufs(folder: Path, kind: str) -> list[Path]:
-    """The files of a kind in a snapshot; not those that see or hear (`mmproj`)."""
+    """Return the files of a quantisation in a snapshot, except multimodal projectors (`mmproj`)."""
     wanted = re.compile(rf"(?:.*[-._])?{re.escape(kind)}(?:-\d{{5}}-of-\d{{5}})?\.gguf", re.IGNORECASE)
     return [path for path in folder.rglob("*.gguf") if wanted.fullmatch(path.name) and "mmproj" not in path.name]
 
 
 def _has_gguf(folder: Path, kind: str) -> bool:
-    """Whether a snapshot has a model of that kind, with all its files."""
+    """Whether a snapshot has a model of this quantisation with all its files."""
     try:
         return bool([gguf_parts(path) for path in _ggufs(folder, kind)])
-    except ModelError:  # one of several is missing
+    except ModelError:  # a part is missing
         return False
 
 
 def _snapshot(model_id: str, patterns: list[str], is_whole: Callable[[Path], bool], *, download: bool) -> Path:
-    """The snapshot's folder with the files that match the patterns. Raises ModelError."""
+    """Return the snapshot folder with the files that match `patterns`. Raises ModelError."""
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import LocalEntryNotFoundError
     except ImportError as error:
         raise ModelError(
-            f"{model_id!r} looks like a Hugging Face id, for which huggingface_hub is needed: "
-            "pip install huggingface_hub, or name a local folder or .gguf file"
+            f"{model_id!r} looks like a Hugging Face id, which needs huggingface_hub: pip install huggingface_hub, or "
+            "use a local folder or .gguf file"
         ) from error
     try:
         folder = Path(snapshot_download(model_id, allow_patterns=patterns, local_files_only=True))
@@ -74,20 +76,20 @@ def _snapshot(model_id: str, patterns: list[str], is_whole: Callable[[Path], boo
             return folder
     except LocalEntryNotFoundError as error:
         if not download:
-            raise ModelError(f"{model_id} is not in the Hugging Face cache, and downloading is off") from error
-    log.info("fetches %s from Hugging Face", model_id)
+            raise ModelError(f"{model_id} is not in the Hugging Face cache, and downloads are disabled") from error
+    log.info("hub: downloading %s from Hugging Face", model_id)
     try:
         return Path(snapshot_download(model_id, allow_patterns=patterns))
-    except Exception as error:  # the hub's own, HTTP and OS errors mean the same to the user
+    except Exception as error:  # errors of the hub, of HTTP and of the OS
         reason = str(error).strip().split("\n")[0]
         raise ModelError(
-            f"{model_id} cannot be fetched from Hugging Face ({type(error).__name__}: {reason}). Check the id, "
-            "the network and, for a gated model, HF_TOKEN; or name a local folder or .gguf file"
+            f"cannot download {model_id} from Hugging Face ({type(error).__name__}: {reason}). Check the id, the "
+            "network and, for a gated model, HF_TOKEN; or use a local folder or .gguf file"
         ) from error
 
 
 def _is_whole(folder: Path, *, weights: bool) -> bool:
-    """Whether the snapshot is complete: it shows each file as soon as that one is there."""
+    """Whether a snapshot is complete. Files appear in it one by one."""
     if not (folder / "config.json").exists() or not (folder / "tokenizer.json").exists():
         return False
     shards = [path.name for path in folder.glob(WEIGHTS)]

@@ -1,4 +1,4 @@
-"""Reads the text files of a model's folder, most of which are JSON."""
+"""Reader of the text files of a model folder, most of which are JSON."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def read_text(path: Path) -> str | None:
-    """Read a file without its byte order mark. Returns None if there is no file.
+    """Return the text of a file without its byte order mark, or None if the file does not exist.
 
-    Raises ModelError for a file that is not readable or not UTF-8, and for a Git LFS pointer.
+    Raises ModelError if it is unreadable, not UTF-8, or a Git LFS pointer.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -36,7 +36,7 @@ def read_text(path: Path) -> str | None:
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raise ModelError for a Git LFS pointer, and for a file that cannot be read."""
+    """Raise ModelError if the file is a Git LFS pointer or cannot be read."""
     try:
         with path.open("rb") as file:
             _refuse_pointer(path, file.read(len(LFS_POINTER)))
@@ -58,13 +58,13 @@ def parse_json(text: str, path: Path) -> Any:
 
 
 def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
-    """The object in a file; an empty one if there is no file and none is `required`. Raises ModelError."""
+    """Return the object in a file. A missing file is {} unless `required`. Raises ModelError."""
     text = read_text(path)
     if text is None:
         if required:
-            raise ModelError(f"{path.parent} is not a model folder: it has no {path.name}")
+            raise ModelError(f"{path.parent} is not a model folder: {path.name} is missing")
         return {}
     value = parse_json(text, path)
     if not isinstance(value, dict):
-        raise ModelError(f"{path} should hold a JSON object, not {type(value).__name__}")
+        raise ModelError(f"{path} must contain a JSON object, not {type(value).__name__}")
     return value

@@ -1,7 +1,7 @@
-"""Finds a model's files by name, and describes them for the router and the workers, without torch.
+"""Finds the files of a model by name, and describes them for the router and workers. Does not load torch.
 
-The answer is kept as JSON beside the converted tokenizer, with a stamp of every file it was drawn from, so the next
-start takes milliseconds: no vocabulary is parsed and no weights are hashed again.
+Descriptions are cached as JSON next to the converted tokenizer, with a stamp of every source file. A later start takes
+milliseconds: it neither parses the vocabulary nor hashes the weights again.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from common.observe import in_bytes
 
 log = logging.getLogger(__name__)
 
-DESCRIPTION_VERSION = 4  # increment when descriptions or tokenizer conversion change: invalidates the cache
+DESCRIPTION_VERSION = 4  # increment when descriptions or tokenizer conversion change, to invalidate caches
 DESCRIBED = (
     *("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"),
     *("chat_template.jinja", "chat_template.json"),
 )
-"""Files that the description of a folder depends on, in addition to its weights."""
+"""Files other than weights that the description of a folder depends on."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_GGUF = re.compile(rf"({HUB_ID.pattern}):(\w[\w.-]*)")
 
 
 class _Description(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of the JSON sidecar: `stamps` of the described files, `tokenizer` of the converted tokenizer."""
+    """Content of the cached description: `stamps` of the source files, and of the converted `tokenizer`."""
 
     version: int
     stamps: tuple[FileStamp, ...]
@@ -47,13 +47,13 @@ class _Description(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve_model(name: str, *, download: bool = True, progress: bool = True, weights: bool = True) -> ModelFiles:
-    """Finds a model: a built-in name, a folder, a .gguf file or a Hugging Face id, tried in this order.
+    """Find a model: a built-in name, a folder, a .gguf file or a Hugging Face id, tried in this order.
 
-    An id is "org/name", or "org/name:Q4_K_M" for the GGUF files of that kind.
-    A built-in model that is not in the cache is fetched, with a progress bar on stderr, unless `download` is False.
-    Without `weights` those of a folder or of Hugging Face are neither fetched nor read: what a router needs is beside
-    them (in a .gguf file it is inside).
-    Raises ModelError (a sentence saying what to do) when the model is missing, damaged or not supported.
+    An id is "org/name", or "org/name:Q4_K_M" to select GGUF files by quantisation. A missing built-in model is
+    downloaded, with a progress bar on stderr, unless `download` is False. With `weights` False, the weights of a folder
+    or Hugging Face model are neither downloaded nor read, as for a router.
+
+    Raises ModelError, with the remedy, if the model is missing, damaged or not supported.
     """
     if name in TINY_MODELS:
         return _resolve_tiny(name, weights=weights)
@@ -64,7 +64,7 @@ def resolve_model(name: str, *, download: bool = True, progress: bool = True, we
         return _resolve_folder(path.resolve(), path.resolve().name, progress=progress, weights=weights)
     if name and path.is_file():
         if path.suffix != ".gguf":
-            raise ModelError(f"{path} is not a model: name a .gguf file, or the folder that holds config.json")
+            raise ModelError(f"{path} is not a model: use a .gguf file, or a folder with a config.json")
         return _resolve_gguf(path.absolute(), progress=progress)
     if (found := HUB_GGUF.fullmatch(name)) is not None:
         from common.model_files.hub import hub_gguf
@@ -83,18 +83,18 @@ def _unknown(name: str) -> str:
     near = get_close_matches(name, known, n=1)
     hint = f" Did you mean {near[0]}?" if near else ""
     return (
-        f"no model {name!r}: no such file or folder, and built in are {', '.join(known)}.{hint} "
-        "A Hugging Face id has the form org/name, or org/name:Q4_K_M for GGUF files"
+        f"unknown model {name!r}: no such file or folder, and no built-in model ({', '.join(known)}).{hint} "
+        "For a Hugging Face model use org/name, or org/name:Q4_K_M for GGUF files"
     )
 
 
 def _resolve_tiny(name: str, *, weights: bool) -> ModelFiles:
-    """Builds the tiny model on first use. The folder's name has a hash of the recipe: a changed one is a new model."""
+    """Build the tiny model on first use. The folder is named after a hash of the generator, so changes rebuild it."""
     recipe = xxhash.xxh3_64(Path(__file__).with_name("tiny.py").read_bytes()).hexdigest()[:8]
     folder = cache_folder() / "models" / f"{name}-{recipe}"
     if not (folder / ".complete").exists():
         with locked(cache_folder() / "models" / f".{name}.lock"):
-            from common.model_files.tiny import make_tiny_model  # numpy is imported only to build it
+            from common.model_files.tiny import make_tiny_model  # loads numpy, which is needed only here
 
             make_tiny_model(folder, architecture="gemma3" if TINY_MODELS[name] == "gemma3" else "llama")
             write_atomically(folder / ".complete", b"")
@@ -108,8 +108,10 @@ def _resolve_builtin(model: BuiltinModel, *, download: bool, progress: bool) -> 
     path = folder / model.file
     if not path.exists():
         if not download:
-            raise ModelError(f"{model.name} is not in {folder}: python -m common.model_files.fetch {model.name}")
-        log.info("fetches %s, %s", model.name, in_bytes(model.num_bytes))
+            raise ModelError(
+                f"{model.name} is not in {folder}. Fetch it: python -m common.model_files.fetch {model.name}"
+            )
+        log.info("model %s: downloading %s", model.name, in_bytes(model.num_bytes))
         fetch_model(model, progress=progress)
 
     def describe() -> ModelFiles:
@@ -122,7 +124,7 @@ def _resolve_builtin(model: BuiltinModel, *, download: bool, progress: bool) -> 
 
 
 def _resolve_gguf(path: Path, model_id: str = "", *, progress: bool) -> ModelFiles:
-    """A .gguf file, or all of those that it is one part of."""
+    """Resolve a .gguf file together with all parts of its model."""
     parts = gguf_parts(path)
     folder = _local_folder(parts[0])
 
@@ -135,7 +137,7 @@ def _resolve_gguf(path: Path, model_id: str = "", *, progress: bool) -> ModelFil
 
 
 def _resolve_folder(folder: Path, model_id: str, *, progress: bool, weights: bool) -> ModelFiles:
-    """A Hugging Face folder, or one that holds a single model of .gguf files."""
+    """Resolve a Hugging Face folder, or a folder with the .gguf files of one model."""
     try:
         found = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
     except OSError as error:
@@ -144,7 +146,7 @@ def _resolve_folder(folder: Path, model_id: str, *, progress: bool, weights: boo
     if "config.json" not in found and len(set(map(gguf_name, ggufs))) == 1:
         return _resolve_gguf(ggufs[0], progress=progress)
     if "config.json" not in found and ggufs:
-        raise ModelError(f"{folder} holds {len(ggufs)} .gguf files: name one of them, such as {ggufs[0]}")
+        raise ModelError(f"{folder} has {len(ggufs)} .gguf files: select one, such as {ggufs[0]}")
     read_json(folder / "config.json", required=True)
     sources = [found[name] for name in DESCRIBED if name in found]
     sources += weight_files(folder) if weights else []
@@ -159,19 +161,19 @@ def _resolve_folder(folder: Path, model_id: str, *, progress: bool, weights: boo
 
 
 def _named(files: ModelFiles, model_id: str) -> ModelFiles:
-    """The same model by the name that it was asked for."""
+    """Return the model under the requested name."""
     return files if files.model_id == model_id else msgspec.structs.replace(files, model_id=model_id)
 
 
 def _local_folder(path: Path) -> Path:
-    """The folder for conversions of a file or folder outside the cache."""
+    """Return the folder for conversions of a file or folder outside of the cache."""
     return cache_folder() / "local" / f"{path.stem}-{xxhash.xxh3_64(str(path).encode()).hexdigest()}"
 
 
 def _described(
     folder: Path, sources: Sequence[Path], describe: Callable[[], ModelFiles], sidecar_name: str = "files.json"
 ) -> ModelFiles:
-    """The cached description in `folder` if every source still looks the same, else a new one, made under a lock."""
+    """Return the cached description in `folder` if no source has changed, or create a new one under a lock."""
     sidecar = folder / sidecar_name
     stamps = stamp_files(sources)
     files = _read_description(sidecar, stamps)
@@ -180,9 +182,7 @@ def _described(
             files = _read_description(sidecar, stamps)
             if files is None:
                 size = in_bytes(sum(stamp.num_bytes for stamp in stamps))
-                log.info(
-                    "%s is new or has changed: reads its vocabulary and hashes its files, %s", sources[0].parent, size
-                )
+                log.info("model %s: new or changed, reading its vocabulary and hashing %s", sources[0].parent, size)
                 files = describe()
                 _write_description(sidecar, stamps, files)
     return files
@@ -198,7 +198,7 @@ def _write_description(sidecar: Path, stamps: tuple[FileStamp, ...], files: Mode
 def _read_description(sidecar: Path, stamps: tuple[FileStamp, ...]) -> ModelFiles | None:
     try:
         found = msgspec.json.decode(sidecar.read_bytes(), type=_Description, dec_hook=lambda kind, value: kind(value))
-    except (OSError, msgspec.MsgspecError):  # none yet, not readable, or of another version: it is made anew
+    except (OSError, msgspec.MsgspecError):  # missing, unreadable or of another version
         return None
     if found.version != DESCRIPTION_VERSION or found.stamps != stamps or not found.files.tokenizer.exists():
         return None

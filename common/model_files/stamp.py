@@ -1,4 +1,4 @@
-"""Notices a changed or damaged file without reading all of it, and hashes whole files."""
+"""Detects changed or damaged files by sampling, and hashes whole files."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from common.observe import ByteProgress
 
 log = logging.getLogger(__name__)
 SAMPLES, SAMPLE_BYTES = 16, 4096
-"""Places in a file, evenly far apart, whose bytes tell it from a changed one without reading it all."""
+"""Number and size of the evenly spaced samples of a file."""
 DIGEST_CHUNK_BYTES = 1 << 22
-"""Read at a time for a whole digest, between two moves of the bar."""
+"""Bytes per read of a full hash, between updates of the progress bar."""
 SLOW_BYTES = 1 << 31
-"""Digests of larger files take seconds, and show a bar."""
+"""Minimum size for a progress bar: hashing takes seconds."""
 
 
 class FileStamp(msgspec.Struct, frozen=True):
-    """The marks of a file: cheap to take (64 KiB read), enough to notice replacement, truncation and most damage.
+    """Stamp of a file. Reads 64 KiB; detects replacement, truncation and most damage.
 
-    `sample` is a hash over 16 pieces of 4 KiB spread over the file, its first and last bytes included.
+    `sample` is a hash over 16 pieces of 4 KiB spread over the file, including its first and last bytes.
     """
 
     path: str
@@ -35,12 +35,12 @@ class FileStamp(msgspec.Struct, frozen=True):
 
 
 def stamp_files(paths: Sequence[Path]) -> tuple[FileStamp, ...]:
-    """Stamps each file. Raises ModelError when one cannot be read."""
+    """Stamp each file. Raises ModelError if one cannot be read."""
     return tuple(stamp_file(path) for path in paths)
 
 
 def stamp_file(path: Path) -> FileStamp:
-    """Stamps one file. Raises ModelError when it cannot be read."""
+    """Stamp one file. Raises ModelError if it cannot be read."""
     try:
         with path.open("rb") as file:
             about = os.fstat(file.fileno())
@@ -55,9 +55,9 @@ def stamp_file(path: Path) -> FileStamp:
 
 
 def hash_weights(paths: Sequence[Path], *, progress: bool, also: bytes = b"") -> str:
-    """Hashes the whole content of the files, in the given order, into 16 hex digits: the same on every machine.
+    """Hash the files in the given order, then `also`, into 16 hex digits that are equal on every machine.
 
-    `also` is hashed behind them. Without `progress` there is no bar, and lines in the log in its place.
+    Without `progress`, writes log lines instead of a progress bar.
     """
     total = sum(path.stat().st_size for path in paths)
     digest = xxhash.xxh3_64()

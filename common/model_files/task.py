@@ -1,9 +1,9 @@
-"""What a model is served for: to generate text, to embed texts, or to score pairs of them. No torch.
+"""Task that a model is served for: generate text, embed texts, or score pairs. Does not load torch.
 
-A folder says it by its files: sentence-transformers' `modules.json` names how hidden states become an embedding, an
-architecture such as `Qwen3ForSequenceClassification` has a head that scores. Anything else generates, unless --task
-says otherwise: an embedding is then the last token's hidden state, normalised, as Qwen3-Embedding has it, and a score
-is how much likelier "yes" comes next than "no", as Qwen3-Reranker has it.
+The folder determines the task: a `modules.json` of sentence-transformers describes an embedding, and an architecture
+such as `Qwen3ForSequenceClassification` has a scoring head. All other models generate text. With --task, they also
+embed (the normalised hidden state of the last token, as in Qwen3-Embedding) or score (how much likelier "yes" is as
+the next token than "no", as in Qwen3-Reranker).
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from common.wire import Pooling, Role
 Task = Literal["generate", "embed", "score"]
 CLASSIFIER = "ForSequenceClassification"
 MODES: Mapping[str, Pooling] = {"mean": "mean", "mean_tokens": "mean", "lasttoken": "last"}
-"""Of sentence-transformers, as its pooling modes are named in `pooling_mode` and behind `pooling_mode_`."""
+"""Pooling modes of sentence-transformers: values of `pooling_mode`, and suffixes of `pooling_mode_*`."""
 HEADLESS_MODULES = ("Transformer", "Normalize")
 
 
 @dataclass(frozen=True, slots=True)
 class ServedTask:
-    """A prompt becomes one vector of `width` numbers by `pooling` its hidden states; "" where text is generated.
+    """Task of a served model.
 
-    An embedding is normalised if the model says so; a score is the sigmoid of the head's number if `sigmoid`. With
+    `pooling` turns the hidden states of a prompt into one vector of `width` numbers; "" for text generation. Embeddings
+    are normalised if `normalise`. Scores are the head's output, or its sigmoid if `sigmoid`. With `answers`, that
+    output is the logit of the first of these tokens minus that of the second.
     `answers` that number is by how much the first of these tokens is likelier to come next than the second.
     """
 
@@ -49,7 +51,7 @@ class ServedTask:
 
     @property
     def needed(self) -> Role:
-        """The workers without which nothing is served: an answer of text needs decode workers, which can prefill."""
+        """Role of the worker that serving requires. Decode workers can prefill, but only they generate text."""
         return "decode" if self.generates else "prefill"
 
 
@@ -57,9 +59,9 @@ GENERATES = ServedTask()
 
 
 def served_task(files: ModelFiles, wanted: str = "auto") -> ServedTask:
-    """The task of a model: what --task says, or with `auto` what its files say.
+    """Return the task of a model: --task, or with `auto` the one that its files describe.
 
-    Raises ModelError for a task that the model cannot do, or does in a way that is not supported.
+    Raises ModelError if the model does not support the task.
     """
     if wanted == "generate":
         return GENERATES
@@ -69,7 +71,7 @@ def served_task(files: ModelFiles, wanted: str = "auto") -> ServedTask:
     if task == "generate":
         return GENERATES
     if fields.get("is_causal") is False:
-        raise ModelError(f"{files.config}: is_causal false is not supported: use a model with causal attention")
+        raise ModelError(f"{files.config}: is_causal=false is not supported: use a model with causal attention")
     if task == "score":
         by_answers = ServedTask("score", "last", 1, sigmoid=True)
         return _score(fields, files) if meant == "score" else replace(by_answers, answers=_answers(files))
@@ -80,7 +82,7 @@ def served_task(files: ModelFiles, wanted: str = "auto") -> ServedTask:
 
 
 def _meant_for(fields: Mapping[str, Any], path: Path | None) -> Task:
-    """What a folder is meant for."""
+    """Return the task that the folder describes."""
     named = fields.get("architectures")
     if isinstance(named, list) and any(str(name).endswith(CLASSIFIER) for name in named):
         return "score"
@@ -88,16 +90,16 @@ def _meant_for(fields: Mapping[str, Any], path: Path | None) -> Task:
 
 
 def _answers(files: ModelFiles) -> tuple[int, int]:
-    """The tokens by which a model answers whether a document fits, as Qwen3-Reranker does."""
-    # Imported here: no other model's start waits for it.
+    """Return the tokens "yes" and "no", with which a model such as Qwen3-Reranker scores a document."""
+    # Imported here, so that other tasks do not load it.
     from common.model_files.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_file(files.tokenizer)
     yes, no = (tokenizer.token_to_id(word) for word in ("yes", "no"))
     if yes is None or no is None:
         raise ModelError(
-            f"{files.model_id} has neither a head that scores, as architectures that end with {CLASSIFIER} have, nor "
-            'the tokens "yes" and "no": it cannot be served with --task score'
+            f"{files.model_id} cannot be served with --task score: it has neither a scoring head (architecture "
+            f'*{CLASSIFIER}) nor the tokens "yes" and "no"'
         )
     return yes, no
 
@@ -106,27 +108,29 @@ def _score(fields: Mapping[str, Any], files: ModelFiles) -> ServedTask:
     reader = FieldReader(fields, files.config or files.tokenizer)
     labels = fields.get("num_labels") or len(reader.mapping("id2label")) or 2  # 2: transformers' default
     if labels != 1:
-        raise ModelError(f"{files.config}: {shown(labels)} labels are not supported: use a reranker with one label")
+        raise ModelError(f"{files.config}: {shown(labels)} labels are not supported: use a reranker with 1 label")
     own = reader.mapping("sentence_transformers")
     activation = str(own.get("activation_fn") or fields.get("sbert_ce_default_activation_function") or "Sigmoid")
     kind = activation.rpartition(".")[2]
     if kind not in ("Sigmoid", "Identity"):
-        raise ModelError(f"{files.config}: {shown(activation)} is not supported as activation (Sigmoid, Identity)")
+        raise ModelError(
+            f"{files.config}: activation {shown(activation)} is not supported: must be Sigmoid or Identity"
+        )
     return ServedTask("score", "last", 1, sigmoid=kind == "Sigmoid")
 
 
 def _of_modules(path: Path, task: ServedTask) -> ServedTask:
-    """How the modules of sentence-transformers make an embedding."""
+    """Return the embedding task that the modules of sentence-transformers describe."""
     modules = _modules(path)
     kinds = [str(module.get("type")).rpartition(".")[2] for module in modules]
     for kind in kinds:
         if kind not in (*HEADLESS_MODULES, "Pooling"):
-            raise ModelError(f"{path}: module {kind} is not supported: Transformer, Pooling and Normalize are")
+            raise ModelError(f"{path}: module {kind} is not supported: must be Transformer, Pooling or Normalize")
     if kinds.count("Pooling") != 1:
-        raise ModelError(f"{path} has {kinds.count('Pooling')} modules of pooling: an embedding needs one")
+        raise ModelError(f"{path} has {kinds.count('Pooling')} Pooling modules: must be 1")
     place = PurePosixPath(str(modules[kinds.index("Pooling")].get("path")))
     if place.is_absolute() or ".." in place.parts:
-        raise ModelError(f"{path}: a module's path {str(place)!r} leaves the model's folder")
+        raise ModelError(f"{path}: module path {str(place)!r} is outside of the model folder")
     pooling = path.parent / place / "config.json"
     return replace(task, pooling=_pooling(pooling), normalise="Normalize" in kinds)
 
@@ -134,7 +138,7 @@ def _of_modules(path: Path, task: ServedTask) -> ServedTask:
 def _modules(path: Path) -> list[dict[str, Any]]:
     modules = parse_json(read_text(path) or "", path)
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
-        raise ModelError(f"{path} should hold a JSON list of objects: fetch it again")
+        raise ModelError(f"{path} must contain a JSON list of objects: fetch it again")
     return modules
 
 
@@ -146,7 +150,7 @@ def _pooling(path: Path) -> Pooling:
     modes += [name.removeprefix(prefix) for name, on in fields.items() if name.startswith(prefix) and on is True]
     if len(modes) != 1 or modes[0] not in MODES:
         shown = " and ".join(map(str, modes)) or "none"
-        raise ModelError(f"{path}: pooling by {shown} is not supported: a decoder's is by mean or by the last token")
+        raise ModelError(f"{path}: pooling mode {shown} is not supported: must be mean or lasttoken")
     return MODES[modes[0]]
 
 
@@ -156,5 +160,7 @@ def _hidden_size(files: ModelFiles) -> int:
     head = read_gguf_head(files.weights[0])
     size = head.metadata.get(f"{head.architecture}.embedding_length")
     if not isinstance(size, int) or size < 1:
-        raise ModelError(f"{files.weights[0]} gives embedding_length={size!r}: fetch the model again")
+        raise ModelError(
+            f"{files.weights[0]} has embedding_length={size!r}, expected a positive number: fetch the model again"
+        )
     return size

@@ -1,8 +1,8 @@
-"""Renders a conversation into a prompt by the model's own chat template, with the conventions of Hugging Face.
+"""Renders a conversation into a prompt with the model's chat template, following Hugging Face's conventions.
 
-Source of the conventions: transformers' `chat_template_utils`: trimmed blocks, loop controls, `raise_exception`,
-`strftime_now`, `tojson` without HTML escaping, `{% generation %}`. The template runs in a sandbox that cannot change
-its inputs or reach the process.
+Source: transformers' `chat_template_utils`: trimmed blocks, loop controls, `raise_exception`, `strftime_now`, `tojson`
+without HTML escaping, `{% generation %}`. The template runs in a sandbox, and cannot change its inputs or access the
+process.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from common.errors import InvalidRequest, ModelError
 from common.model_files.files import ModelFiles
 
 MAX_REASON_CHARS = 200
-"""Of what a template said against a conversation, for the client."""
+"""Maximum length of a template's error that a client sees."""
 RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"))
 
 
 class _Generation(Extension):
-    """Renders the body of `{% generation %}`, which marks the assistant's text for training, as it is."""
+    """Renders the body of `{% generation %}` unchanged. The tag marks the assistant's text for training."""
 
     tags = {"generation"}
 
@@ -53,7 +53,7 @@ def _tojson(
 
 
 def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)  # local time, as the conventions have it
+    return datetime.now().strftime(format)  # local time, as in transformers
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -68,12 +68,12 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 def _compiled(source: str) -> jinja2.Template:
     template = _environment().from_string(source)
-    template.globals = dict(template.globals)  # each render copies it, and what Jinja makes is a chain of tables
+    template.globals = dict(template.globals)  # each render copies this, and Jinja's ChainMap is slow to copy
     return template
 
 
 class ContentForm(StrEnum):
-    """Forms of message content that a template renders: a string, a list of text parts, or either."""
+    """Forms of message content that a template supports: a string, a list of text parts, or either."""
 
     TEXT = "text"
     PARTS = "parts"
@@ -91,13 +91,13 @@ BEFORE: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "assistant": (USER,),
     "tool": (USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}),
 }
-"""A conversation that a message may follow, by its role."""
+"""Messages that precede a message of each role."""
 
 
 class ChatTemplate:
-    """One model's chat template, compiled. `source` is None for a base model: then every render is refused.
+    """Compiled chat template of a model. `source` is None for a base model, for which `render` always fails.
 
-    Raises ModelError when the source is not valid Jinja.
+    Raises ModelError if the source is not valid Jinja.
     """
 
     def __init__(self, source: str | None, *, model_id: str = "", bos_token: str = "", eos_token: str = "") -> None:
@@ -110,19 +110,19 @@ class ChatTemplate:
 
     @classmethod
     def from_files(cls, files: ModelFiles) -> ChatTemplate:
-        """The template of a resolved model."""
+        """Return the template of a resolved model."""
         return cls(files.chat_template, model_id=files.model_id, bos_token=files.bos_token, eos_token=files.eos_token)
 
     @cached_property
     def content_forms(self) -> Mapping[str, ContentForm]:
-        """The forms of content that the template renders, by role. Determined by rendering both forms.
+        """Content forms that the template supports, by role. Determined by rendering both forms.
 
-        Transformers passes content unchanged, so a template that loops over parts decides how to join them.
+        Like transformers, passes content unchanged: a template that loops over parts decides how to join them.
         """
         return {role: self._content_form(role) for role in BEFORE}
 
     def _content_form(self, role: str) -> ContentForm:
-        """Determine the form for a role. A template that prints the list itself does not read parts."""
+        """Determine the form for a role. A template that prints the list itself does not support parts."""
         _, is_shown, rest = self._shown(role, PARTS).partition(FIRST)
         between, is_second, _ = rest.partition(SECOND)
         if not is_shown or not is_second or "type" in between:
@@ -130,7 +130,7 @@ class ChatTemplate:
         return ContentForm.EITHER if FIRST in self._shown(role, FIRST) else ContentForm.PARTS
 
     def _shown(self, role: str, content: Any) -> str:
-        """Render a short conversation with such a message. Returns "" if the template refuses it."""
+        """Render a short conversation with this message, or return "" if the template rejects it."""
         message = {"role": role, "content": content} | ({"tool_call_id": CALL["id"]} if role == "tool" else {})
         after = () if BEFORE[role] or role == "user" else (USER,)
         try:
@@ -146,19 +146,21 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt for `messages` (`role`, `content`, ... as OpenAI has them), to be encoded without special tokens.
+        """Render `messages` (as in OpenAI's API) into a prompt, which is then encoded without special tokens.
 
-        `extra` holds further variables of the template (`enable_thinking`, ...). Raises InvalidRequest when the model
-        has no template or the template refuses the messages.
+        `extra` has further template variables (`enable_thinking`, ...). Raises InvalidRequest if the model has no
+        template or the template rejects the messages.
         """
         if self._template is None:
             raise InvalidRequest(
-                f"model {self._model_id!r} has no chat template (it is a base model): use /v1/completions",
+                f"The model {self._model_id!r} has no chat template (it is a base model): use /v1/completions",
                 param="messages",
             )
         taken = RESERVED.intersection(extra or ())
         if taken:
-            raise InvalidRequest(f"{', '.join(sorted(taken))} cannot be set for the chat template", param="messages")
+            raise InvalidRequest(
+                f"chat template variables must not include {', '.join(sorted(taken))}", param="messages"
+            )
         try:
             return self._template.render(
                 **(extra or {}),
@@ -168,6 +170,6 @@ class ChatTemplate:
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
-        except Exception as error:  # the template is a program over the client's data, so it may raise anything
+        except Exception as error:  # the template computes with the client's data and may raise anything
             reason = str(error)[:MAX_REASON_CHARS] or type(error).__name__
-            raise InvalidRequest(f"the chat template refuses these messages: {reason}", param="messages") from error
+            raise InvalidRequest(f"The chat template rejects these messages: {reason}", param="messages") from error

@@ -1,7 +1,7 @@
-"""A tiny random model in Hugging Face format, built in a fraction of a second for tests and `--model tiny-random`.
+"""Tiny random model in Hugging Face format, built in a fraction of a second for tests and `--model tiny-random`.
 
-Its weights are random but scaled: greedy text varies from step to step, mostly over printable ASCII (other bytes do
-occur, so partial UTF-8 is exercised), top-1 margins are clear, and it practically never ends by itself.
+Weights are random but scaled: greedy text varies from step to step, mostly over printable ASCII with some other bytes
+(for partial UTF-8). Top-1 margins are clear, and the text almost never reaches an end token.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 BOS, EOS, _, IM_END, PAD = range(256, 261)
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 MAX_MODEL_LEN = 4096
-"""Tokens: prompts of several chunks and many blocks fit."""
+"""Enough tokens for prompts of several chunks and many blocks."""
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN = 64, 4, 4, 2, 16, 160
-"""Of the model: a step takes well below a millisecond, and no two sizes that could be mixed up are equal."""
+"""Dimensions. A step takes well below a millisecond, and sizes that could be confused differ."""
 SLIDING_WINDOW = 32
-"""Tokens: two blocks, so that short tests leave it."""
+"""Two blocks, so that short tests exceed the window."""
 LOGIT_STD = 3.0
-"""Of logits: greedy tokens then lie apart by more than rounding changes."""
+"""Standard deviation of the logits. The margins of greedy tokens exceed rounding errors."""
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content']"
@@ -39,9 +39,9 @@ CHAT_TEMPLATE = (
 
 
 def make_tiny_model(folder: Path, *, seed: int = 0, architecture: Literal["llama", "gemma3"] = "llama") -> Path:
-    """Writes a loadable model (config, weights, tokenizer, chat template) into `folder`, which is created; returns it.
+    """Write a loadable model (config, weights, tokenizer, chat template) into `folder`, create it, and return it.
 
-    The same seed gives the same weights. Token ids 0 to 255 are the bytes; 256 to 260 are `SPECIAL_TOKENS`.
+    The same seed gives the same weights. Token ids 0 to 255 are bytes; 256 to 260 are `SPECIAL_TOKENS`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     weights = dict(_llama_weights(seed) if architecture == "llama" else _gemma3_weights(seed))
@@ -58,14 +58,14 @@ def make_tiny_model(folder: Path, *, seed: int = 0, architecture: Literal["llama
 
 
 def _safetensors(weights: dict[str, Array]) -> bytes:
-    """The file format in full: the length of the head, the head (JSON), then the tensors one after the other."""
+    """Return a file in the safetensors format: length of the header, header (JSON), tensor data."""
     head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in weights.items():
         head[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [end, end + tensor.nbytes]}
         end += tensor.nbytes
     encoded = json.dumps(head).encode()
-    encoded += b" " * (-len(encoded) % 8)  # tensors start aligned
+    encoded += b" " * (-len(encoded) % 8)  # alignment of tensor data
     return struct.pack("<Q", len(encoded)) + encoded + b"".join(tensor.tobytes() for tensor in weights.values())
 
 
@@ -123,7 +123,7 @@ def _common_config() -> dict[str, Any]:
 
 
 def _token_scale() -> Array:
-    """How strongly each token's output row weighs: printable ASCII most, special tokens hardly.  [vocab, 1]"""
+    """Return the scale of each output row, [vocab, 1]: highest for printable ASCII, lowest for special tokens."""
     scale = np.full((VOCAB_SIZE, 1), 0.65, dtype=np.float32)
     scale[32:127] = 1.0
     scale[256:] = 0.1
@@ -131,12 +131,12 @@ def _token_scale() -> Array:
 
 
 def _linear(rng: np.random.Generator, rows: int, columns: int, gain: float = 1.0) -> Array:
-    """[rows, columns] that keeps unit variance, times gain."""
+    """Return a matrix [rows, columns] that preserves unit variance, times `gain`."""
     return rng.standard_normal((rows, columns)).astype(np.float32) * np.float32(gain / columns**0.5)
 
 
 def _layers(rng: np.random.Generator, out_gain: float) -> Iterator[tuple[str, Array]]:
-    """The projections that both architectures share. Sharp attention (gain on q and k) ties the text to its past."""
+    """Yield the projections of both architectures. Gain on q and k sharpens attention, so text depends on its past."""
     for layer in range(LAYERS):
         name = f"model.layers.{layer}"
         yield f"{name}.self_attn.q_proj.weight", _linear(rng, HEADS * HEAD_DIM, HIDDEN, 2.0)
@@ -158,13 +158,16 @@ def _llama_weights(seed: int) -> Iterator[tuple[str, Array]]:
         yield f"model.layers.{layer}.post_attention_layernorm.weight", ones.copy()
     yield "model.norm.weight", ones.copy()
     head = _linear(rng, VOCAB_SIZE, HIDDEN)
-    length = np.linalg.norm(head, axis=1, keepdims=True)  # rows of one length, or a few long ones win every step
+    length = np.linalg.norm(head, axis=1, keepdims=True)  # equal norms, otherwise a few long rows win every step
     yield "lm_head.weight", (head / length * _token_scale() * np.float32(LOGIT_STD)).astype(np.float32)
 
 
 def _gemma3_weights(seed: int) -> Iterator[tuple[str, Array]]:
-    """Norm weights are offsets from one. Embeddings are tied, so they stay small in the residual, or each token would
-    predict itself, and the last norm brings the logits to `LOGIT_STD`."""
+    """Yield the weights. Norm weights are offsets from one.
+
+    Embeddings are tied, so they are small in the residual, otherwise each token would predict itself. The last norm
+    scales the logits to `LOGIT_STD`.
+    """
     rng = np.random.default_rng(seed)
     embedding_std = 0.03
     zeros = np.zeros(HIDDEN, dtype=np.float32)
@@ -176,7 +179,7 @@ def _gemma3_weights(seed: int) -> Iterator[tuple[str, Array]]:
     for layer in range(LAYERS):
         for norm in ("input_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"):
             yield f"model.layers.{layer}.{norm}.weight", zeros.copy()
-        # Attention adds less than the MLP, so the newest token keeps its say.
+        # Attention adds less than the MLP, so that the newest token dominates.
         yield f"model.layers.{layer}.post_attention_layernorm.weight", zeros - np.float32(0.6)
         for norm in ("q_norm", "k_norm"):
             yield f"model.layers.{layer}.self_attn.{norm}.weight", zeros[:HEAD_DIM] + np.float32(0.5)

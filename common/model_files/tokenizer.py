@@ -1,4 +1,4 @@
-"""Text to token ids and back, over a `tokenizer.json`; and the raw bytes behind each token."""
+"""Tokenizer of a model: text to token ids and back from a `tokenizer.json`, and the raw bytes of each token."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import tokenizers
 
 from common.errors import InvalidRequest, ModelError
 
-# Each batch has one text, so the library's own threads would be of no use.
+# Each batch has one text, so the library's thread pool would not help.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 LONG_CHARS = 4096
-"""A longer text is encoded without the GIL. A shorter one takes some two milliseconds, less than the GIL's return."""
+"""Minimum text length for encoding without the GIL. Shorter texts take up to 2 ms, less than reacquiring the GIL."""
 LONG_TOKENS = 8192
-"""The same for ids that are decoded."""
+"""Minimum number of ids for decoding without the GIL."""
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def byte_alphabet() -> list[str]:
-    """The printable character that stands for each byte in byte-level BPE vocabularies (GPT-2's encoder.py)."""
+    """Return the printable character of each byte in byte-level BPE vocabularies (GPT-2's encoder.py)."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     spare = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
@@ -34,10 +34,10 @@ CHAR_TO_BYTE = {char: byte for byte, char in enumerate(byte_alphabet())}
 
 
 class Tokenizer:
-    """A model's tokenizer. Safe to share between threads; holds no state of any request.
+    """Tokenizer of a model. Thread-safe; has no state of requests.
 
-    `vocab_size` is one more than the highest id; a model may have more rows than that (padding), whose ids decode to
-    nothing. `special_ids` are control tokens: left out of text unless asked for.
+    `vocab_size` is the highest id plus one. A model may have more rows (padding), whose ids decode to "". `special_ids`
+    are control tokens, which text omits by default.
     """
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
@@ -51,28 +51,30 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, path: Path) -> Tokenizer:
-        """Loads a tokenizer.json (`ModelFiles.tokenizer`). Raises ModelError when it cannot be read."""
+        """Load a tokenizer.json (`ModelFiles.tokenizer`). Raises ModelError if it cannot be read."""
         try:
             inner = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception for every kind of damage
+        except Exception as error:  # the library raises plain Exception
             raise ModelError(f"{path} is not a readable tokenizer.json ({error}): fetch or convert it again") from error
-        # The file's truncation and padding are settings of its last training. Transformers ignores both, too.
+        # Truncation and padding of the file are settings of its training. transformers ignores both, too.
         inner.no_truncation()
         inner.no_padding()
         return cls(inner)
 
     @cached_property
     def highest_id(self) -> int:
-        """The highest id that a text can be given; found once, in tens of milliseconds."""
+        """Highest id of the vocabulary. The first access takes tens of milliseconds."""
         return max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def vocabulary(self) -> dict[int, str]:
-        """Every token by its id; found in tens of milliseconds."""
+        """Return all tokens by id. Takes tens of milliseconds."""
         return {token_id: token for token, token_id in self._inner.get_vocab(with_added_tokens=True).items()}
 
     def cutting_tokens(self) -> dict[str, int]:
-        """Control tokens at which each text is cut, whatever stands around them: what is before one, itself included,
-        has the same tokens in every text that begins like this. Empty where the tokenizer allows no such statement.
+        """Return the control tokens at which text can be split without changing its tokens.
+
+        The text up to and including such a token has the same tokens in all texts that begin with it. Returns {} if
+        the tokenizer does not guarantee this.
         """
         if self._inner.truncation is not None or self._inner.padding is not None:
             return {}
@@ -87,19 +89,19 @@ class Tokenizer:
         }
 
     def encode(self, text: str, *, add_special_tokens: bool = True, alone: bool = False) -> list[int]:
-        """Token ids of `text`; control tokens written out in it count as such (chat templates rely on it).
+        """Return the token ids of `text`. Control tokens spelled out in it are encoded as such, for chat templates.
 
-        `add_special_tokens` puts BOS (and EOS) where the model wants them: use it for plain prompts, not for rendered
-        chat templates, which write their own. `alone`: no other thread wants the GIL. Raises InvalidRequest for text
-        that is not valid Unicode.
+        `add_special_tokens` adds BOS (and EOS) where the model wants them: set it for plain prompts, not for rendered
+        chat templates, which contain them. Set `alone` if no other thread needs the GIL. Raises InvalidRequest if the
+        text is not valid Unicode.
         """
         _check_unicode(text)
         return self._ids(text, None, add_special_tokens, alone)
 
     def encode_pair(self, first: str, second: str) -> list[int]:
-        """Token ids of a pair of texts, as the model's own template joins them; behind each other without one.
+        """Return the token ids of a pair of texts, joined by the model's template or concatenated if it has none.
 
-        Raises InvalidRequest as `encode` does.
+        Raises InvalidRequest if a text is not valid Unicode.
         """
         _check_unicode(first)
         _check_unicode(second)
@@ -116,8 +118,9 @@ class Tokenizer:
     ) -> list[int]:
         """Encode a text or a pair and truncate it to `keep` tokens, like transformers' `truncation=True`.
 
-        Truncates on `side`; in a pair, truncates the longer text first. Special tokens are kept, unless there are
-        `keep` or more of them. Raises InvalidRequest as `encode` does.
+
+        Truncates on `side`; in a pair, truncates the longer text first. Keeps special tokens, unless there are `keep`
+        or more of them. Raises InvalidRequest if a text is not valid Unicode.
         """
         texts = [text] if second is None else [text, second]
         for one in texts:
@@ -134,8 +137,9 @@ class Tokenizer:
         return ids[-keep:] if side == "left" else ids[:keep]
 
     def _ids(self, text: str, second: str | None, add_special_tokens: bool, alone: bool = False) -> list[int]:
-        # `encode` and `decode` of the library hold the GIL until they are done, those of a batch do not: it is quicker,
-        # because it notes no places in the text, but the GIL may be long in coming back where others want it.
+        # The library's `encode` and `decode` hold the GIL, its batch functions release it. Batches are also faster, as
+        # they
+        # skip offsets, but reacquiring the GIL may take long when other threads want it.
         if not alone and len(text) + len(second or "") <= LONG_CHARS:
             encoding = self._inner.encode(text, second, add_special_tokens=add_special_tokens)
         else:
@@ -145,16 +149,16 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `ids`. Bytes that are not UTF-8 come out as U+FFFD; ids without a token as nothing."""
+        """Return the text of `ids`. Invalid UTF-8 becomes U+FFFD; ids without a token are skipped."""
         if len(ids) <= LONG_TOKENS:
             return str(self._inner.decode(ids, skip_special_tokens=skip_special_tokens))
         (text,) = self._inner.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         return str(text)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token adds to the text (for a control token its name); b"" for an id without a token.
+        """Return the bytes that a token adds to the text (for a control token, its name), or b"" for an unknown id.
 
-        Concatenated over a sequence these are the UTF-8 text, so a character split between tokens can be joined.
+        Concatenated over a sequence, these are the UTF-8 text, even if a character is split between tokens.
         """
         token = self._inner.id_to_token(token_id)
         if token is None:
@@ -169,17 +173,17 @@ class Tokenizer:
         return token.replace("▁", " ").encode()
 
     def id_to_token(self, token_id: int) -> str:
-        """The token as the vocabulary spells it ("Ġhello", "▁hello"); "" for an id without a token."""
+        """Return the token as spelled in the vocabulary ("Ġhello", "▁hello"), or "" for an unknown id."""
         return self._inner.id_to_token(token_id) or ""
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a token as the vocabulary spells it."""
+        """Return the id of a token as spelled in the vocabulary."""
         found: int | None = self._inner.token_to_id(token)
         return found
 
 
 def _cut_lengths(lengths: Sequence[int], room: int) -> list[int]:
-    """Return the truncated lengths of one or two texts with a total of `room` tokens. Cuts the longer text first."""
+    """Return the truncated lengths of one or two texts, `room` in total. Cuts the longer text first."""
     if sum(lengths) <= room:
         return list(lengths)
     if len(lengths) == 1:
@@ -194,4 +198,6 @@ def _check_unicode(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequest(f"the text has a lone surrogate at character {error.start}: send valid UTF-8") from error
+        raise InvalidRequest(
+            f"invalid text: lone surrogate at character {error.start}, must be valid Unicode"
+        ) from error

@@ -1,6 +1,6 @@
-"""Selects the weight files of a model's folder. No torch.
+"""Selects the weight files of a model folder. Does not load torch.
 
-The weights are `model.safetensors`, or the shards that `model.safetensors.index.json` lists (also if it lists that
+The weights are `model.safetensors`, or the shards listed in `model.safetensors.index.json` (even if it lists that
 file), or a complete set `model-00001-of-00003.safetensors`. Without any of these, they are the folder's only other
 file or set. All other files (`consolidated.safetensors`, `adapter_model.safetensors`, another precision) are ignored,
 as in transformers.
@@ -60,7 +60,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def _listed(folder: Path) -> list[str]:
-    """Return the files of the index by name. Raises ModelError for a file outside of the folder."""
+    """Return the sorted files of the index. Raises ModelError for a file outside of the folder."""
     if read_text(folder / INDEX) is None:
         return []
     placed = read_json(folder / INDEX).get("weight_map")
@@ -72,12 +72,12 @@ def _listed(folder: Path) -> list[str]:
             raise ModelError(f"{where}, expected the name of a {SUFFIX} file: fetch it again")
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts:
-            raise ModelError(f"{where}, which is outside of the model's folder: fetch the model from a trusted source")
+            raise ModelError(f"{where}, which is outside of the model folder: fetch the model from a trusted source")
     return sorted(set(placed.values()))
 
 
 def _sets(names: Iterable[str]) -> dict[tuple[str, int], list[tuple[int, str]]]:
-    """Group files by name and number of shards (0: not sharded). Each file has its shard number."""
+    """Group (shard number, file) by name and number of shards (0: not sharded)."""
     found: dict[tuple[str, int], list[tuple[int, str]]] = {}
     for file in names:
         shard = SHARD.fullmatch(file)
@@ -89,14 +89,14 @@ def _sets(names: Iterable[str]) -> dict[tuple[str, int], list[tuple[int, str]]]:
 
 
 def check_safetensors(path: Path) -> None:
-    """Raise ModelError for a truncated file, before a worker maps it. Format: 8 bytes of length, JSON, data."""
+    """Raise ModelError if the file is truncated, before a worker maps it. Format: 8 bytes of length, JSON, data."""
     refuse_pointer(path)
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > size - 8:
-                raise ValueError(f"its header should have {length:,} bytes")
+                raise ValueError(f"its header has {length:,} bytes")
             head = json.loads(file.read(length))
         expected = 8 + length + max((t["data_offsets"][1] for k, t in head.items() if k != "__metadata__"), default=0)
     except OSError as error:

@@ -1,1 +1,1 @@
-"""Draft tokens: found in the text, or computed by a smaller model or a draft head; how many, and when."""
+"""Draft tokens from the text, a draft model or a draft head, and the choice of how many and when."""

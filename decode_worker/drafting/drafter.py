@@ -1,9 +1,8 @@
-"""Runs a draft model: the next tokens that it would say of some sequences, and the KV that it lacks for that.
+"""Draft model and its KV: drafts the next tokens of sequences, and computes the KV that this needs.
 
-Its KV has blocks of a pool of its own. It is computed on this worker alone and never sent: a sequence that comes by a
-transfer or a hand-over, or comes back after a preemption, has none at first. Blocks of tokens that are certain are
-published by their hashes, as those of the model itself are, so prompts that begin alike, and the next turn of a
-conversation, find them.
+Draft KV has its own block pool. It is never sent to other workers, so sequences have none after a transfer, hand-over or
+preemption. Blocks of certain tokens are published by their hashes, like those of the served model, and are reused for
+prompts with the same prefix and later turns of a conversation.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ if TYPE_CHECKING:
     from decode_worker.sequence import DecodeSequence
 
 MOST_BEHIND = 8
-"""Tokens of a sequence that may lack draft KV when it drafts: they are rows of the first draft step."""
+"""Maximum number of tokens without draft KV at which a sequence may draft. They are rows of the first draft step."""
 SMOOTHING = 0.1
-"""The share of one more chunk in the time that a token takes to catch up with."""
+"""Weight of a new chunk in the average time of a token when catching up."""
 
 
 @dataclass(slots=True)
 class DraftKV:
-    """Draft KV of a sequence: `blocks` hold that of its first `num_computed` tokens, and of the tokens `ahead` of them.
+    """Draft KV of a sequence: `blocks` store that of its first `num_computed` tokens, followed by the tokens `ahead`.
 
-    Those `ahead` were drafted and run, and may be rejected. The first `num_published` blocks are published.
+    Tokens `ahead` were drafted and computed, and may be rejected. The first `num_published` blocks are published.
     """
 
     blocks: list[int]
@@ -47,7 +46,7 @@ class DraftKV:
 
 
 class DraftCache:
-    """Belongs to the engine's thread. Blocks that no sequence owns stay cached until the pool needs them."""
+    """Draft KV of all sequences. Not thread-safe. Blocks without an owner stay cached until the pool needs them."""
 
     def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
         self.pool = BlockPool(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
@@ -57,7 +56,7 @@ class DraftCache:
         return len(self._held)
 
     def num_behind(self, sequence: DecodeSequence) -> int:
-        """How many of the sequence's tokens have no KV here: at least the last one, from which a draft begins."""
+        """Return the number of the sequence's tokens without KV. It is at least 1: a draft starts with the last token."""
         held = self._held.get(sequence)
         if held is None:
             return sequence.num_tokens - self.pool.block_size * len(self._cached_prefix(sequence))
@@ -65,9 +64,9 @@ class DraftCache:
         return sequence.num_tokens - held.num_computed
 
     def take(self, sequence: DecodeSequence, num_tokens: int) -> DraftKV | None:
-        """What there is of a sequence, with blocks for its first `num_tokens` tokens; None while there are too few.
+        """Return the KV of a sequence, with blocks for its first `num_tokens` tokens, or None if the pool is exhausted.
 
-        It then gives back what it had: sequences that each held a part of what they need would wait for each other.
+        In that case its blocks are released, so that sequences with partial allocations cannot deadlock.
         """
         held = self._held.get(sequence)
         if held is None:
@@ -78,7 +77,7 @@ class DraftCache:
         self._confirm(held, sequence)
         num_new = -(-num_tokens // self.pool.block_size) - len(held.blocks)
         if num_new > self.pool.num_available and sequence.runs:
-            self.retain(lambda each: each.runs)  # those that wait catch up again
+            self.retain(lambda each: each.runs)  # waiting sequences catch up again later
         if num_new > self.pool.num_available:
             self.pool.release(self._held.pop(sequence).blocks)
             return None
@@ -87,31 +86,31 @@ class DraftCache:
         return held
 
     def computed(self, sequence: DecodeSequence, num_tokens: int, ahead: Sequence[int] = ()) -> None:
-        """The draft model has run the sequence's first `num_tokens` tokens, and those `ahead` behind them."""
+        """Record that the draft model has computed the first `num_tokens` tokens, and those `ahead` after them."""
         held = self._held[sequence]
         self._advance(held, sequence, num_tokens)
         held.ahead = list(ahead)
 
     def retain(self, is_here: Callable[[DecodeSequence], bool]) -> None:
-        """Release the blocks of sequences that are not here any more."""
+        """Release the blocks of sequences for which `is_here` is False."""
         for sequence in [each for each in self._held if not is_here(each)]:
             self.pool.release(self._held.pop(sequence).blocks)
 
     def reset(self) -> None:
-        """Forget what no sequence owns."""
+        """Drop cached blocks without an owner."""
         self.pool.reset_cache()
 
     def check_integrity(self) -> BlockCounts:
-        """Each owned block belongs to a sequence that is here. Raises BlockError otherwise."""
+        """Raise BlockError unless each owned block belongs to a known sequence."""
         return self.pool.check_integrity(held.blocks for held in self._held.values())
 
     def _cached_prefix(self, sequence: DecodeSequence) -> list[int]:
-        """Published blocks of the sequence's first tokens: its last token is run in any case."""
+        """Return published blocks of the first tokens. The last token is always computed."""
         hashes = sequence.hasher.extend(sequence.token_ids)
         return self.pool.match(hashes[: (sequence.num_tokens - 1) // self.pool.block_size])
 
     def _confirm(self, held: DraftKV, sequence: DecodeSequence) -> None:
-        """Keep the KV of those tokens `ahead` that the sequence has got since, and forget the others."""
+        """Keep the KV of those tokens `ahead` that the sequence has accepted, and drop the others."""
         if held.ahead:
             end = held.num_computed
             for token_id in held.ahead:
@@ -136,17 +135,17 @@ class DraftCache:
 
 @dataclass(slots=True, eq=False)
 class _Chain:
-    """The draft of one sequence, as far as it is known: at most `limit` tokens. Its draft KV is in `blocks`."""
+    """Draft of one sequence so far, with at most `limit` tokens. Its draft KV is in `blocks`."""
 
     sequence: DecodeSequence
     limit: int
     blocks: Sequence[int]
     first: int
-    """The first token that has no draft KV yet."""
+    """First token without draft KV."""
     token_ids: list[int] = field(default_factory=list)
 
     def next_chunks(self) -> list[SequenceChunk]:
-        """What to run for one more token, each token as a chunk of its own: recorded steps know no others."""
+        """Return the chunks for the next token. Recorded steps need a chunk for each token."""
         known = self.sequence.token_ids
         if not self.token_ids:
             places = range(self.first, len(known))
@@ -155,10 +154,10 @@ class _Chain:
 
 
 class Drafter:
-    """A draft model and its KV. Belongs to the engine's thread; no step may be in flight while it computes.
+    """Drafts with a draft model. Not thread-safe; no step may be in flight while it computes.
 
-    A draft token is drawn from the draft model's logits exactly as the token itself will be drawn from the model's:
-    with the same parameters, penalties, bans and grammar, and the same noise of (seed, position).
+    A draft token is sampled exactly like the token itself, but from the draft model's logits: with the same parameters,
+    penalties, bans and grammar, and the same noise of (seed, position).
     """
 
     def __init__(
@@ -171,7 +170,7 @@ class Drafter:
         token_s: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """While it was loaded a step of one row took `step_s`, a token of a small chunk `token_s`; 0: not known."""
+        """`step_s` and `token_s` are the measured times of a step of one row and of a token of a small chunk (0: unknown)."""
         self.cache, self.costs = cache, RowCosts()
         if step_s:
             self.costs.add(1, step_s)
@@ -181,19 +180,19 @@ class Drafter:
 
     @property
     def token_s(self) -> float:
-        """Seconds that a token takes to catch up with; 0 while nothing is known."""
+        """Seconds per token when catching up, or 0 if unknown."""
         return self._token_s.value
 
     def is_ready(self, sequence: DecodeSequence) -> bool:
-        """Whether it can draft for the sequence right away."""
+        """Whether it can draft for the sequence immediately."""
         return sequence not in self._foreign and self.cache.num_behind(sequence) <= MOST_BEHIND
 
     def num_behind(self, sequence: DecodeSequence) -> int:
-        """How many tokens of the sequence it has to catch up with before it can draft; 0 if it is ready or never is."""
+        """Return the number of tokens to catch up before drafting, or 0 if it is ready or can never draft."""
         return 0 if self.is_ready(sequence) or sequence in self._foreign else self.cache.num_behind(sequence)
 
     def catch_up(self, sequence: DecodeSequence, most_tokens: int) -> int:
-        """Compute draft KV of the sequence's next tokens. Returns of how many; 0 while there is no room."""
+        """Compute draft KV of the sequence's next tokens. Return their number, or 0 if there are no free blocks."""
         start = sequence.num_tokens - self.cache.num_behind(sequence)
         end = min(start + most_tokens, sequence.num_tokens - 1)
         if end <= start or not self._can_read(sequence, start, end):
@@ -211,7 +210,7 @@ class Drafter:
     def draft(
         self, wanted: Sequence[tuple[DecodeSequence, int]], rules: DecodeRules
     ) -> dict[DecodeSequence, tuple[int, ...]]:
-        """Draft up to the wanted number of tokens for each sequence. All their tokens are known. Some may get none."""
+        """Draft up to the given number of tokens for each sequence, whose tokens must all be known. Some may get none."""
         chains = [chain for sequence, limit in wanted if (chain := self._chain(sequence, limit)) is not None]
         active = chains
         while active:
@@ -234,34 +233,34 @@ class Drafter:
 
     @property
     def counts(self) -> BlockCounts:
-        """How the blocks of its KV are used."""
+        """Usage of its KV blocks."""
         return self.cache.pool.counts
 
     def reset(self) -> None:
-        """Forget KV that no sequence owns."""
+        """Drop cached KV without an owner."""
         self.cache.reset()
 
     def check_integrity(self) -> None:
-        """Raises BlockError unless each owned block belongs to a sequence that is here."""
+        """Raise BlockError unless each owned block belongs to a known sequence."""
         self.cache.check_integrity()
 
     def retain(self, is_here: Callable[[DecodeSequence], bool]) -> None:
-        """Forget sequences that are not here any more."""
+        """Forget sequences for which `is_here` is False."""
         self.cache.retain(is_here)
         self._foreign = {each for each in self._foreign if is_here(each)}
 
     def _chain(self, sequence: DecodeSequence, limit: int) -> _Chain | None:
         first = sequence.num_tokens - self.cache.num_behind(sequence)
-        end = sequence.num_tokens + limit - 1  # the last draft token is not run
+        end = sequence.num_tokens + limit - 1  # the last draft token is not computed
         if limit < 1 or not self._can_read(sequence, first, end):
             return None
         held = self.cache.take(sequence, end)
         return None if held is None else _Chain(sequence, limit, held.blocks, first)
 
     def _can_read(self, sequence: DecodeSequence, start: int, end: int) -> bool:
-        """Whether `end` tokens are not too many for the draft model, and those from `start` on are in its table.
+        """Whether `end` tokens fit the draft model's context, and those from `start` on are in its vocabulary.
 
-        The tables of two sizes of one model may differ by some rows at the end.
+        The embedding tables of two sizes of a model may differ by some rows at the end.
         """
         config = self._runner.model.config
         if end <= config.max_model_len and max(sequence.token_ids[start:]) < config.vocab_size:
@@ -270,7 +269,7 @@ class Drafter:
         return False
 
     def _last_logits(self, chunks: Sequence[Sequence[SequenceChunk]]) -> Tensor:
-        """Logits [len(chunks), vocab_size of the model] behind the last chunk of each sequence."""
+        """Return the logits after the last chunk of each sequence, [len(chunks), vocab_size of the served model]."""
         logits = self._runner.forward([chunk for each in chunks for chunk in each])
         if len(logits) != len(chunks):
             ends, at = [], -1

@@ -1,10 +1,10 @@
-"""Runs the served model's draft head: the next tokens that it would say, from hidden states of the model's last step.
+"""Draft head of the served model: drafts the next tokens from hidden states of the model's last step.
 
-    hidden state of token n - 2, token n - 1  ─> draft token n      (a draft step: one row for each sequence)
+    hidden state of token n - 2, token n - 1  ─> draft token n      (a draft step: one row per sequence)
     the head's own state,        token n      ─> draft token n + 1  ...
 
-The KV that these steps write lies in slots of the sequence's blocks whose tokens are not computed yet. The step that
-checks the draft tokens writes them again, from the model's own hidden states.
+Draft steps write KV to slots of the sequence's blocks whose tokens are not computed yet. The step that verifies the
+draft tokens overwrites them, from the model's hidden states.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class _HeadChain:
-    """The draft of one sequence, as far as it is known: at most `limit` tokens."""
+    """Draft of one sequence so far, with at most `limit` tokens."""
 
     sequence: DecodeSequence
     limit: int
     token_ids: list[int] = field(default_factory=list)
 
     def next_chunk(self, hidden: HiddenPlaces) -> SequenceChunk:
-        """The newest token, and for the first draft token the place of the hidden state before it."""
+        """Return the chunk of the newest token, with the slot of the hidden state before it for the first draft token."""
         sequence, place = self.sequence, self.sequence.num_tokens - 1 + len(self.token_ids)
         before = NO_PLACE if self.token_ids else hidden.at(sequence, place - 1)
         newest = self.token_ids[-1] if self.token_ids else sequence.token_ids[-1]
@@ -51,9 +51,9 @@ class _HeadChain:
 
 
 class HeadDrafter:
-    """Implements `TokenDrafter`. It owns no blocks, and has nothing to catch up with: steps of the model wrote its KV.
+    """Drafts with a draft head. Owns no blocks and never has to catch up, because steps of the model write its KV.
 
-    Draft tokens are drawn as `Drafter` draws them: as the tokens themselves will be.
+    Draft tokens are sampled as in `Drafter`: like the tokens themselves.
     """
 
     token_s = 0.0
@@ -68,12 +68,12 @@ class HeadDrafter:
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`runner` runs steps of `model`; `hidden` says where it kept hidden states."""
+        """`runner` runs steps of `model`. `hidden` maps tokens to slots of hidden states."""
         self.costs, self.hidden = RowCosts(), hidden
         self._runner, self._model, self._sampler, self._clock = runner, model, sampler, clock
 
     def is_ready(self, sequence: DecodeSequence) -> bool:
-        """Whether the last step, which may be in flight, was one of this worker, and had a place for its state."""
+        """Whether the last step (possibly in flight) was on this worker and had a slot for its hidden state."""
         return self.hidden.at(sequence, sequence.num_planned - 2) != NO_PLACE
 
     def num_behind(self, sequence: DecodeSequence) -> int:
@@ -100,13 +100,13 @@ class HeadDrafter:
         return {chain.sequence: tuple(chain.token_ids) for chain in chains}
 
     def retain(self, is_here: Callable[[DecodeSequence], bool]) -> None:
-        """The engine has places of sequences that are gone used again."""
+        """Nothing to do: the engine releases the slots of sequences."""
 
     def reset(self) -> None:
-        """Nothing is kept that no sequence owns."""
+        """Nothing to do: there is no cache."""
 
     def check_integrity(self) -> None:
-        """Nothing to check: it owns no blocks."""
+        """Nothing to check: there are no blocks."""
 
     def _run(self, chunks: Sequence[SequenceChunk], before: Tensor | None) -> tuple[Tensor, Tensor]:
         kv = self._runner.kv

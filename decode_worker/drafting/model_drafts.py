@@ -1,9 +1,8 @@
-"""Decides when a draft model or head drafts, how many tokens, and when it catches up with sequences it has no KV of.
+"""Decides when a draft model or head drafts, how many tokens, and when it catches up with sequences.
 
-A sequence whose KV came from a prefill worker, or from another decode worker, has no draft KV. The model computes it in
-chunks: at best while the worker has nothing else to compute, as when the prompt's own KV is still on its way; else
-beside the steps of others, where what drafting will bring is worth the time. Until then the sequence has the drafts
-that cost nothing.
+A sequence whose KV came from another worker has no draft KV. The draft model computes it in chunks, preferably while
+the worker is idle, for example while the prompt's KV is in transfer, and otherwise between the steps of other sequences
+if the expected gain is worth the time. Until then, the sequence uses drafts without cost.
 """
 
 from __future__ import annotations
@@ -30,68 +29,68 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 MOST_SEQUENCES = 64
-"""Larger batches draft nothing: their rows cost what a token brings."""
+"""Maximum batch size with drafts. In larger batches, a row costs as much as a token gains."""
 IDLE_CHUNK_S = 0.02
-"""How long an idle worker computes draft KV in a row: a request that comes waits for the end of it."""
+"""Duration of one catch-up on an idle worker, in seconds. An arriving request waits for its end."""
 LEAST_AT_ONCE, MOST_AT_ONCE = 16, 512
-"""Tokens that are caught up with at once, while the worker is idle."""
+"""Limits of the tokens per catch-up on an idle worker."""
 LEAST_BESIDE = 8
-"""Tokens that are caught up with beside a step, which itself adds one or some."""
+"""Minimum tokens per catch-up between steps. Each step adds at least one token."""
 MOST_WAITING = 16
-"""How many waiting sequences are considered for catching up."""
+"""Maximum number of waiting sequences considered for catching up."""
 NO_ROOM_S = 1.0
-"""How long no sequence is caught up with after the draft cache had no room for one."""
+"""Pause after a catch-up without free blocks, in seconds."""
 USUAL_ANSWER = 128
-"""Tokens that an answer is taken to have before some have ended."""
+"""Assumed number of tokens of an answer before any has ended."""
 ANSWER_SMOOTHING = 0.05
-"""The share of one more answer in the mean number of tokens of answers."""
+"""Weight of a new answer in the average length."""
 
 
 class TokenDrafter(Protocol):
-    """Drafts tokens by computing them: a draft model, or a head of the served model.
+    """Computes draft tokens: a draft model, or a head of the served model.
 
-    Belongs to the engine's thread; no step may be in flight while it computes.
+    Not thread-safe; no step may be in flight while it computes.
     """
 
     @property
     def costs(self) -> RowCosts:
-        """The time of its steps, by their rows."""
+        """Times of its steps by number of rows."""
 
     @property
     def counts(self) -> BlockCounts:
-        """How its own blocks are used; it has none if its KV lies in the served model's."""
+        """Usage of its blocks. A head has none, because its KV is in the served model's."""
 
     @property
     def token_s(self) -> float:
-        """Seconds that a token takes to catch up with; 0 while nothing is known."""
+        """Seconds per token when catching up, or 0 if unknown."""
 
     def is_ready(self, sequence: DecodeSequence) -> bool:
-        """Whether it can draft for the sequence right away."""
+        """Whether it can draft for the sequence immediately."""
 
     def num_behind(self, sequence: DecodeSequence) -> int:
-        """How many tokens of the sequence it has to catch up with before it can draft; 0 if it is ready or never is."""
+        """Return the number of tokens to catch up before drafting, or 0 if it is ready or can never draft."""
 
     def catch_up(self, sequence: DecodeSequence, most_tokens: int) -> int:
-        """Compute draft KV of the sequence's next tokens. Returns of how many; 0 while there is no room."""
+        """Compute draft KV of the sequence's next tokens. Return their number, or 0 if there are no free blocks."""
 
     def draft(
         self, wanted: Sequence[tuple[DecodeSequence, int]], rules: DecodeRules
     ) -> dict[DecodeSequence, tuple[int, ...]]:
-        """Draft up to the wanted number of tokens for each sequence. All their tokens are known. Some may get none."""
+        """Draft up to the given number of tokens for each sequence, whose tokens must all be known. Some may get none."""
 
     def retain(self, is_here: Callable[[DecodeSequence], bool]) -> None:
-        """Forget sequences that are not here any more."""
+        """Forget sequences for which `is_here` is False."""
 
     def reset(self) -> None:
-        """Forget what no sequence owns."""
+        """Drop cached KV without an owner."""
 
     def check_integrity(self) -> None:
-        """Raises BlockError unless each owned block belongs to a sequence that is here."""
+        """Raise BlockError unless each owned block belongs to a known sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftBounds:
-    """A sequence gets up to `max_tokens` draft tokens, 0 for none. A step has at most `max_rows`, and keeps `goal`."""
+    """Limits of drafts: `max_tokens` per sequence (0: none), `max_rows` per step, and the `goal` for its duration."""
 
     max_tokens: int
     max_rows: int
@@ -99,26 +98,26 @@ class DraftBounds:
 
 
 class ModelDrafts:
-    """The draft tokens of a model, for the sequences of one engine. Belongs to the engine's thread."""
+    """Draft tokens of a draft model or head, for the sequences of one engine. Not thread-safe."""
 
     def __init__(
         self, drafter: TokenDrafter, rules: DecodeRules, bounds: DraftBounds, rates: HitRates, steps: RowCosts
     ) -> None:
-        """`rates` and `steps` are learnt from by others: how often tokens are accepted, what rows of a step cost."""
+        """`rates` (acceptance) and `steps` (costs of rows) are shared, and updated by the caller."""
         self._drafter, self._rules, self._bounds = drafter, rules, bounds
         self._rates, self._steps = rates, steps
         self._answer_tokens = Ewma(ANSWER_SMOOTHING, start=USUAL_ANSWER)
         self._has_failed = False
         self._no_room_until = 0.0
         self.spent_s = self.total_s = 0.0
-        """Seconds that the model computed before the last step, and since the start."""
+        """Seconds that the draft model computed before the last step, and in total."""
 
     @property
     def counts(self) -> BlockCounts:
         return self._drafter.counts
 
     def wants_tokens(self, running: Sequence[DecodeSequence]) -> bool:
-        """Whether the next step would better begin from known tokens: to draft behind them, or to catch up."""
+        """Whether the next step should start from known tokens, to draft after them or to catch up."""
         decoding = [each for each in running if each.num_remaining == 1]
         if self._has_failed or not 0 < len(decoding) <= MOST_SEQUENCES:
             return False
@@ -136,9 +135,9 @@ class ModelDrafts:
         room: Callable[[DecodeSequence, int], int],
         other_rate: float,
     ) -> Sequence[Draft]:
-        """The drafts of a step's sequences: those of the model where they pay more than `drafts`, which cost nothing.
+        """Replace `drafts`, which cost nothing, by those of the model where they gain more.
 
-        `other_rate`: tokens a second that the step is expected to bring with `drafts`; 0 if they do not pay.
+        `other_rate` is the expected rate of the step with `drafts`, in tokens per second, or 0 if they do not pay.
         """
         if self._has_failed or not 0 < len(chunks) <= MOST_SEQUENCES:
             return drafts
@@ -168,11 +167,11 @@ class ModelDrafts:
         ]
 
     def begin(self) -> None:
-        """Another step begins."""
+        """Reset the time of the current step."""
         self.spent_s = 0.0
 
     def catch_up(self, running: Sequence[DecodeSequence], idle: DecodeSequence | None) -> None:
-        """Catch up for a while: with a running sequence if that is worth it, or with the `idle` worker's one."""
+        """Catch up with a running sequence if it is worth the time, or with the `idle` worker's sequence."""
         if idle is not None:
             self._catch_up_idle(idle)
             return
@@ -185,11 +184,11 @@ class ModelDrafts:
         self._compute(sequence, max(LEAST_BESIDE, int(budget_s / token_s)) if token_s else LEAST_AT_ONCE)
 
     def next_idle(self, sequences: Iterable[DecodeSequence]) -> DecodeSequence | None:
-        """The sequence to catch up with while the worker has nothing else to compute."""
+        """Return the sequence to catch up with while the worker is idle, or None."""
         if self._has_failed or time.monotonic() < self._no_room_until:
             return None
         if self._steps.seconds(1) and not self._depth(1, 1).num_tokens:
-            return None  # it would not draft for one that is alone
+            return None  # it would not draft for a single sequence
         waiting = islice((each for each in sequences if each.waits_to_run), MOST_WAITING)
         return next((each for each in waiting if self._drafter.num_behind(each)), None)
 
@@ -199,11 +198,11 @@ class ModelDrafts:
         self._compute(sequence, most)
 
     def answered(self, num_tokens: int) -> None:
-        """An answer of so many tokens has ended."""
+        """Record the length of a finished answer."""
         self._answer_tokens.observe(num_tokens)
 
     def retain(self, has: Callable[[DecodeSequence], bool]) -> None:
-        """Release the draft KV of sequences that are gone, preempted or about to leave."""
+        """Release the draft KV of sequences that are gone, preempted or leaving."""
         self._drafter.retain(lambda each: not self._has_failed and has(each) and (each.runs or each.waits_to_run))
 
     def reset(self) -> None:
@@ -213,7 +212,7 @@ class ModelDrafts:
         self._drafter.check_integrity()
 
     def _may(self, chunk: DecodeChunk, draft: Draft) -> bool:
-        """Whether the model can draft behind a chunk: its token is known, and no grammar forces the next one."""
+        """Whether the model can draft after a chunk: its token is known, and no grammar forces the next one."""
         sequence = chunk.sequence
         if sequence.num_pending or draft.kinds[:1] == (FORCED,):
             return False
@@ -238,7 +237,7 @@ class ModelDrafts:
         return of_model(token_ids[:possible]) if possible else NOTHING
 
     def _lagging(self, decoding: Sequence[DecodeSequence]) -> DecodeSequence | None:
-        """The sequence with which to catch up first, if drafting for it brings more than catching up costs."""
+        """Return the sequence to catch up with first, if drafting for it gains more than catching up costs."""
         behind = [(num, each) for each in decoding if (num := self._drafter.num_behind(each))]
         if not behind or time.monotonic() < self._no_room_until:
             return None
@@ -248,13 +247,13 @@ class ModelDrafts:
         if not plain_s:
             return None
         num_ready = count - len(behind)
-        more = self._depth(count, num_ready + 1).rate - self._depth(count, num_ready).rate  # tokens a second
+        more = self._depth(count, num_ready + 1).rate - self._depth(count, num_ready).rate  # tokens per second
         gained = more * self._expected_more(sequence) * plain_s
         lost = num_behind * self._drafter.token_s * count / plain_s
         return sequence if gained > lost else None
 
     def _expected_more(self, sequence: DecodeSequence) -> float:
-        """Tokens that the sequence may be expected to get still: at least as many as it has got."""
+        """Return the expected number of further tokens: at least the number so far."""
         num_output, left = sequence.num_output_tokens, sequence.params.max_tokens - sequence.num_output_tokens
         return min(left, max(self._answer_tokens.value - num_output, num_output))
 
@@ -263,14 +262,16 @@ class ModelDrafts:
             self._no_room_until = time.monotonic() + NO_ROOM_S
 
     def _timed(self, compute: Callable[[], T], nothing: T) -> T:
-        """Run `compute` and count its time. If it fails the worker goes on without the draft model."""
+        """Run `compute` and record its time. If it fails, disable the draft model."""
         began = time.perf_counter()
         try:
             return compute()
         except BlockError:
-            raise  # ownership is broken
+            raise  # block ownership is corrupt
         except Exception:
-            log.exception("the draft model failed: this worker goes on without it")
+            log.exception(
+                "the draft model failed, this worker continues without draft tokens from it until it is restarted"
+            )
             self._has_failed = True
             return nothing
         finally:

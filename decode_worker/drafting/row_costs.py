@@ -1,10 +1,10 @@
-"""What the rows of a step cost, measured while serving, and how many draft tokens are worth that. Pure.
+"""Costs of the rows of a step, measured while serving, and the number of draft tokens that pays. Pure.
 
-    draft step, draft step, ... (one for each token of a draft)  ─>  the step that checks all of them
+    draft step, draft step, ... (one for each token of a draft)  ─>  the step that verifies all of them
 
-The draft tokens of a text that repeats itself are found at no cost; those of a model are computed first, one after the
-other, so a step with them takes as much longer. A model pays as long as its tokens are accepted often and its steps are
-short beside those of the model that it drafts for, and never in a batch whose rows cost as much as a token brings.
+Draft tokens from the text cost no computation. Those of a model are computed sequentially before the step, which takes
+longer accordingly. A model pays if its tokens are often accepted and its steps are short compared with those of the
+served model, and never in batches whose rows cost as much as a token gains.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from dataclasses import dataclass
 from common.engine.sequences import TokenGoal
 
 LEAST_CHANCE = 0.1
-"""A draft token that is less likely to be accepted is not considered."""
+"""Minimum acceptance probability of a draft token."""
 LEAST_GAIN = 1.05
-"""Draft tokens must bring so many times the tokens a second, because the step behind them is not launched ahead."""
+"""Minimum gain in tokens per second by draft tokens, because the following step cannot be launched ahead."""
 SLOWEST = 1.5
-"""How many times as long a step may take with draft tokens: sequences without any wait for it, too. With a goal for the
-time of a token, a step that would keep the goal may take as long as the goal allows."""
+"""Maximum duration of a step with draft tokens, relative to one without: sequences without drafts wait for it too. If
+there is a goal for the time per token that a plain step keeps, the limit is the goal instead."""
 NO_GOAL = TokenGoal()
 
 
 class RowCosts:
-    """The time that decode steps take, by their number of rows. Rows beyond the largest known step count as free."""
+    """Decode step time as a function of the number of rows. Constant beyond the largest number observed."""
 
     SMOOTHING = 0.1
     FORGETTING = 0.002
-    """Larger sizes drift towards smaller ones, so that a slow size is tried again after a few hundred steps."""
+    """Times of larger sizes drift to those of smaller ones, so that a slow size is tried again after some hundred steps."""
     RELAXING = 0.0005
     LARGEST_JUMP = 2.0
-    """A step that takes more times as long was held up by something else."""
+    """Maximum ratio of a step's time to the expected one. The excess has other causes."""
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
@@ -51,11 +51,11 @@ class RowCosts:
             self._seconds[larger] += self.FORGETTING * (self._seconds[at] - self._seconds[larger])
 
     def relax(self) -> None:
-        """Forget a little after a step was not run because it seemed to cost too much: it is tried again some day."""
+        """Decay all times after a step was not run because of its cost, so that it is tried again eventually."""
         self._seconds = [(1.0 - self.RELAXING) * seconds for seconds in self._seconds]
 
     def seconds(self, num_rows: int) -> float:
-        """The expected time of a step of so many rows; 0 before the first step."""
+        """Return the expected time of a step, or 0 before the first one."""
         at = bisect_left(self._sizes, num_rows)
         if at < len(self._sizes) and (self._sizes[at] == num_rows or not at):
             return self._seconds[at]
@@ -65,15 +65,15 @@ class RowCosts:
         return fast + (slow - fast) * (num_rows - low) / (high - low)
 
     def rate(self, num_rows: int, chances: Sequence[float]) -> float:
-        """Tokens a second of a step with these draft tokens, beside those that are certain."""
+        """Return the tokens per second of a step with `num_rows` certain tokens and these draft tokens."""
         return (num_rows + sum(chances)) / max(1e-9, self.seconds(num_rows + len(chances)))
 
     def worthwhile(
         self, num_rows: int, chances: Sequence[float], goal: TokenGoal = NO_GOAL, patience: float = 1.0
     ) -> int:
-        """How many draft tokens with these chances of acceptance, best first, bring the most tokens a second.
+        """Return how many draft tokens with these acceptance probabilities, best first, maximise the tokens per second.
 
-        `patience`: each sequence of the step is expected to get so many tokens by it, and waits for them accordingly.
+        `patience` is the expected number of tokens per sequence, by which the time limit is multiplied.
         """
         plain = self.seconds(num_rows)
         if not plain:
@@ -91,13 +91,13 @@ class RowCosts:
 
 
 def longest(plain_s: float, goal: TokenGoal) -> float:
-    """How long a step with draft tokens may take, which takes `plain_s` without."""
+    """Return the maximum duration of a step with draft tokens that takes `plain_s` without."""
     return goal.limit_s if goal.is_set and plain_s <= goal.limit_s else SLOWEST * plain_s
 
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """A step of so many `sequences`, with `rows` in all, that is expected to bring `tokens`."""
+    """Number of `sequences` and `rows` of a step, and the expected number of `tokens`."""
 
     sequences: int
     rows: int
@@ -105,13 +105,13 @@ class StepSize:
 
     @classmethod
     def plain(cls, num_sequences: int) -> StepSize:
-        """Without any draft tokens."""
+        """Return the size of a step without draft tokens."""
         return cls(num_sequences, num_sequences, float(num_sequences))
 
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """How many tokens each sequence drafts, and how many tokens a second a step with them is expected to bring."""
+    """Number of draft tokens per sequence, and the expected tokens per second of a step with them."""
 
     num_tokens: int
     rate: float
@@ -128,11 +128,11 @@ def best_depth(
     most_rows: int,
     other_rate: float = 0.0,
 ) -> Depth:
-    """The best number of draft tokens for each of `num_drafting` sequences of a step; 0 where they do not pay.
+    """Return the best number of draft tokens for each of `num_drafting` sequences of a step, or 0.
 
-    `chances[i]` is the probability that a draft's first i + 1 tokens are all accepted. `other_rate` is what the step
-    would bring without the model's tokens, in tokens a second, if that is more than a step without any.
-    A step whose sequences all draft may take longer than others, by as much as each is expected to gain.
+    `chances[i]` is the probability that the first i + 1 tokens of a draft are all accepted. `other_rate` is the
+    expected tokens per second without the model's tokens, if higher than that of a plain step. If all sequences draft,
+    the time limit is multiplied by the expected tokens of each.
     """
     plain_s = steps.seconds(size.sequences)
     if not plain_s:

@@ -99,5 +99,5 @@ class LazyDevice:
             raise RuntimeError("the device failed")
         if step.rows is None:
             step.tokens = [SampledToken(0)] * len(chunks)
-            raise RuntimeError("its rows were not sampled")
+            raise RuntimeError("the step was not sampled")
         step.tokens = self.sampler.launch(self.runner.forward(chunks), step.rows).read()

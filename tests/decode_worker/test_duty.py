@@ -142,7 +142,7 @@ def test_grammars_are_closed_by_their_last_user(model: Any, monkeypatch: pytest.
 
 def test_a_model_that_embeds_has_nothing_to_decode() -> None:
     config = DecodeWorkerConfig(model="tiny-random", kv_memory_gib=0.01, task="embed")
-    with pytest.raises(ModelError, match="tiny-random is served to embed, which prefill workers do alone"):
+    with pytest.raises(ModelError, match="tiny-random is served to embed, which only prefill workers do"):
         LoadedModel.load(resolve_model("tiny-random"), config)
 
 

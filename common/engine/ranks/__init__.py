@@ -1,4 +1,4 @@
-"""A worker of several processes, on one host or several: their start and end, their messages, and their steps."""
+"""Tensor parallel workers: several rank processes on one or more hosts, their messages and their steps."""
 
 from __future__ import annotations
 

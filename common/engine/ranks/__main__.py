@@ -1,7 +1,7 @@
-"""`python -m common.engine.ranks FD FD [FD]`: rank 1, 2, ... of a worker, with its channels to rank 0.
+"""Entry point of ranks 1, 2, ... of a worker: `python -m common.engine.ranks FD FD [FD]`.
 
-Rank 0 starts those of its host, with socket pairs for steps and adapters. A rank host starts the others, with
-connections for steps, adapters and blocks.
+The descriptors are channels to rank 0. On its own host, rank 0 starts ranks with socket pairs for steps and adapters.
+A rank host starts the others with connections for steps, adapters and blocks.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ log = logging.getLogger("common.engine.ranks")
 
 
 def watch(channel: Channel) -> None:
-    """End this process at once when rank 0 is gone, whatever it does: it owns nothing that outlives it."""
+    """Exit at once when rank 0 is gone. The process owns nothing that outlives it."""
     channel.is_cut(None)
     os._exit(0)
 
 
 def main(descriptors: Sequence[int]) -> int:
-    """Run the steps of rank 0 until it is gone, which ends this process with status 0; 1 after an error."""
+    """Run the steps of rank 0. Exits with status 0 when rank 0 is gone, and returns 1 after an error."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # they reach rank 0 as well, which drains and then ends this process
+        signal.signal(number, signal.SIG_IGN)  # rank 0 gets them as well, drains and then stops this process
     channel, orders, *more = (Channel(socket.socket(fileno=each), "rank 0") for each in descriptors)
     threading.Thread(target=watch, args=(channel,), name="rank-0-watch", daemon=True).start()
     plan = msgspec.json.decode(channel.receive(START_S), type=RankPlan, dec_hook=lambda kind, value: kind(value))
     setup_logging(plan.name, plan.log_level, json=plan.log_json)
-    # Imported here: torch takes a second or more, and rank 0 may be gone by then.
+    # Imported here: loading torch takes a second or more, and rank 0 may be gone by then.
     from common.engine.ranks.follower import check_files, follow
 
     try:
@@ -48,9 +48,9 @@ def main(descriptors: Sequence[int]) -> int:
     except DiptychError as error:
         if channel.is_cut():
             return 0
-        log.error("ends: %s", error)
+        log.error("rank %d exits: %s", plan.rank, error)
     except Exception:
-        log.exception("ends")
+        log.exception("rank %d exits after an unexpected error", plan.rank)
     return 1
 
 

@@ -1,9 +1,9 @@
-"""Adapters of a worker of several ranks: each rank reads the file itself, and puts its part into the same place.
+"""Adapters of a tensor parallel worker. Each rank reads the file and loads its shard into the same slot.
 
-Orders have a channel of their own, so that a load, which takes seconds, holds up no step.
+Orders use a separate channel, so that loading, which takes seconds, does not delay steps.
 
-rank 0         read ─ AdapterOrder ─>   fill its own place   <─ RankReport ─   the adapter may be used
-rank r         read, compare digests, fill the place
+    rank 0         read ─ AdapterOrder ─>   fill its own slot   <─ RankReport ─   the adapter may be used
+    rank r         read, compare digests, fill the slot
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from common.model_files.architecture import Shard
 
 log = logging.getLogger(__name__)
 LOAD_S = 2 * READ_S + 60.0
-"""Maximum time, in seconds, for another rank to load an adapter that this rank has read: two files and the copies."""
+"""Maximum time, in seconds, for another rank to load an adapter that rank 0 has read: two files and the copies."""
 
 
 class AdapterOrder(msgspec.Struct, frozen=True):
-    """Have the adapter at `path`, which must have this digest, in a place."""
+    """Order to load the adapter at `path`, which must have this digest, into a slot."""
 
     path: str
     place: int
@@ -36,7 +36,7 @@ class AdapterOrder(msgspec.Struct, frozen=True):
 
 
 class RankPlaces(AdapterPlaces):
-    """The places of one rank's model; adapters are checked against the whole one."""
+    """Adapter slots of one rank's model. Adapters are validated against the whole model."""
 
     def __init__(self, model: AdaptedModel, whole: ModelConfig, shard: Shard, *, max_loras: int, max_rank: int) -> None:
         super().__init__(model, max_loras=max_loras, max_rank=max_rank, config=whole)
@@ -47,7 +47,7 @@ class RankPlaces(AdapterPlaces):
 
 
 class AllPlaces(RankPlaces):
-    """Rank 0's places, and through `channels` those of the other ranks."""
+    """Adapter slots of rank 0, which also fills those of the other ranks through `channels`."""
 
     def __init__(
         self,
@@ -62,13 +62,15 @@ class AllPlaces(RankPlaces):
         self._channels = channels
 
     def fill(self, place: int, adapter: AdapterWeights, path: str) -> int:
-        """Raises ModelError where another rank cannot read the same."""
+        """Load an adapter on all ranks. Raises ModelError if another rank cannot read the same file."""
         order = msgspec.json.encode(AdapterOrder(path, place, adapter.digest))
         for channel in self._channels:
             channel.send(order, SEND_S)
         num_bytes = super().fill(place, adapter, path)
         until, problems = time.monotonic() + LOAD_S, []
-        for rank, channel in enumerate(self._channels, 1):  # all of them: an answer left unread would be the next one's
+        for rank, channel in enumerate(
+            self._channels, 1
+        ):  # read all reports, so that none is taken for the next order's
             report = msgspec.json.decode(channel.receive(max(0.001, until - time.monotonic())), type=RankReport)
             if report.problem:
                 problems.append(f"rank {rank}: {report.problem}")
@@ -78,22 +80,22 @@ class AllPlaces(RankPlaces):
 
 
 def take_adapters(channel: Channel, places: RankPlaces) -> None:
-    """Another rank's side, on a thread of its own. Raises RankLost when rank 0 is gone."""
+    """Execute adapter orders on another rank, on a separate thread. Raises RankLost when rank 0 is gone."""
     while True:
         order = msgspec.json.decode(channel.receive(None), type=AdapterOrder)
         channel.send(msgspec.json.encode(RankReport(_problem(order, places))), SEND_S)
 
 
 def _problem(order: AdapterOrder, places: RankPlaces) -> str:
-    """Carries out an order; what was wrong, or ""."""
+    """Execute an order. Return the problem, or ""."""
     try:
         adapter = places.read(order.path)
         if adapter.digest != order.digest:
-            return f"{order.path} is another file now than rank 0 has read: load it again"
+            return f"{order.path} differs from the file that rank 0 has read: load the adapter again"
         places.fill(order.place, adapter, order.path)
     except DiptychError as error:
         return str(error)
-    except Exception as error:  # such as for lack of memory: the next adapter overwrites all of the place
-        log.exception("cannot load the adapter at %s", order.path)
+    except Exception as error:  # such as out of memory; the next adapter overwrites the whole slot
+        log.exception("adapter %s failed to load", order.path)
         return f"{type(error).__name__}: {error}"
     return ""

@@ -1,11 +1,11 @@
-"""Who may join a worker's ranks: the first messages on each connection between its hosts.
+"""Admission of the ranks of other hosts: the first messages on each connection between hosts.
 
     rank host   nonce ─>                     Wish, proof ─>
     rank 0      nonce ─>                                      RankAnswer, proof ─>
 
-A proof is an HMAC over both nonces, the side and the message, with a key that both ends derive from the pair in the
-file of --curve-key. So neither end takes orders of a stranger, and nothing that was overheard serves twice. Processes
-without that file prove nothing. What follows on the connection is plain.
+A proof is an HMAC over both nonces, the side and the message. Its key is derived on both ends from the key pair in the
+file of --curve-key. Neither end obeys a peer without the key, and recorded messages cannot be replayed. Without
+--curve-key, proofs use an empty key. The rest of the connection is not encrypted.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ HELLO = b"diptych ranks 1 "
 NONCE_BYTES, PROOF_BYTES = 32, 32
 MESSAGE_BYTES = 4096
 ADMISSION_S = 10.0
-"""How long each end may take for a message, so a connection that says nothing is closed by then."""
-KEYS_DIFFER = "its --curve-key is another one, or one side has none: give every host of a worker the same file"
+"""Timeout per message, in seconds, after which a silent connection is closed."""
+KEYS_DIFFER = "its --curve-key differs or is missing on one side: use the same file on every host of the worker"
 
 Purpose = Literal["host", "steps", "adapters", "blocks"]
 LINKS: tuple[Purpose, ...] = ("steps", "adapters", "blocks")
-"""The connections of a rank, in the order in which its process gets them."""
+"""Connections of a rank, in the order of its process's descriptors."""
 Message = TypeVar("Message", bound=msgspec.Struct)
 
 
 class NotAdmitted(DiptychError):
-    """The other end has another key, or refuses this one for good. The message has the values of both."""
+    """The peer has a different key, or refuses this host permanently. The message has the values of both sides."""
 
 
 class Versions(msgspec.Struct, frozen=True):
-    """What must be the same on every host: ranks repeat each other's steps."""
+    """Versions that must match on all hosts, because ranks repeat each other's steps."""
 
     diptych: str
     torch: str
@@ -51,7 +51,7 @@ class Versions(msgspec.Struct, frozen=True):
 
 
 class Wish(msgspec.Struct, frozen=True, kw_only=True):
-    """What a connection is to be: that of a host, or one of the three of a rank that was given to the host."""
+    """Purpose of a connection: a host, or one of the three connections of a rank assigned to it."""
 
     purpose: Purpose
     versions: Versions
@@ -60,9 +60,9 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer. A host gets `ranks`, and the `session` to name on their connections.
+    """Answer to a wish. A host gets its `ranks`, and the `session` that identifies their connections.
 
-    With a `problem` the connection is closed; `again`: the same wish may be granted later.
+    With a `problem`, the connection is closed. With `again`, the host may retry.
     """
 
     problem: str = ""
@@ -72,17 +72,17 @@ class RankAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def key_of(curve_key: str) -> bytes:
-    """The key of proofs, from the file of a key pair; "" for none. Raises ConfigError."""
+    """Return the key of proofs, derived from the key pair's file, or b"" for "". Raises ConfigError."""
     if not curve_key:
         return b""
     return hmac.digest(read_key_pair(curve_key).secret, b"the ranks of one worker", "sha256")
 
 
 class Handshake:
-    """One end of the first messages. Raises RankLost for silence and for what is no rank of Diptych."""
+    """One end of the admission protocol. Raises RankLost for silence or a peer that is not a Diptych rank."""
 
     def __init__(self, channel: Channel, key: bytes, *, leads: bool) -> None:
-        """Exchanges nonces; rank 0 `leads`."""
+        """Exchange nonces. `leads` is True on rank 0."""
         self._channel, self._key = channel, key
         own = secrets.token_bytes(NONCE_BYTES)
         channel.send(HELLO + own, ADMISSION_S)
@@ -98,7 +98,7 @@ class Handshake:
         self._channel.send(body + self._proof(self._sides[0], body), ADMISSION_S)
 
     def receive(self, kind: type[Message]) -> Message:
-        """The other end's message. Raises NotAdmitted unless it has the same key."""
+        """Return the peer's message. Raises NotAdmitted unless it has the same key."""
         found = self._channel.receive(ADMISSION_S, MESSAGE_BYTES)
         body, proof = found[:-PROOF_BYTES], found[-PROOF_BYTES:]
         if not hmac.compare_digest(proof, self._proof(self._sides[1], body)):
@@ -106,7 +106,7 @@ class Handshake:
         try:
             return msgspec.msgpack.decode(body, type=kind)
         except msgspec.MsgspecError as error:
-            raise RankLost(f"{self._channel.peer} sent no {kind.__name__}: {error}") from error
+            raise RankLost(f"{self._channel.peer} sent an invalid {kind.__name__}: {error}") from error
 
     def _proof(self, side: bytes, body: bytes) -> bytes:
         return hmac.digest(self._key, b"\0".join((side, self._nonces, body)), "sha256")

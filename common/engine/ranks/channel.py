@@ -1,7 +1,7 @@
-"""Messages between rank 0 and another rank, over a pair of sockets of one host or a connection between two.
+"""Message channel between rank 0 and another rank: a socket pair on one host, or a connection between hosts.
 
-The kernel closes a pair when either process dies. A connection is closed as well, or cut within `connection.LOST_S` of
-the other host's silence.
+A socket pair is closed by the kernel when either process dies. So is a connection, which is also cut when the other
+host is silent for `connection.LOST_S`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from collections.abc import Sequence
 from common.errors import RankLost
 
 RANK_END_S = 5.0
-"""How long the process of a rank may take to end once its channels are closed, before it is killed."""
+"""Maximum time, in seconds, for a rank process to exit after its channels are closed, before it is killed."""
 LENGTH_BYTES = 8
 MOST_BYTES = 2**30
 DRAIN_BYTES = 4096
 _CUT = select.POLLRDHUP if sys.platform == "linux" else 0
-"""The kernel reports that a pair was closed in any case, and that a connection was only where this is asked for."""
+"""poll() always reports a closed socket pair, but a closed connection only with this flag."""
 
 
 class Channel:
-    """One end. Every call has a deadline, and raises RankLost at its end or when the other process is gone."""
+    """One end of a channel. Calls raise RankLost at their deadline or when the other process is gone."""
 
     def __init__(self, end: socket.socket, peer: str) -> None:
-        """`peer`: the other process, in words."""
+        """`peer` describes the other process in errors."""
         self._end, self.peer = end, peer
 
     @staticmethod
@@ -38,12 +38,12 @@ class Channel:
 
     @property
     def descriptor(self) -> int:
-        """The socket's, for a process that is started with it. Still owned by this end."""
+        """File descriptor of the socket, for a child process. This end still owns it."""
         return self._end.fileno()
 
     @property
     def here(self) -> str:
-        """This host's address on a connection."""
+        """Local address of a connection."""
         return str(self._end.getsockname()[0])
 
     def send(self, message: bytes | memoryview, timeout_s: float) -> None:
@@ -51,82 +51,84 @@ class Channel:
         try:
             self._end.sendall(len(message).to_bytes(LENGTH_BYTES, "little") + message)
         except OSError as error:
-            raise RankLost(f"{self.peer} takes no messages: {error}") from error
+            raise RankLost(f"cannot send to {self.peer}: {error}") from error
 
     def receive(self, timeout_s: float | None, most_bytes: int = MOST_BYTES) -> bytes:
-        """The next message. None waits as long as the other process lives."""
+        """Return the next message. With None, waits until one arrives or the other process is gone."""
         until = _until(timeout_s)
         head = bytearray(LENGTH_BYTES)
         self._fill(memoryview(head), until)
         size = int.from_bytes(head, "little")
         if size > most_bytes:
-            raise RankLost(f"{self.peer} sent {size} bytes, at most {most_bytes} are taken")
+            raise RankLost(f"{self.peer} sent a message of {size} bytes, the limit is {most_bytes}")
         body = bytearray(size)
         self._fill(memoryview(body), until)
         return bytes(body)
 
     def send_parts(self, parts: Sequence[memoryview], timeout_s: float) -> None:
-        """Bytes without a head: the other process knows how many come."""
+        """Send bytes without a length prefix. The receiver must expect exactly this number of bytes."""
         until = time.monotonic() + timeout_s
         try:
             for part in parts:
                 self._end.settimeout(max(0.001, until - time.monotonic()))
                 self._end.sendall(part)
         except OSError as error:
-            raise RankLost(f"{self.peer} takes no bytes: {error}") from error
+            raise RankLost(f"cannot send to {self.peer}: {error}") from error
 
     def receive_parts(self, parts: Sequence[memoryview], timeout_s: float | None) -> None:
-        """Fills `parts` with what `send_parts` sends."""
+        """Fill `parts` with bytes sent by `send_parts`."""
         until = _until(timeout_s)
         for part in parts:
             self._fill(part, until)
 
     def send_descriptor(self, descriptor: int, timeout_s: float) -> None:
-        """Gives the other process an open file."""
+        """Pass an open file to the other process."""
         self._end.settimeout(timeout_s)
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
         try:
             self._end.sendmsg([b"\0"], [rights])
         except OSError as error:
-            raise RankLost(f"{self.peer} takes no file: {error}") from error
+            raise RankLost(f"cannot pass a file to {self.peer}: {error}") from error
 
     def receive_descriptor(self, timeout_s: float) -> int:
-        """The open file that the other process gives. The caller closes it."""
+        """Return the open file that the other process passes. The caller closes it."""
         self._end.settimeout(timeout_s)
         try:
             _, descriptors, _, _ = socket.recv_fds(self._end, 1, 1)
         except OSError as error:
-            raise RankLost(f"{self.peer} gave no file: {error}") from error
+            raise RankLost(f"cannot receive a file from {self.peer}: {error}") from error
         if not descriptors:
-            raise RankLost(f"{self.peer} gave no file, or is gone")
+            raise RankLost(f"{self.peer} passed no file or is gone")
         return descriptors[0]
 
     def is_cut(self, wait_s: float | None = 0.0) -> bool:
-        """Whether the other process is gone; waits for that for so long, None without end. For any thread."""
+        """Whether the other process is gone. Waits up to `wait_s` for that, or forever if None. Thread-safe."""
         return self._has(_CUT, wait_s)
 
     def has_message(self) -> bool:
-        """Whether something has arrived that was not read, or the other process is gone. For any thread."""
+        """Whether unread data have arrived, or the other process is gone. Thread-safe."""
         return self._has(select.POLLIN, 0.0)
 
     def try_send(self, body: bytes) -> None:
-        """A few bytes without a head; none where the other process is gone, or leaves earlier ones. For any thread."""
+        """Send a few bytes without a length prefix. Drops them if the peer is gone or slow. Thread-safe."""
         with contextlib.suppress(OSError):
             if self._has(select.POLLOUT, 0.0):
                 self._end.send(body, socket.MSG_DONTWAIT)
 
     def drain(self) -> bool:
-        """Takes what has come of `try_send`, and says whether anything has. One thread at a time, beside others that
-        send."""
+        """Read everything sent with `try_send`, and return whether there was anything.
+
+        Only one thread may call this. Other threads may send at the same time.
+        """
         found = False
-        with contextlib.suppress(OSError, ValueError):  # it is cut, or closed meanwhile
+        with contextlib.suppress(OSError, ValueError):  # cut, or closed by another thread
             while self._has(select.POLLIN, 0.0) and self._end.recv(DRAIN_BYTES, socket.MSG_DONTWAIT):
                 found = True
         return found
 
     def cut(self) -> None:
-        """Both processes see the other as gone from now on. For any thread."""
-        with contextlib.suppress(OSError):  # it is cut
+        """Disconnect: both processes see the other as gone. Thread-safe."""
+        with contextlib.suppress(OSError):  # already cut
             self._end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -144,7 +146,7 @@ class Channel:
             try:
                 count = self._end.recv_into(view[filled:])
             except OSError as error:
-                raise RankLost(f"{self.peer} sends nothing: {error}") from error
+                raise RankLost(f"cannot receive from {self.peer}: {error}") from error
             if not count:
                 raise RankLost(f"{self.peer} is gone")
             filled += count

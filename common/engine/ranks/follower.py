@@ -1,4 +1,4 @@
-"""A rank other than 0: it loads its shard, lends its KV memory to rank 0, and runs the steps that rank 0 sends."""
+"""Main loop of ranks other than 0: load a shard, share its KV memory with rank 0, and run the steps that it sends."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ log = logging.getLogger(__name__)
 
 
 def follow(plan: RankPlan, channel: Channel, orders: Channel, blocks: Channel | None = None) -> NoReturn:
-    """Runs steps until rank 0 is gone: RankLost then, or when a sum fails. Raises errors of loading and of steps.
+    """Run steps until rank 0 is gone or a collective fails, which raises RankLost. Raises errors of loading and steps.
 
-    Beside that a thread loads the adapters that `orders` name. With `blocks` rank 0 is on another host: one more thread
-    reads and writes KV for it. Another thread gives signs of life.
+    One thread loads the adapters that `orders` name, another sends signs of life. With `blocks`, rank 0 is on another
+    host, and one more thread reads and writes KV for it.
     """
     torch.set_num_threads(plan.threads)
     compute_exactly()
@@ -62,27 +62,29 @@ def follow(plan: RankPlan, channel: Channel, orders: Channel, blocks: Channel | 
 
 
 def _take_adapters(orders: Channel, places: RankPlaces) -> None:
-    with contextlib.suppress(RankLost):  # then this process ends: see `watch`
+    with contextlib.suppress(RankLost):  # `watch` exits the process
         take_adapters(orders, places)
 
 
 def check_files(files: ModelFiles) -> str:
-    """Why this host cannot have ranks of a worker with these files, "" when it has the same ones at the same path."""
+    """Return why this host cannot run ranks with these model files, or "" if it has the same files at the same path."""
     path = files.config.parent if files.config is not None else files.weights[0]
     try:
         found = resolve_model(str(path), progress=False)
     except ModelError as error:
-        return f"its host must have the model where rank 0 has it, at {path}: {error}"
+        return f"its host must have the model at the same path as rank 0, {path}: {error}"
     if found.weights_hash != files.weights_hash:
-        hashes = f"{found.weights_hash}, those of rank 0 {files.weights_hash}"
-        return f"the weights at {path} of its host have the hash {hashes}: have the same files on every host"
+        return (
+            f"the weights at {path} of its host have hash {found.weights_hash}, those of rank 0 {files.weights_hash}: "
+            "copy the same files to every host"
+        )
     return ""
 
 
 def prepare(
     plan: RankPlan, channel: Channel, *, lends_memory: bool = True
 ) -> tuple[FollowedSteps, KVCache, RankPlaces | None]:
-    """Loads the shard, and allocates its KV cache and places for adapters. Raises ModelError, ConfigError, RankLost."""
+    """Load the shard, and allocate its KV cache and adapter slots. Raises ModelError, ConfigError, RankLost."""
     shard, device = Shard(plan.rank, plan.size), torch.device(plan.device)
     group = RankGroup(shard, plan.meeting, device)
     plan.need.check(plan.device)
@@ -106,16 +108,22 @@ def prepare(
     scales = tuple(KVScales(*each) for each in plan.kv_scales)
     kv = KVCache(shape, num_blocks, plan.block_size, plan.kv_dtype, plan.device, share=is_mapped, scales=scales)
     if kv.shared is None and is_mapped:
-        raise ModelError("this system has no memory that processes can share: take tensor_parallel_size 1")
+        raise ModelError("this system does not support memory shared between processes: use --tensor-parallel-size 1")
     if plan.kernel_check:
         check_model_kernels(model, kv, samples=plan.with_head)
-    log.info("has its shard: %d KV heads, %d blocks, %d threads", shape.num_kv_heads, num_blocks, plan.threads)
+    log.info(
+        "rank %d loaded its shard: %d KV heads, %d KV blocks, %d threads",
+        plan.rank,
+        shape.num_kv_heads,
+        num_blocks,
+        plan.threads,
+    )
     return FollowedSteps(ModelRunner(model, kv), group.spread), kv, places
 
 
 def _measured(plan: RankPlan, model: Decoder, group: RankGroup, channel: Channel) -> int:
-    """How many blocks fit on the device of every rank. Raises ConfigError or RankLost."""
+    """Return how many blocks fit on the device of every rank. Raises ConfigError or RankLost."""
     channel.send(msgspec.json.encode(RankReport()), SEND_S)
-    channel.receive(LOAD_S)  # once all ranks have loaded
+    channel.receive(LOAD_S)  # sent when all ranks have loaded
     memory = CUDAMemory(torch.device(plan.device))
     return measure(model, plan.largest, plan.kv_dtype, memory, least=group.least, draws=False)

@@ -1,4 +1,4 @@
-"""Sums over the ranks of a worker, through torch.distributed: gloo on CPUs, NCCL on GPUs."""
+"""Collective operations of a worker's ranks through torch.distributed: gloo on CPUs, NCCL on GPUs."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from common.errors import RankLost
 from common.model_files.architecture import Shard
 
 COLLECTIVE_S = 60.0
-"""How long a rank waits in a collective. All ranks come to it within a fraction of a step."""
+"""Timeout of a collective, in seconds. Ranks normally reach it within a fraction of a step."""
 NCCL_LATER_S = 30.0
-"""So much longer NCCL's own watch waits, which aborts the process: the deadline of rank 0 comes first, and says why."""
+"""Extra timeout of NCCL's watchdog, which aborts the process. The deadline of rank 0 expires first, with a reason."""
 GROUP_END_S = 5.0
-"""How long the end of a group may take, which waits for collectives that other threads are in."""
+"""Maximum time, in seconds, to destroy a group. It waits for collectives of other threads."""
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
 
 class RankGroup:
-    """Implements `Collectives`. A process is in one group, and one thread at a time calls it."""
+    """Implementation of `Collectives`. A process is in one group, and one thread at a time may use it."""
 
     def __init__(
         self, shard: Shard, meeting: Meeting, device: torch.device, listener: socket.socket | None = None
     ) -> None:
-        """Waits for all ranks, each of which names the same meeting. Raises RankLost.
+        """Wait for all ranks at the same `meeting`. Raises RankLost.
 
-        Rank 0 has the `listener` of a meeting of several hosts, which is the group's from now on.
+        With ranks on several hosts, rank 0 passes the `listener` of the meeting, and gives up its ownership.
         """
         self._shard, self._device = shard, device
         interface = interface_to(meeting.host) if meeting.host else LOOPBACK
@@ -57,7 +57,7 @@ class RankGroup:
         self._run(meet)
 
     def add_up(self, part: Tensor) -> Tensor:
-        if self._shard.size == 2:  # two numbers have one sum, in whatever order
+        if self._shard.size == 2:  # the sum of two numbers does not depend on their order
             self._run(lambda: dist.all_reduce(part))
             return part
         parts = [torch.empty_like(part) for _ in range(self._shard.size)]
@@ -69,7 +69,7 @@ class RankGroup:
 
     def join(self, part: Tensor, widths: Sequence[int]) -> Tensor:
         if not part.numel():
-            # A barrier would hold the host until the device has ended all steps before.
+            # A barrier would block the host until the device has finished all earlier steps.
             self._run(lambda: dist.all_reduce(part.new_zeros(1)))
             return part.new_empty(0, sum(widths))
         own = padded(part, max(widths)).contiguous()
@@ -81,19 +81,19 @@ class RankGroup:
         return torch.cat([one[:, :width] for one, width in zip(parts, widths, strict=True)], dim=1)
 
     def spread(self, numbers: Tensor) -> None:
-        """Gives every rank the numbers that rank 0 has in this tensor, in place."""
+        """Broadcast `numbers` of rank 0 to all ranks, in place."""
         self._run(lambda: dist.broadcast(numbers, src=0))
 
     def least(self, number: int) -> int:
-        """The least of the numbers that all ranks give. Raises RankLost."""
+        """Return the minimum of the numbers of all ranks. Raises RankLost."""
         numbers = torch.tensor([number], device=self._device)
         self._run(lambda: dist.all_reduce(numbers, op=dist.ReduceOp.MIN))
         return int(numbers.item())
 
     def close(self) -> None:
-        """Leave. A collective that still waits for a rank is left to the end of the process.
+        """Leave the group. A collective that still waits for a rank is abandoned until the process exits.
 
-        On GPUs everything is: a communicator waits there for the end of all graphs that hold its sums, which the runner
+        On GPUs, does nothing: destroying a communicator waits for all graphs with its collectives, which the runner
         keeps (pytorch 115388), and for ranks that may be gone.
         """
         if self._backend == "gloo":

@@ -1,19 +1,18 @@
-"""How rank 0 reaches the KV memory of other ranks.
+"""Access of rank 0 to the KV memory of other ranks.
 
-On its own host it maps a memory file of a CPU's rank, or opens CUDA's handle of a GPU's. The KV heads of a rank on
-another host are read and written over a connection of their own.
+On its own host, rank 0 maps a memory file of a CPU rank, or opens the CUDA handle of a GPU rank. KV heads of a rank on
+another host are read and written over a separate connection.
 
-rank 0   READ blocks, heads ──>                             WRITE blocks, bytes ──>
-rank r                          <── bytes of these heads                            <── done
+    rank 0   READ blocks, heads ──>                             WRITE blocks, bytes ──>
+    rank r                          <── bytes of these heads                            <── done
 
-An order is for a group of blocks of a few MiB, and has one answer: blocks of a message cost a round trip, not one each.
+An order is for a group of blocks of a few MiB and has one answer, so a message costs one round trip. A thread of the
+rank executes orders sequentially, concurrently with its steps. Neither has to wait for the other's steps:
 
-A thread of the rank carries out the orders, one after the other, beside its steps. Neither waits for the other's steps:
-
-- Rank 0 asks for a block once the steps that wrote it are over. A step is over when its last sum is, and a rank takes
-  part in that sum behind all that the step writes, on a GPU in the same stream.
-- Rank 0 sends no step that reads a block before the rank has said "done", which it says once the bytes are in the
-  cache: on a GPU when the stream of copies has come to its end.
+- Rank 0 reads a block after the steps that wrote it are complete. A step is complete when its last collective is, which
+  a rank joins after all writes of the step (on a GPU, in the same stream).
+- Rank 0 sends no step that reads a block before the rank has answered "done". The rank does so once the bytes are in
+  the cache (on a GPU, when the copy stream has finished).
 """
 
 from __future__ import annotations
@@ -43,15 +42,15 @@ log = logging.getLogger(__name__)
 TIMEOUT_S = 30.0
 READ, WRITE, CLEAR = 1, 2, 3
 ORDER = struct.Struct("<BIII")
-"""Kind, number of blocks, first head (of CLEAR: first slot), number of heads. The numbers of the blocks follow."""
+"""Kind, number of blocks, first head (CLEAR: first slot), number of heads. The block numbers follow."""
 INDEX = struct.Struct("<I")
 DONE = b"\1"
 ORDER_S = 30.0
-"""How long a rank may take to carry out an order, and each end to send the bytes of one."""
+"""Maximum time, in seconds, to execute an order, and to send its bytes."""
 
 
 def lend(kv: KVCache, channel: Channel) -> None:
-    """Gives rank 0 the memory of `kv`, which must stay. Raises RankLost."""
+    """Share the memory of `kv` with rank 0. It must stay allocated. Raises RankLost."""
     if kv.shared is not None:
         channel.send_descriptor(kv.shared.offer.fd, TIMEOUT_S)
     else:
@@ -60,9 +59,9 @@ def lend(kv: KVCache, channel: Channel) -> None:
 
 
 def borrow(kv: ShardedCache, channel: Channel) -> None:
-    """Rank 0's side, for the next rank of `kv`. Raises ModelError, OSError or RankLost."""
+    """Map the memory of the next rank of `kv` on rank 0. Raises ModelError, OSError or RankLost."""
     if kv.device.type == "cuda":
-        handle: list[Any] = msgspec.msgpack.decode(channel.receive(TIMEOUT_S))  # the device's number comes first
+        handle: list[Any] = msgspec.msgpack.decode(channel.receive(TIMEOUT_S))  # the first element is the device number
         storage = torch.UntypedStorage._new_shared_cuda(*handle)
         part = torch.empty(0, dtype=kv.dtype, device=f"cuda:{handle[0]}").set_(storage)
         kv.attach(part.view(kv.tensor.shape))
@@ -75,7 +74,7 @@ def borrow(kv: ShardedCache, channel: Channel) -> None:
 
 
 class HeadsOverWire:
-    """Implements `RemoteHeads` for a rank at the other end of `channel`."""
+    """Implementation of `RemoteHeads` for the rank at the other end of `channel`."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -107,21 +106,21 @@ class HeadsOverWire:
 
 
 def lend_heads(kv: KVCache, channel: Channel) -> None:
-    """A rank's side, on a thread of its own: carries out orders until rank 0 is gone, or has ordered nonsense.
+    """Execute orders of rank 0 on a separate thread, until rank 0 is gone or sends an invalid order.
 
-    Then the connection is cut, by which rank 0 ends this worker.
+    Then cuts the connection, and rank 0 stops the worker.
     """
     try:
         _carry_out(kv, channel)
     except RankLost:
-        pass  # rank 0 is gone, or ends this worker
+        pass  # rank 0 is gone or stops this worker
     except Exception:
-        log.exception("lends no KV any more")
+        log.exception("KV access of rank 0 failed, the worker will stop")
     channel.cut()
 
 
 def _carry_out(kv: KVCache, channel: Channel) -> None:
-    """Raises RankLost, BlockError or WireError."""
+    """Execute orders. Raises RankLost, BlockError or WireError."""
     at_once = blocks_at_once(kv.block_bytes)
     outgoing, incoming, stream = outgoing_blocks(kv), incoming_blocks(kv, at_once), CopyStream(kv.device)
     layers, total = kv.config.num_layers, kv.config.num_kv_heads
@@ -136,7 +135,7 @@ def _carry_out(kv: KVCache, channel: Channel) -> None:
             for index in indices:
                 view = outgoing.view(index)
                 channel.send_parts(segments(view, layers, total, range(first, first + count)), ORDER_S)
-                del view  # its buffer is free again
+                del view  # releases its buffer
         elif kind == WRITE:
             for index in indices:
                 channel.receive_parts([incoming.view(index)], ORDER_S)
@@ -150,7 +149,7 @@ def _carry_out(kv: KVCache, channel: Channel) -> None:
 
 
 def _indices(channel: Channel, count: int, num_blocks: int) -> list[int]:
-    """The blocks of an order. Raises RankLost or BlockError."""
+    """Read the block numbers of an order. Raises RankLost or BlockError."""
     body = bytearray(count * INDEX.size)
     channel.receive_parts([memoryview(body)], ORDER_S)
     indices = [index for (index,) in INDEX.iter_unpack(body)]

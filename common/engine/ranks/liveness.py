@@ -1,12 +1,10 @@
-"""Ranks that are stopped: how rank 0 notices one, and what ends its own wait for one.
+"""Detection of stopped ranks by rank 0, and deadlines of its own waits for them.
 
-A stopped process is neither dead nor there: its sockets stay open, and what waits for it learns only that something
-does not come. So each rank gives a sign of life once a second. Signs go the way that steps come, against their
-direction.
+A stopped process keeps its sockets open, so its peers notice only silence. Each rank therefore sends a sign of life
+once per second, on the channel of steps in the reverse direction.
 
-`torch.distributed` watches no sum that a CUDA graph launches. Where one that was launched by itself takes too long on a
-GPU, it aborts the process. So a rank that is stopped would keep rank 0 waiting for tokens without end, or until that:
-launched steps have a deadline.
+`torch.distributed` does not watch collectives launched by a CUDA graph, so a stopped rank would keep rank 0 waiting
+forever; for others on a GPU, it aborts the process after a timeout. Launched steps therefore have a deadline.
 """
 
 from __future__ import annotations
@@ -20,22 +18,22 @@ from common.engine.ranks.channel import Channel
 
 PULSE_S = 1.0
 SILENT_S = 60.0
-"""After so long a silence the worker ends: as long as a rank waits in a sum."""
+"""Silence, in seconds, after which the worker stops: the timeout of a collective."""
 QUIET_S = 5.0
-"""After so long a silence a rank is named where something else failed."""
+"""Silence, in seconds, after which a rank is named in other failures."""
 LOOK_S = 5.0
-"""Of the time since rank 0 last looked so much counts at most: it may have been stopped itself."""
+"""Maximum silence counted between two checks, in seconds, because rank 0 may have been stopped itself."""
 SIGN = b"\1"
 
 
 def give_pulse(channel: Channel) -> None:
-    """A rank's side, on a thread of its own, until rank 0 is gone."""
+    """Send signs of life until rank 0 is gone. Runs on a separate thread of a rank."""
     while not channel.is_cut(PULSE_S):
         channel.try_send(SIGN)
 
 
 class SignsOfLife:
-    """Rank 0's side. For any thread."""
+    """Rank 0's view of a rank's signs of life. Thread-safe."""
 
     def __init__(self, channel: Channel, clock: Callable[[], float] = time.monotonic) -> None:
         self._channel, self._clock = channel, clock
@@ -44,7 +42,7 @@ class SignsOfLife:
         self._silent_s = 0.0
 
     def silent_s(self) -> float:
-        """How long no sign has come since the first call, as far as rank 0 has looked for one."""
+        """Return the time without a sign of life since the first call, in seconds."""
         with self._lock:
             now = self._clock()
             since = 0.0 if self._looked_at is None else now - self._looked_at
@@ -54,7 +52,7 @@ class SignsOfLife:
 
 
 class WaitDeadline:
-    """For any thread. Waits may lie within each other."""
+    """Deadline of waits for launched steps. Thread-safe. Waits may be nested."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -62,7 +60,7 @@ class WaitDeadline:
 
     @contextlib.contextmanager
     def wait(self) -> Iterator[None]:
-        """Around a wait for launched steps."""
+        """Context of a wait for launched steps."""
         key = object()
         self._waits[key] = time.monotonic()
         try:
@@ -72,8 +70,8 @@ class WaitDeadline:
 
     @property
     def failure(self) -> str:
-        """Why no further step can run, "" while there is no reason."""
+        """Reason why no further step can run, or ""."""
         since = min(list(self._waits.values()), default=None)
         if since is None or time.monotonic() - since < self._limit_s:
             return ""
-        return f"a launched step has not ended within {self._limit_s:g} s: a rank does not come to its sums"
+        return f"a launched step did not complete within {self._limit_s:g} s: a rank did not reach its collectives"

@@ -1,4 +1,4 @@
-"""Loads the model of a worker of several ranks: this process's shard, and the others beside it."""
+"""Loads the model of a tensor parallel worker: the shard of rank 0, and the processes of the other ranks."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ BACKLOG = 128
 
 
 def load_ranked(files: ModelFiles, config: WorkerConfig) -> LoadedModel:
-    """Starts the other ranks, loads a shard in each process, and runs the first steps.
+    """Start the other ranks, load a shard in each process, and run the first steps.
 
-    Raises ConfigError or ModelError for what cannot be served so, RankLost when a rank dies or a host does not come.
-    No process is left then.
+    Raises ConfigError or ModelError for an unsupported model or setting, RankLost if a rank dies or a host does not
+    join. No process is left in these cases.
     """
     size = config.tensor_parallel_size
     task = task_of(files, config)
@@ -96,9 +96,9 @@ def load_ranked(files: ModelFiles, config: WorkerConfig) -> LoadedModel:
     try:
         loaded = _load(files, config, task, whole, ranks, dtype, kv, draft)
         others.forget_meeting()
-        if draft is not None and isinstance(config, DecodeWorkerConfig):  # it is small: rank 0 alone runs it
+        if draft is not None and isinstance(config, DecodeWorkerConfig):  # small, so only rank 0 runs it
             loaded = replace(loaded, draft=draft.load(config, loaded.kv.num_blocks, runner_of(config)))
-        log.info("%d ranks, each with %d threads and %d blocks", size, num_threads, loaded.kv.num_blocks)
+        log.info("worker has %d ranks with %d threads and %d KV blocks each", size, num_threads, loaded.kv.num_blocks)
     except BaseException:
         ranks.close()
         raise
@@ -107,7 +107,7 @@ def load_ranked(files: ModelFiles, config: WorkerConfig) -> LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Implements `OtherRanks`: the processes, and this one's place among them."""
+    """Implementation of `OtherRanks`: the processes, and the group of collectives."""
 
     processes: RankProcesses
     group: RankGroup
@@ -138,7 +138,7 @@ def plans(
     meeting: Meeting,
     need: MemoryNeed,
 ) -> list[RankPlan]:
-    """What rank 0 tells each of the other ranks to load."""
+    """Return the load plan of each other rank."""
     return [
         RankPlan(
             rank=rank,
@@ -169,26 +169,32 @@ def plans(
 
 
 def wait_for_hosts(config: WorkerConfig) -> Sequence[JoinedHost]:
-    """The other hosts, once all have joined. Raises OSError, ConfigError, and at the deadline RankLost."""
+    """Wait for all other hosts to join. Raises OSError, ConfigError, and RankLost at the deadline."""
     if config.rank_hosts == 1:
         return ()
     key = key_of(config.curve_key)
     listener = listen(config.host, config.rank_port, BACKLOG)
     where = f"{in_url(config.host)}:{config.rank_port}"
-    log.info("waits for %d hosts at %s, each with %d ranks", config.rank_hosts - 1, where, config.ranks_per_host)
+    log.info(
+        "rank 0 waits up to %d s for %d other hosts with %d ranks each at %s: start `diptych rank-host` on them",
+        START_S,
+        config.rank_hosts - 1,
+        config.ranks_per_host,
+        where,
+    )
     hosts = RankHosts(listener, key, num_others=config.rank_hosts - 1, ranks_per_host=config.ranks_per_host)
     return hosts.wait(START_S)
 
 
 def meeting_of(hosts: Sequence[JoinedHost]) -> tuple[socket.socket, Meeting]:
-    """A listener for the ranks of several hosts to find each other, at the address by which they reach this one."""
+    """Create a listener at which ranks of several hosts meet, at the address by which they reach this host."""
     host = plain_address(hosts[0].control.here)
     listener = listen(host, 0, BACKLOG)
     return listener, Meeting(host=host, port=listener.getsockname()[1])
 
 
 def device_of(device: str, rank: int) -> str:
-    """Ranks of a host have neighbouring GPUs, from the one that the settings name on."""
+    """Return the device of a rank. Ranks of a host use consecutive GPUs, starting with the configured one."""
     if device == "cpu":
         return device
     return f"cuda:{int(device.partition(':')[2] or 0) + rank}"
@@ -222,7 +228,7 @@ def _load(
         return ShardedCache(whole, size, count, config.block_tokens, form.dtype, config.torch_device, form.scales)
 
     def joined(kv: KVCache) -> ModelRunner:
-        assert isinstance(kv, ShardedCache)  # made above
+        assert isinstance(kv, ShardedCache)  # created by `cache`
         for rank in others.wait_ready():
             if rank.blocks is None:
                 borrow(kv, rank.steps)

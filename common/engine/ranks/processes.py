@@ -1,11 +1,9 @@
-"""The processes of ranks 1, 2, ... of a worker: rank 0 or a rank host starts them; rank 0 sends them steps, and all die
-together.
+"""Processes of ranks 1, 2, ... of a worker. Rank 0 or a rank host starts them; all of them exit together.
 
-rank 0   start ── RankPlan ─>     load a shard                               ─ step ─> ─ step ─>   close
-rank r         <─ RankReport ──   load a shard  <─ RankReport, KV memory ─   run steps until rank 0 is gone
+    rank 0   start ── RankPlan ─>     load a shard                               ─ step ─> ─ step ─>   close
+    rank r         <─ RankReport ──   load a shard  <─ RankReport, KV memory ─   run steps until rank 0 is gone
 
-Where the number of blocks is to be measured, each rank says with one more RankReport that it has loaded its shard, and
-waits for MEASURE.
+If the number of blocks is to be measured, each rank sends one more RankReport after loading, and waits for MEASURE.
 """
 
 from __future__ import annotations
@@ -32,21 +30,21 @@ from common.machine import ChildProcess
 from common.model_files import ModelFiles
 
 if TYPE_CHECKING:
-    from common.engine.ranks.steps import Numbers  # which imports torch, as a rank has not at its start
+    from common.engine.ranks.steps import Numbers  # imports torch, which a starting rank has not loaded
 
 log = logging.getLogger(__name__)
 START_S = 900.0
-"""How long the process of a rank may take to start."""
+"""Maximum time, in seconds, for a rank process to start."""
 LOAD_S = 1800.0
-"""How long it may take to load its shard."""
+"""Maximum time, in seconds, for a rank to load its shard."""
 SEND_S = 30.0
-"""How long a rank may leave a step's message unread: at most one step before it is queued."""
+"""Maximum time, in seconds, that a rank may leave a step's message unread. At most one step precedes it."""
 MEASURE = b"measure"
-"""The message at which ranks that have loaded begin to measure: sums have shorter deadlines than loading."""
+"""Message at which ranks start to measure, once all have loaded: collectives have shorter deadlines than loading."""
 
 
 class Meeting(msgspec.Struct, frozen=True):
-    """A file that all ranks of one host reach, or for those of several hosts a port of rank 0's."""
+    """Where ranks meet: a file for those of one host, a port of rank 0 for those of several."""
 
     file: str = ""
     host: str = ""
@@ -54,10 +52,10 @@ class Meeting(msgspec.Struct, frozen=True):
 
 
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message to a rank: what it is to load. It computes with `threads`; `name` is for its logs. Where
-    `num_blocks` is 0 all ranks measure how many fit beside the `largest` steps.
+    """First message to a rank: what to load. `name` is for its logs.
 
-    Without `with_head` it ends with hidden states: see `load_model`.
+    If `num_blocks` is 0, all ranks measure how many blocks fit in addition to the `largest` steps. Without `with_head`,
+    steps return hidden states: see `load_model`.
     """
 
     rank: int
@@ -85,15 +83,17 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankReport(msgspec.Struct, frozen=True):
-    """What a rank says when it has started, when it has loaded its shard and is about to measure, and when it is ready.
-    With a `problem` it ends."""
+    """Report of a rank when it has started, when it is about to measure, and when it is ready.
+
+    After a report with a `problem`, the rank exits.
+    """
 
     problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class OtherRank:
-    """A rank, and rank 0's ends of its channels. On another host it has no `child`, and one more channel for blocks."""
+    """A rank, and rank 0's ends of its channels. On another host it has no `child`, but a channel for blocks."""
 
     name: str
     steps: Channel
@@ -104,7 +104,7 @@ class OtherRank:
 
     @classmethod
     def start(cls, rank: int) -> OtherRank:
-        """A process of this host. Raises OSError."""
+        """Start a process on this host. Raises OSError."""
         (ours, theirs), (our_orders, their_orders) = Channel.pair(), Channel.pair()
         child = ChildProcess(f"rank {rank}")
         with theirs, their_orders:
@@ -119,14 +119,17 @@ class OtherRank:
 
     @property
     def failure(self) -> str:
-        """That it is gone, or ""."""
+        """Reason why the rank is lost, or ""."""
         if self.child is not None and not self.child.alive:
             return f"{self.name} is gone (exit status {self.child.returncode})"
         return f"{self.name} is gone" if any(channel.is_cut() for channel in self.channels) else ""
 
 
 class RankProcesses:
-    """`start`, `wait_started`, `wait_ready`, then steps, then `close`. One thread at a time calls `send_step`."""
+    """Processes of the other ranks. Call `start`, `wait_started`, `wait_ready`, then steps, then `close`.
+
+    Only one thread at a time may call `send_step`.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -137,17 +140,16 @@ class RankProcesses:
 
     @property
     def meeting_file(self) -> str:
-        """Where the ranks find each other. Its folder is this user's alone."""
+        """File at which the ranks meet, in a folder that only this user can read."""
         return str(Path(self._folder.name) / "ranks")
 
     @property
     def adapter_channels(self) -> Sequence[Channel]:
-        """To each rank, for a thread that loads adapters."""
+        """Channels to each rank for adapter orders."""
         return [rank.adapters for rank in self._ranks]
 
     def start(self, plans: Sequence[RankPlan], hosts: Sequence[JoinedHost] = ()) -> None:
-        """Start those of this host, which takes a moment each, and take over those of `hosts`. Raises OSError or
-        RankLost."""
+        """Start the ranks of this host, and adopt those of `hosts`. Raises OSError or RankLost."""
         self._hosts, links = hosts, links_of(hosts)
         for plan in plans:
             if (plan.rank, "steps") in links:
@@ -159,33 +161,33 @@ class RankProcesses:
             rank.steps.send(msgspec.json.encode(plan, enc_hook=str), SEND_S)
 
     def wait_started(self) -> None:
-        """Wait until each rank is about to meet the others. Raises RankLost or ModelError."""
+        """Wait until all ranks are about to join the group. Raises RankLost or ModelError."""
         self._wait_for_reports(START_S)
 
     def measure_together(self) -> None:
-        """Wait until each rank has loaded its shard, then let all of them measure. Raises RankLost or ModelError."""
+        """Wait until all ranks have loaded their shards, then let them measure. Raises RankLost or ModelError."""
         self._wait_for_reports(LOAD_S)
         for rank in self._ranks:
             rank.steps.send(MEASURE, SEND_S)
 
     def wait_ready(self) -> Sequence[OtherRank]:
-        """Wait until each rank has loaded its shard and lends its KV memory. Raises RankLost or ModelError."""
+        """Wait until all ranks have loaded their shards and share their KV memory. Raises RankLost or ModelError."""
         self._wait_for_reports(LOAD_S)
         return self._ranks
 
     def forget_meeting(self) -> None:
-        """They have met: nothing is left in the file system, however this process ends."""
+        """Delete the meeting file after all ranks have met, so that a crash leaves no file."""
         self._folder.cleanup()
 
     def send_step(self, message: Numbers) -> None:
-        """Have all of them run a step. Raises RankLost."""
+        """Send a step to all ranks. Raises RankLost."""
         body = message.tobytes()
         for rank in self._ranks:
             rank.steps.send(body, SEND_S)
 
     @contextlib.contextmanager
     def in_step(self) -> Iterator[None]:
-        """Around a step: any error in it leaves the ranks at different places, so it is the end of the worker."""
+        """Context of a step. Any error in it leaves the ranks in different states, so no step can follow."""
         if self._broken is not None:
             raise RankLost("an earlier step failed") from self._broken
         try:
@@ -197,26 +199,27 @@ class RankProcesses:
 
     @property
     def failure(self) -> str:
-        """Why no further step can run, "" while there is no reason. Callable from any thread."""
+        """Reason why no further step can run, or "". Thread-safe."""
         gone = [f"{host.control.peer} is gone" for host in self._hosts if host.control.is_cut()]
         gone += [why for rank in self._ranks if (why := rank.failure)]
         if gone:
-            # A rank says more than its host. Its end may be that of a sum which waited for another.
+            # The reason of a rank is more specific than that of its host. A rank may exit because a collective timed
+            # out.
             return self.with_silent_ranks(gone[-1])
         return str(self._broken) if self._broken is not None else self._silence(SILENT_S)
 
     def with_silent_ranks(self, why: str) -> str:
-        """A failure, and which ranks have given no sign of life for a while. Callable from any thread."""
+        """Return a failure with the ranks that have been silent for a while. Thread-safe."""
         return "; ".join(filter(None, (why, self._silence(QUIET_S))))
 
     @property
     def is_leaving(self) -> bool:
-        """Whether another host wants to end, so this worker should drain. Callable from any thread."""
+        """Whether another host wants to leave, so that this worker should drain. Thread-safe."""
         return any(host.control.has_message() and not host.control.is_cut() for host in self._hosts)
 
     def close(self) -> None:
-        """End them, by force if need be, and leave nothing behind. A step that still waits for one of them fails."""
-        ranks, self._ranks = self._ranks, []  # first: whatever fails now names none of them
+        """Stop all ranks, by force if necessary, and delete their files. A step that waits for a rank fails."""
+        ranks, self._ranks = self._ranks, []  # first, so that later failures do not name them
         hosts, self._hosts = self._hosts, ()
         for rank in ranks:
             for channel in rank.channels:
@@ -230,10 +233,10 @@ class RankProcesses:
         self._folder.cleanup()
 
     def _silence(self, least_s: float) -> str:
-        """Which ranks have been silent for so long, "" for none."""
+        """Return which ranks have been silent for at least `least_s`, or ""."""
         silent = [(rank.name, silent_s) for rank in self._ranks if (silent_s := rank.pulse.silent_s()) >= least_s]
-        said = [f"{name} has given no sign of life for {silent_s:.0f} s" for name, silent_s in silent]
-        return f"{', '.join(said)}: its process or its host is stopped" if said else ""
+        said = [f"{name} has sent no sign of life for {silent_s:.0f} s" for name, silent_s in silent]
+        return f"{', '.join(said)}: its process or host is stopped or overloaded" if said else ""
 
     def _wait_for_reports(self, timeout_s: float) -> None:
         until = time.monotonic() + timeout_s

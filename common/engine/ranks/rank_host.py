@@ -1,9 +1,9 @@
-"""`diptych rank-host`: the ranks of a worker that are on another host than rank 0.
+"""`diptych rank-host`: runs the ranks of a worker that are on another host than rank 0.
 
-join rank 0 ─> a process for each rank, with three connections to rank 0 ─> until rank 0 or a rank is gone ─> join ...
+    join rank 0 ─> a process per rank, with three connections to rank 0 ─> until rank 0 or a rank is gone ─> join ...
 
-The ranks talk to rank 0 without this process: it starts them, and sees to it that none of them is left. At SIGTERM it
-asks rank 0 to drain, and ends once rank 0 has.
+Ranks communicate with rank 0 directly. This process starts them and ensures that none of them is left running. At
+SIGTERM it asks rank 0 to drain, and exits when rank 0 has.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ RETRY_S = 1.0
 POLL_S = 0.2
 SEND_S = 10.0
 LEAVING = b"leaving"
-"""What rank 0 gets on a host's own connection when the host wants to end."""
+"""Message to rank 0, on the control connection, when the host wants to leave."""
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The ranks of this host, as processes, and the connection that tells of rank 0's end."""
+    """Rank processes of this host, and the control connection to rank 0."""
 
     control: Channel
     ranks: Sequence[ChildProcess]
 
     def end(self) -> str:
-        """Why they cannot go on, "" while they can. Waits a moment for a reason."""
+        """Return why the ranks must stop, or "". Waits briefly for a reason."""
         if self.control.is_cut(POLL_S):
             return "rank 0 is gone"
         gone = [rank for rank in self.ranks if not rank.alive]
-        return f"{gone[0].name} ended with status {gone[0].returncode}" if gone else ""
+        return f"{gone[0].name} exited with status {gone[0].returncode}" if gone else ""
 
     def close(self) -> None:
-        """Rank 0 sees this host's end, and each rank sees rank 0's; one that stays is killed."""
+        """Disconnect from rank 0 and wait for the ranks, which exit with rank 0. Kills those that do not."""
         self.control.close()
         deadline = time.monotonic() + RANK_END_S
         for rank in self.ranks:
@@ -59,10 +59,10 @@ class Joined:
 
 
 class RankHost:
-    """`run`, which `stop` ends. One thread runs it."""
+    """Rank host. One thread calls `run`, which `stop` ends."""
 
     def __init__(self, config: RankHostConfig) -> None:
-        """Raises ConfigError for a bad key file."""
+        """Raises ConfigError for an invalid key file."""
         self._config, self._key = config, key_of(config.curve_key)
         self._stopping = threading.Event()
 
@@ -71,33 +71,35 @@ class RankHost:
         return self._stopping.is_set()
 
     def stop(self) -> None:
-        """End once rank 0 has drained; at once where no rank runs."""
+        """Stop after rank 0 has drained, or at once if no rank runs."""
         self._stopping.set()
 
     def run(self) -> None:
-        """Serve one rank 0 after the other until `stop`. Raises NotAdmitted, or RankLost at the deadline."""
+        """Serve one worker after another until `stop`. Raises NotAdmitted, or RankLost at the deadline."""
         while (joined := self._join()) is not None:
-            log.info("%d ranks of %s run here", len(joined.ranks), self._config.leader)
+            log.info("rank host runs %d ranks of the worker at %s", len(joined.ranks), self._config.leader)
             try:
                 why = self._watch(joined)
             finally:
                 joined.close()
             if self.is_stopping:
                 break
-            log.warning("%s: the ranks of this host have ended, and it waits for the next rank 0", why)
+            log.warning(
+                "rank host stopped its ranks (%s) and waits for the next worker at %s", why, self._config.leader
+            )
 
     def _watch(self, joined: Joined) -> str:
-        """Waits for the end of rank 0 or of a rank; why it came."""
+        """Wait until rank 0 or a rank is gone. Return the reason."""
         has_asked = False
         while not (why := joined.end()):
             if self.is_stopping and not has_asked:
                 has_asked = True
-                with contextlib.suppress(RankLost):  # then `end` says so
+                with contextlib.suppress(RankLost):  # then `end` returns the reason
                     joined.control.send(LEAVING, SEND_S)
         return why
 
     def _join(self) -> Joined | None:
-        """Tries until the deadline. None once `stop` was called."""
+        """Try to join until the deadline. Return None after `stop`."""
         until, logged = time.monotonic() + self._config.leader_timeout_s, ""
         while not self.is_stopping:
             try:
@@ -105,10 +107,10 @@ class RankHost:
             except (OSError, RankLost) as error:
                 if time.monotonic() > until:
                     where, limit_s = self._config.leader, self._config.leader_timeout_s
-                    raise RankLost(f"no worker at {where} took this host within {limit_s:g} s: {error}") from error
+                    raise RankLost(f"no worker at {where} accepted this host within {limit_s:g} s: {error}") from error
                 if str(error) != logged:
                     logged = str(error)
-                    log.info("waits for a worker at %s: %s", self._config.leader, logged)
+                    log.info("rank host waits for a worker at %s: %s", self._config.leader, logged)
             self._stopping.wait(RETRY_S)
         return None
 
@@ -124,7 +126,7 @@ class RankHost:
         return Joined(control, ranks)
 
     def _start(self, rank: int, session: bytes) -> ChildProcess:
-        """The process of a rank, which alone keeps its connections."""
+        """Start the process of a rank, which takes over its connections."""
         with contextlib.ExitStack() as stack:
             given = []
             for purpose in LINKS:
@@ -136,7 +138,7 @@ class RankHost:
         return child
 
     def _ask(self, purpose: Purpose, session: bytes = b"", rank: int = 0) -> tuple[Channel, RankAnswer]:
-        """A connection to rank 0 that both sides have proven to be of one worker."""
+        """Open a connection to rank 0, on which both sides have proven to have the same key."""
         channel = dial(self._config.leader)
         with _closed_on_error(channel):
             handshake = Handshake(channel, self._key, leads=False)
@@ -159,7 +161,7 @@ def _closed_on_error(channel: Channel) -> Iterator[None]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit status: 0 after SIGTERM, 1 where no worker came in time, 2 for what is refused."""
+    """Run the command. Returns 0 after SIGTERM, 1 if no worker accepted in time, 2 if the host was refused."""
     config = load(RankHostConfig, argv)
     setup_logging("rank-host", config.log_level, json=config.log_json)
     warn_of_readers(config.curve_key)
@@ -168,17 +170,17 @@ def main(argv: Sequence[str]) -> int:
 
         def on_signal(number: int, frame: FrameType | None) -> None:
             if host.is_stopping:
-                os._exit(1)  # the second one: rank 0 sees that this host is gone and ends, and the ranks end with it
+                os._exit(1)  # second signal: rank 0 notices that this host is gone and exits, and the ranks with it
             host.stop()
 
         for each in (signal.SIGTERM, signal.SIGINT):
             signal.signal(each, on_signal)
         host.run()
     except (ConfigError, NotAdmitted) as error:
-        log.error("cannot start: %s", error)
+        log.error("rank host cannot start: %s", error)
         return 2
     except RankLost as error:
-        log.error("ends: %s", error)
+        log.error("rank host exits: %s", error)
         return 1
     return 0
 

@@ -1,4 +1,4 @@
-"""Rank 0's side of the other hosts of its worker: they join, and bring three connections for each of their ranks.
+"""Admission of the other hosts of a worker on rank 0. Each host opens three connections per rank.
 
 rank host   Wish(host) ──>                   Wish(steps, 2) ──>  Wish(adapters, 2) ──>  Wish(blocks, 2) ──>  ...
 rank 0                  <── ranks, session                  <── RankAnswer           ...
@@ -32,14 +32,14 @@ from common.wire import DropLog, in_url
 
 log = logging.getLogger(__name__)
 MOST_HANDSHAKES = 64
-"""Connections that have not proven anything yet; further ones are closed at once."""
+"""Maximum number of unauthenticated connections. Further ones are closed at once."""
 TURN_S = 0.5
 SESSION_BYTES = 16
 
 
 @dataclass(slots=True)
 class JoinedHost:
-    """Another host, and the connections of its ranks. `control` says when either side is gone, or wants to leave."""
+    """Another host, and the connections of its ranks. `control` shows when it is gone or wants to leave."""
 
     name: str
     control: Channel
@@ -57,23 +57,23 @@ class JoinedHost:
 
 
 class RankHosts:
-    """Lets hosts join until all of them are there. A host without proof of the key learns nothing."""
+    """Admits hosts until all have joined. Hosts without the key get no information."""
 
     def __init__(self, listener: socket.socket, key: bytes, *, num_others: int, ranks_per_host: int) -> None:
-        """Owns `listener`. `num_others`: hosts beside this one, whose ranks come first."""
+        """Takes ownership of `listener`. `num_others` excludes this host, which has the first ranks."""
         self._listener, self._key = listener, key
         self._hosts: list[JoinedHost | None] = [None] * num_others
         self._ranks_per_host = ranks_per_host
         self._versions = Versions.of_this_host()
-        self._lock = threading.Lock()  # of what follows, which connections change
+        self._lock = threading.Lock()  # for the fields below, which connection threads change
         self._is_over = False
         self._num_handshakes = 0
-        self._refusals = DropLog(log, "a connection to the ranks' port")
+        self._refusals = DropLog(log, "a connection to the rank port")
 
     def wait(self, timeout_s: float) -> Sequence[JoinedHost]:
-        """All of them, in the order of their ranks; the caller closes them. Raises RankLost at the deadline.
+        """Return all hosts in the order of their ranks. The caller closes them. Raises RankLost at the deadline.
 
-        Nothing is let in afterwards.
+        Afterwards no host is admitted.
         """
         until, waiting = time.monotonic() + timeout_s, select.poll()
         waiting.register(self._listener, select.POLLIN)
@@ -95,7 +95,7 @@ class RankHosts:
     def _accept(self) -> None:
         try:
             connection, address = self._listener.accept()
-        except OSError as error:  # such as for lack of descriptors, or a peer that left meanwhile
+        except OSError as error:  # such as out of descriptors, or a peer that has left
             self._refuse(f"cannot be accepted: {error}")
             return
         connection.setblocking(True)
@@ -104,14 +104,14 @@ class RankHosts:
             self._num_handshakes += is_free
         if not is_free:
             connection.close()
-            self._refuse(f"closed: {MOST_HANDSHAKES} others have not said yet what they want")
+            self._refuse(f"closed: {MOST_HANDSHAKES} others are not authenticated yet")
             return
         channel = Channel(tuned(connection), f"the connection from {plain_address(address[0])}")
         name = plain_address(address[0])
         threading.Thread(target=self._hear, args=(channel, name), name="rank-admission", daemon=True).start()
 
     def _hear(self, channel: Channel, name: str) -> None:
-        """One connection's first messages, on a thread of their own: one that says nothing delays no other."""
+        """Handle the first messages of a connection, on a separate thread, so that a silent one delays no other."""
         is_kept = False
         try:
             handshake = Handshake(channel, self._key, leads=True)
@@ -120,7 +120,7 @@ class RankHosts:
             except NotAdmitted:
                 handshake.send(RankAnswer(problem=KEYS_DIFFER))
                 raise
-            with self._lock:  # the answer is small: sending it does not wait
+            with self._lock:  # the answer is small, so sending does not block
                 answer = self._answer(wish)
                 handshake.send(answer)
                 is_kept = not answer.problem and self._keep(wish, answer, channel, name)
@@ -135,22 +135,24 @@ class RankHosts:
                 self._num_handshakes -= 1
 
     def _answer(self, wish: Wish) -> RankAnswer:
-        """Changes nothing."""
+        """Return the answer to a wish, without side effects."""
         if self._is_over:
-            return RankAnswer(problem="the ranks of this worker have met already", again=True)
+            return RankAnswer(problem="the ranks of this worker are already running", again=True)
         if wish.versions != self._versions:
             theirs, ours = wish.versions, self._versions
             return RankAnswer(
                 problem=f"it has Diptych {theirs.diptych} with torch {theirs.torch}, rank 0 has Diptych {ours.diptych} "
-                f"with torch {ours.torch}: install the same on every host of a worker"
+                f"with torch {ours.torch}: install the same versions on every host of the worker"
             )
         if wish.purpose != "host":
             host = self._host_of(wish)
             is_known = host is not None and (wish.rank, wish.purpose) not in host.links
-            return RankAnswer() if is_known else RankAnswer(problem=f"rank {wish.rank} is not its own", again=True)
+            return (
+                RankAnswer() if is_known else RankAnswer(problem=f"rank {wish.rank} is not assigned to it", again=True)
+            )
         free = [index for index, host in enumerate(self._hosts) if host is None]
         if not free:
-            problem = f"all {len(self._hosts) + 1} hosts of this worker's --rank-hosts are there"
+            problem = f"all {len(self._hosts) + 1} hosts of --rank-hosts have already joined"
             return RankAnswer(problem=problem, again=True)
         first = (free[0] + 1) * self._ranks_per_host
         ranks = tuple(range(first, first + self._ranks_per_host))
@@ -171,16 +173,16 @@ class RankHosts:
         return True
 
     def _host_of(self, wish: Wish) -> JoinedHost | None:
-        """The host whose rank a connection is meant for."""
+        """Return the host whose rank a connection is for."""
         known = (host for host in self._hosts if host is not None)
         return next((host for host in known if host.session == wish.session and wish.rank in host.ranks), None)
 
     def _all_complete(self) -> Sequence[JoinedHost]:
-        """All hosts once each has brought all connections, else none. A host that is gone makes room for another."""
+        """Return all hosts once all have opened all connections, else (). Drops hosts that are gone."""
         with self._lock:
             for index, host in enumerate(self._hosts):
                 if host is not None and host.control.is_cut():
-                    log.warning("%s is gone before all hosts have joined", host.control.peer)
+                    log.warning("%s disconnected before all hosts had joined", host.control.peer)
                     host.close()
                     self._hosts[index] = None
             self._refusals.flush(time.monotonic())
@@ -209,5 +211,5 @@ class RankHosts:
 
 
 def links_of(hosts: Sequence[JoinedHost]) -> Mapping[tuple[int, Purpose], Channel]:
-    """The connections of all ranks of other hosts."""
+    """Return the connections of all ranks of other hosts."""
     return {which: channel for host in hosts for which, channel in host.links.items()}

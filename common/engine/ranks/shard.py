@@ -1,9 +1,9 @@
-"""Loads a rank's part of a model: the assembler asks for tensors by name, and gets the rank's slices of them.
+"""Loads a rank's shard of a model: the assembler requests tensors by name and gets the rank's slices.
 
-rows       q, k, v (whole heads), gate and up, and the vocabulary     the rank computes some outputs
-           norms of all heads as one
-columns    o and down                                                 the rank adds some inputs to all outputs
-whole      norms, routers, what makes latents                         every rank computes the same
+rows       q, k, v (whole heads), gate and up, and the vocabulary;    the rank computes a part of the outputs
+           norms over all heads
+columns    o and down                                                 the rank adds its inputs' part to all outputs
+whole      norms, routers, projections to latents                     all ranks compute the same
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ ROWS, COLUMNS = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The `ranges` of a tensor along dimension `dim`, one behind the other. `total`: how long that dimension is.
+    """Concatenated `ranges` of a tensor along dimension `dim`, whose length is `total`.
 
-    `of_inputs`: whether it is that of a matrix's inputs, so that products are added up.
+    `of_inputs`: the dimension is that of a matrix's inputs, so results are summed over ranks.
     """
 
     dim: int
@@ -59,17 +59,17 @@ class Cut:
 
 
 class CutRules:
-    """What a rank reads of each tensor. Pure."""
+    """Slices of each tensor that a rank reads. Pure."""
 
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
-        """`config` is that of the whole model."""
+        """`config` is the configuration of the whole model."""
         self._config, self._shard = config, shard
         experts = config.family.experts
         self._gates, self._downs = ("gate_proj", "up_proj", *experts.gates), ("down_proj", experts.down)
         self._inner = config.experts.intermediate_size if config.experts is not None else 0
 
     def of(self, name: str, shape: Sequence[int], *, quantised: bool = False) -> Cut | None:
-        """The rank's part of the tensor of that name and shape; None: all of it."""
+        """Return the rank's part of a tensor, or None for all of it."""
         config, shard = self._config, self._shard
         module, _, kind = name.rpartition(".")
         last = module.rpartition(".")[2]
@@ -108,12 +108,12 @@ class CutRules:
         return None
 
     def is_added_once(self, name: str) -> bool:
-        """Whether a tensor belongs to rank 0 alone: the bias of a sum over all ranks."""
+        """Whether only rank 0 has a tensor: the bias of an output that is summed over ranks."""
         biases = tuple(f".{last}.bias" for last in ("o_proj", *self._downs))
         return name.endswith((*biases, ".experts.down_proj_bias"))
 
     def _of_gates(self, stack: ExpertStack, is_bias: bool, shape: Sequence[int], quantised: bool) -> Cut:
-        """Of all experts' gates and ups, or of their biases [experts, out]."""
+        """Return the cut of all experts' gates and ups, or of their biases [experts, out]."""
         half = self._inner
         turned = not (quantised or is_bias) and stack.is_turned(shape, 2 * half, self._config.hidden_size)
         part, dim = self._shard.part(half), 2 if turned else 1
@@ -122,7 +122,7 @@ class CutRules:
         return Cut(dim, (part, range(half + part.start, half + part.stop)), 2 * half)
 
     def _stacked(self, heads: int, *kv_heads: int, unit: int = 0) -> Cut:
-        """Query heads, and below them KV heads once or twice, of `unit` rows each (0: head_dim)."""
+        """Return the cut of query heads followed by KV heads (once or twice), of `unit` rows each (0: head_dim)."""
         unit, ranges, first = unit or self._config.head_dim, [], 0
         groups = [(heads, self._shard.part(heads))] if heads else []
         groups += [(total, self._shard.kv_heads(total)) for total in kv_heads]
@@ -133,15 +133,15 @@ class CutRules:
 
 
 class ShardedSource:
-    """A `WeightSource` of one rank's slices; of safetensors of floats it reads nothing else. `num_bytes` were kept.
+    """`WeightSource` of one rank's slices. `num_bytes` counts what was kept.
 
-    Of a tensor that stands for more than itself (quantised, or of a GGUF file) all is read, one tensor at a time.
+    Reads only the slices of float safetensors. Quantised tensors and those of GGUF files are read whole, one at a time.
     """
 
     def __init__(self, source: WeightSource, config: ModelConfig, shard: Shard, quantization: Quantization) -> None:
-        """Where `quantization` keeps or makes integers, a rank's inputs are whole groups of them.
+        """If `quantization` keeps or makes integers, a rank's inputs must be whole groups of them.
 
-        With none, as on GPUs, a matrix that is held in groups which the rank would cut is read as floats.
+        With none, as on GPUs, a matrix whose groups would be cut is read as floats.
         """
         self._source, self._rules, self._shard = source, CutRules(config, shard), shard
         self._quantization = quantization
@@ -174,7 +174,7 @@ class ShardedSource:
         if cut.of_inputs:
             (part,) = cut.ranges
             if self._quantization is Quantization.NONE and _cuts(part, held.whole_inputs):
-                return None  # floats of this matrix will do
+                return None  # read this matrix as floats
             self._check_groups(name, cut, held.whole_inputs)
             found = held.columns(part)
         else:
@@ -184,7 +184,7 @@ class ShardedSource:
         return found
 
     def read(self, name: str) -> Tensor:
-        """The rank's part. ModelError where the file's tensor has another size than the configuration wants."""
+        """Return the rank's part. Raises ModelError if the tensor's shape does not match the configuration."""
         source = self._source
         if isinstance(source, SafetensorsWeights) and not source.is_quantised(name):
             cut = self._cut(name, source.head(name).shape)
@@ -204,40 +204,40 @@ class ShardedSource:
         cut = self._rules.of(name, shape, quantised=self._source.is_quantised(name))
         if cut is not None and (len(shape) <= cut.dim or shape[cut.dim] != cut.total):
             raise ModelError(
-                f"{self.label}: tensor {name} is {list(shape)}, the configuration wants {cut.total} in dimension "
-                f"{cut.dim}: configuration and weights are not of one model, fetch both again"
+                f"{self.label}: tensor {name} has shape {list(shape)}, the configuration requires {cut.total} in "
+                f"dimension {cut.dim}: configuration and weights are not of the same model, fetch both again"
             )
         return cut
 
     def _check_groups(self, name: str, cut: Cut, group: int) -> None:
-        """ConfigError where the rank's inputs are not whole groups: its integers would not be those of one rank."""
+        """Raise ConfigError if the rank's inputs are not whole groups, so that its integers would differ."""
         (part,) = cut.ranges
         if _cuts(part, group):
             allowed = (
-                f"a number of ranks by which the {cut.total} inputs of {name} fall into whole groups of {group}; "
+                f"a number of ranks that divides the {cut.total} inputs of {name} into whole groups of {group}; "
                 "or --quantization none"
             )
             raise ConfigError("tensor_parallel_size", self._shard.size, allowed)
 
 
 def _stack_shape(held: QuantisedWeight, count: int) -> tuple[int, ...]:
-    """Of a stack of `count` matrices, which are held below each other; of one matrix its own."""
+    """Return the shape of a matrix, or of a stack of `count` matrices stored one below the other."""
     rows, columns = held.shape
     return (rows, columns) if count == 1 else (count, rows // count, columns)
 
 
 def _cuts(part: range, group: int) -> bool:
-    """Whether these inputs are not whole groups."""
+    """Whether these inputs cut a group."""
     return bool(part.start % group or part.stop % group)
 
 
 def _indices(cut: Cut) -> Tensor:
-    """int64, of all ranges."""
+    """Return the indices of all ranges, int64."""
     return torch.cat([torch.arange(part.start, part.stop) for part in cut.ranges])
 
 
 def open_for_ranks(files: ModelFiles, size: int) -> tuple[ModelConfig, StoredWeights]:
-    """Configuration of the whole model and its unread weights. ConfigError where `size` ranks cannot share it."""
+    """Return the configuration and unread weights of the model. Raises ConfigError if it has no split into `size`."""
     config, source = open_model(files)
     check_size(config, size)
     return config, source
@@ -254,7 +254,7 @@ def load_shard(
     with_head: bool = True,
     batch_invariant: bool = False,
 ) -> Decoder:
-    """Reads the slices of one rank, and no more. Options and errors as `load_model`, and as `open_for_ranks`."""
+    """Read the slices of one rank. Options and errors are those of `load_model` and `open_for_ranks`."""
     config, source = open_for_ranks(files, shard.size)
     place = torch_device(device)
     if batch_invariant:

@@ -1,17 +1,17 @@
-"""Steps of all ranks: the messages of rank 0, what the other ranks do for each, and the runners that send them.
+"""Steps of tensor parallel workers: messages of rank 0, their execution on other ranks, and the sending runners.
 
-A step is sent to the other ranks as one message of int32 numbers, right before rank 0 computes its part: run chunks,
-record steps, or replay one of them.
+Rank 0 sends each step as one message of int32 numbers right before it computes its part: run chunks, record steps, or
+replay a recorded step.
 
-number of chunks, of tokens │ 5 numbers a chunk: tokens, start, blocks, flags, adapter │ token ids │ block tables
-RECORD │ most rows │ most blocks of a sequence │ 1 to record what adapters add
-REPLAY │ rows │ 1 for what adapters add │ changes of seats │ their places │ their words, of two numbers each
+    number of chunks, of tokens │ 5 numbers a chunk: tokens, start, blocks, flags, adapter │ token ids │ block tables
+    RECORD │ maximum rows │ maximum blocks of a sequence │ 1 to record adapters
+    REPLAY │ rows │ 1 with adapters │ number of seat changes │ their places │ their words, of two numbers each
 
-Every rank launches the same sums in the same order, because it does what the messages say in turn, on one stream. A
-replay does not wait for the device, so it is launched while the step before it runs.
+All ranks launch the same collectives in the same order, because they execute messages sequentially on one stream. A
+replay does not wait for the device, so it is launched while the previous step runs.
 
-RankedRunner         every step kernel by kernel                    chunks ─>
-RankedGraphRunner    rows replayed, one recording on every rank     what changes in the seats, which recording ─>
+    RankedRunner         every step kernel by kernel                    chunks ─>
+    RankedGraphRunner    rows replayed, one recording on every rank     seat changes, which recording ─>
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SAMPLE, ALL_LOGITS = 1, 2
 
 
 def pack_step(chunks: Sequence[SequenceChunk], block_size: int) -> Numbers:
-    """The message of a step."""
+    """Return the message of a step."""
     used = [-(-(chunk.start + len(chunk.token_ids)) // block_size) for chunk in chunks]
     tokens = sum(len(chunk.token_ids) for chunk in chunks)
     packed = np.empty(HEAD + FIELDS * len(chunks) + tokens + sum(used), dtype=np.int32)
@@ -72,38 +72,38 @@ def pack_step(chunks: Sequence[SequenceChunk], block_size: int) -> Numbers:
 
 
 def token_ids_of(packed: Numbers) -> Numbers:
-    """The token ids of a packed step, to be written in place: int32 [T]."""
+    """Return a view of a packed step's token ids, int32 [T]."""
     first = HEAD + FIELDS * int(packed[0])
     return packed[first : first + int(packed[1])]
 
 
 def pack_sizes(sizes: StepSizes) -> Numbers:
-    """The order to record steps."""
+    """Return the order to record steps."""
     return np.array((RECORD, sizes.max_num_seqs, sizes.max_blocks, sizes.adapts), dtype=np.int32)
 
 
 def pack_launch(launch: StepLaunch) -> Numbers:
-    """The message of a recorded step. Without changes it is four numbers."""
+    """Return the message of a recorded step. Without changes, it has four numbers."""
     places, words = launch.changes
     head = np.array((REPLAY, launch.size, launch.adapted, len(places)), dtype=np.int32)
     return np.concatenate((head, places.astype(np.int32), words.view(np.int32)))
 
 
 def unpack(packed: Numbers) -> list[SequenceChunk] | StepSizes | StepLaunch:
-    """What a message asks for."""
+    """Return the content of a message."""
     if packed[0] == RECORD:
         max_num_seqs, max_blocks, adapts = packed[1:].tolist()
         return StepSizes(max_num_seqs, max_blocks, bool(adapts))
     if packed[0] == REPLAY:
         size, adapted, count = packed[1:REPLAY_HEAD].tolist()
         places, words = np.split(packed[REPLAY_HEAD:], [count])
-        # Copies, because words of 64 bits may begin anywhere in a message.
+        # Copies, because 64-bit words may be unaligned in a message.
         return StepLaunch(size, bool(adapted), SeatChanges(places.astype(np.int64), words.copy().view(np.int64)))
     return unpack_step(packed)
 
 
 def unpack_step(packed: Numbers) -> list[SequenceChunk]:
-    """The chunks of a message."""
+    """Return the chunks of a message."""
     count, total = (int(number) for number in packed[:HEAD])
     first = HEAD + FIELDS * count
     table = first + total
@@ -124,14 +124,14 @@ def unpack_step(packed: Numbers) -> list[SequenceChunk]:
 
 
 class FollowedSteps:
-    """Belongs to one thread. `spread` brings the tokens that rank 0 has sampled: this rank has no logits."""
+    """Executes rank 0's steps on another rank. Not thread-safe. `spread` receives the tokens sampled on rank 0."""
 
     def __init__(self, runner: ModelRunner, spread: Spread) -> None:
         self._runner, self._spread = runner, spread
         self._recorded: RecordedSteps | None = None
 
     def run(self, message: bytes) -> None:
-        """Raises the errors of a step, or ModelError for one that was never recorded."""
+        """Execute a message. Raises the errors of a step, or ModelError for a step that was not recorded."""
         match unpack(np.frombuffer(message, dtype=np.int32)):
             case StepSizes() as sizes:
                 model, kv = self._runner.model, self._runner.kv
@@ -139,7 +139,7 @@ class FollowedSteps:
                 self._recorded = RecordedSteps(model, kv, recorder, sizes, spread=self._spread, samples=False)
             case StepLaunch() as launch:
                 if self._recorded is None:
-                    raise ModelError(f"rank 0 replays a step of {launch.size} rows, and none was recorded")
+                    raise ModelError(f"rank 0 replays a step of {launch.size} rows, but none was recorded")
                 self._recorded.launch(launch)
             case chunks:
                 self._runner.forward(chunks)
@@ -147,29 +147,29 @@ class FollowedSteps:
 
 @dataclass(frozen=True, slots=True)
 class RankedBatch(ForwardBatch):
-    """A step, and the message of it. On a CPU its token ids may still change before it runs."""
+    """A step and its message. On a CPU, its token ids may change until it runs."""
 
     message: Numbers = field(default_factory=lambda: np.empty(0, np.int32))
 
     @classmethod
     def of(cls, chunks: Sequence[SequenceChunk], config: ModelConfig, kv: KVCache) -> RankedBatch:
-        """Errors as `ForwardBatch.build`."""
+        """Build a batch. Raises the errors of `ForwardBatch.build`."""
         with on_device(kv.device), torch.inference_mode():
             batch = cls.build(chunks, config, kv)
-            assert isinstance(batch, cls)  # mypy takes a class method for its base's
+            assert isinstance(batch, cls)  # mypy infers the base class
             return replace(batch, message=pack_step(chunks, kv.block_size))
 
     def send(self, others: RankProcesses) -> None:
-        """Have the other ranks run it. Raises RankLost."""
+        """Send the step to the other ranks. Raises RankLost."""
         if self.token_ids.device.type == "cpu":
             token_ids_of(self.message)[:] = self.token_ids.numpy()
         others.send_step(self.message)
 
 
 class StepsOfAllRanks(ModelRunner):
-    """Chunks that the other ranks run at the same time. A wait for launched steps has a `_deadline`.
+    """Runner of chunks on all ranks. Waits for launched steps have a `_deadline`.
 
-    After an error no step can follow.
+    After an error, no step can follow.
     """
 
     _others: RankProcesses
@@ -179,8 +179,8 @@ class StepsOfAllRanks(ModelRunner):
         return RankedBatch.of(chunks, self.model.config, self.kv)
 
     def run(self, batch: ForwardBatch) -> Tensor:
-        """Raises RankLost, after which no step can run, whatever the reason was."""
-        assert isinstance(batch, RankedBatch)  # made by `prepare`
+        """Run a step. Raises RankLost for any failure; no step can follow."""
+        assert isinstance(batch, RankedBatch)  # created by `prepare`
         with self._others.in_step():
             batch.send(self._others)
             return super().run(batch)
@@ -194,7 +194,7 @@ class StepsOfAllRanks(ModelRunner):
 
 
 class RankedRunner(StepsOfAllRanks):
-    """Every step kernel by kernel."""
+    """Launches every step kernel by kernel."""
 
     def __init__(self, model: RunnableModel, kv: KVCache, others: RankProcesses, deadline: WaitDeadline) -> None:
         super().__init__(model, kv)
@@ -202,10 +202,10 @@ class RankedRunner(StepsOfAllRanks):
 
 
 class RankedGraphRunner(StepsOfAllRanks, GraphRunner):
-    """A `GraphRunner` whose steps the other ranks run at the same time, replayed ones too.
+    """`GraphRunner` whose steps, including replayed ones, also run on the other ranks.
 
-    A replay needs nothing of the host but what changes in the seats, and the tokens that rank 0 has sampled: each
-    recording begins with a `spread` of those.
+    A replay sends only the seat changes. Each recording begins with a broadcast (`spread`) of the tokens that rank 0
+    has sampled.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class RankedGraphRunner(StepsOfAllRanks, GraphRunner):
         max_model_len: int,
         adapts: bool = False,
     ) -> None:
-        """Has all ranks record at the same time. Raises RankLost where another one cannot."""
+        """Record on all ranks at the same time. Raises RankLost if another rank cannot."""
         self._others, self._spread, self._deadline = others, spread, deadline
         super().__init__(model, kv, recorder, max_num_seqs=max_num_seqs, max_model_len=max_model_len, adapts=adapts)
 
@@ -230,7 +230,7 @@ class RankedGraphRunner(StepsOfAllRanks, GraphRunner):
         return RecordedSteps(self.model, self.kv, recorder, sizes, spread=self._spread)
 
     def _replay(self, launch: StepLaunch, chunks: Sequence[SequenceChunk]) -> None:
-        """Raises RankLost, after which no step can run, whatever the reason was."""
+        """Replay a step. Raises RankLost for any failure; no step can follow."""
         with self._others.in_step():
             self._others.send_step(pack_launch(launch))
             super()._replay(launch, chunks)

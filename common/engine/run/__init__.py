@@ -1,4 +1,4 @@
-"""Memory that a worker needs, and steps: plain, as recorded graphs, on a thread."""
+"""Step execution (plain, recorded graphs, on a thread), and the memory that a worker needs."""
 
 from __future__ import annotations
 

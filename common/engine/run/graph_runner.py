@@ -1,8 +1,7 @@
-"""Runs decode rows as recorded graphs, one for each of a few batch sizes; everything else as `ModelRunner` does.
+"""Runs decode rows as recorded graphs, one per batch size bucket, and everything else like `ModelRunner`.
 
-Each sequence has a seat on the device, from which a step reads what it runs (`seats.py`); the step before leaves its
-token and its position there, so `launch` does not wait for tokens that are still being sampled, and sends only what has
-changed.
+Each sequence has a seat on the device, from which steps read their inputs (`seats.py`). The previous step leaves token
+and position there, so `launch` does not wait for tokens that are still being sampled, and sends only changes.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from kernels import SamplingTensors, on_device
 
 
 class GraphRunner(ModelRunner):
-    """A `ModelRunner` whose steps of one sampled token a sequence are replays, up to `max_num_seqs` of them."""
+    """`ModelRunner` that replays steps of one sampled token per sequence, for up to `max_num_seqs` sequences."""
 
     def __init__(
         self,
@@ -37,7 +36,7 @@ class GraphRunner(ModelRunner):
         max_model_len: int,
         adapts: bool = False,
     ) -> None:
-        """Records every step: see `RecordedSteps`. With `adapts` steps without any adapter do not pay for them."""
+        """Record all steps: see `RecordedSteps`. With `adapts`, each is also recorded without adapters."""
         super().__init__(model, kv)
         longest = Window(model.config.window, kv.block_size).longest(kv.num_blocks, max_model_len)
         sizes = StepSizes(max_num_seqs, -(-longest // kv.block_size), adapts)
@@ -51,9 +50,9 @@ class GraphRunner(ModelRunner):
         return self._sizes[-1]
 
     def forward(self, chunks: Sequence[SequenceChunk]) -> Tensor:
-        """As `ModelRunner.forward`; the logits of a replayed step are overwritten by the next one.
+        """Run chunks like `ModelRunner.forward`. The next step overwrites the logits of a replayed one.
 
-        Beside prompts, rows are replayed all the same, and so get the logits that they get without them.
+        Rows are also replayed if there are prompts, so their logits do not depend on them.
         """
         if self.replays(chunks):
             return self.launch(chunks, [FROM_HOST] * len(chunks))
@@ -79,19 +78,19 @@ class GraphRunner(ModelRunner):
         return max(lengths) <= self._max_tokens and self._steps.plan(size).takes(lengths)
 
     def launch(self, chunks: Sequence[SequenceChunk], sources: Sequence[int]) -> Tensor:
-        """Replay a step of `chunks`, which `replays` them: logits float32 [len(chunks), vocab_size], when it has run.
+        """Replay a step of `chunks`, for which `replays` must be True: logits float32 [len(chunks), vocab_size].
 
-        Row i goes on from row `sources[i]` of the step before, whose token it runs, unless that is FROM_HOST: the
-        caller has written it to `sampled`, int64 [max_num_seqs], or `draw` has. The logits are the first rows of
-        `self.logits`. Errors as `forward`, before anything runs.
+        Row i continues row `sources[i]` of the previous step and runs the token sampled there. With FROM_HOST, the
+        caller has written the token to `sampled`, int64 [max_num_seqs], or `draw` has. The logits are the first rows of
+        `self.logits`. Raises the errors of `forward`, before anything runs.
         """
         began = time.perf_counter()
         size = bucket_for(self._sizes, len(chunks))
         if size is None:
-            raise InvalidRequest(f"{len(chunks)} sequences do not fit a step of {self._sizes[-1]}")
+            raise InvalidRequest(f"{len(chunks)} sequences exceed the largest recorded step of {self._sizes[-1]}")
         plan = self._steps.plan(size)
         if not plan.takes([chunk.start + 1 for chunk in chunks]):
-            raise InvalidRequest(f"{len(chunks)} sequences have more than {plan.num_places} partial results together")
+            raise InvalidRequest(f"{len(chunks)} sequences need more than {plan.num_places} partial results")
         changes = self._seats.take(chunks, sources)
         launch = StepLaunch(size, self._adapts and self._seats.has_adapters, changes)
         prepared = time.perf_counter()
@@ -105,15 +104,15 @@ class GraphRunner(ModelRunner):
         return self.logits[: len(chunks)]
 
     def draw(self, count: int) -> Tensor:
-        """Sample the `count` rows of the last step as their sequences' parameters say: int64 [count] of `sampled`."""
+        """Sample the first `count` rows of the last step with their parameters: int64 [count], a view of `sampled`."""
         return self._steps.draw(count)
 
     def draws(self, count: int) -> SamplingTensors:
-        """By which parameters they draw, for a caller that samples itself; valid until the next step is launched."""
+        """Return the sampling parameters of the rows, valid until the next launch."""
         return self._steps.draws(count, searches=self._seats.searches)
 
     def check_integrity(self) -> None:
-        """Waits for the last step. BlockError unless the device has what the host thinks (`Seats`)."""
+        """Wait for the last step. Raises BlockError unless the device's seats match the host's copy (`Seats`)."""
         self._seats.check_integrity(self._steps.seats)
 
     def _record(self, recorder: StepRecorder, sizes: StepSizes) -> RecordedSteps:
@@ -126,13 +125,13 @@ class GraphRunner(ModelRunner):
             self._steps.launch(launch)
 
     def _is_row(self, chunk: SequenceChunk) -> bool:
-        """Whether a chunk fits into a recorded step: one sampled token."""
+        """Whether a chunk fits in a recorded step: one sampled token."""
         is_single = chunk.sample and len(chunk.token_ids) == 1
         return is_single and chunk.start < self._max_tokens
 
 
 def _in_order(chunks: Sequence[SequenceChunk], recorded: Sequence[bool], rows: Tensor, others: Tensor) -> Tensor:
-    """The logits of `chunks` in turn, of which those of `recorded` ones are `rows`."""
+    """Return the logits in the order of `chunks`, from those of recorded `rows` and `others`."""
     pieces: list[Tensor] = []
     taken = {True: 0, False: 0}
     for is_row, group in groupby(zip(recorded, chunks, strict=True), lambda pair: pair[0]):

@@ -1,6 +1,6 @@
-"""A worker proves the kernels of its device at the shapes of its model, before it is ready.
+"""Verifies a device's kernels at the shapes of the model before a worker is ready.
 
-A driver, a compiler or a chip that computes wrongly is found here, and not in answers.
+Detects drivers, compilers and devices that compute wrong results.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ log = logging.getLogger(__name__)
 
 
 def check_model_kernels(model: RunnableModel, kv: KVCache, *, samples: bool = True) -> None:
-    """Compares every kernel that steps over `kv` use with plain torch; `samples`: the model makes logits.
+    """Compare all kernels that steps over `kv` use with plain torch. `samples`: the model computes logits.
 
-    Leaves zeros in `kv`, which must hold nothing yet. Raises ModelError that names each kernel that differs, its shape,
-    the largest difference and the tolerance.
+    Leaves zeros in `kv`, which must be empty. Raises ModelError with each kernel that differs, its shape, the largest
+    difference and the tolerance.
     """
     began = time.perf_counter()
     shape = checked_shape(model, kv, samples=samples)
@@ -45,15 +45,17 @@ def check_model_kernels(model: RunnableModel, kv: KVCache, *, samples: bool = Tr
     wrong = [str(one) for one in findings if one.problem]
     if wrong:
         raise ModelError(
-            f"{len(wrong)} of {len(findings)} kernels on {kv.device} do not compute what plain torch does: "
-            f"{'; '.join(wrong)}. Check the device, its driver and the versions of torch and Triton; "
-            "--no-kernel-check starts all the same"
+            f"{len(wrong)} of {len(findings)} kernels on {kv.device} differ from plain torch: {'; '.join(wrong)}. "
+            "Check the device, its driver and the versions of torch and Triton, or start with --no-kernel-check at "
+            "your own risk"
         )
-    log.info("%d kernels agree, %.1f s", len(findings), time.perf_counter() - began)
+    log.info(
+        "kernel check passed: %d kernels agree on %s, %.1f s", len(findings), kv.device, time.perf_counter() - began
+    )
 
 
 def checked_shape(model: RunnableModel, kv: KVCache, *, samples: bool) -> CheckedShape:
-    """What the steps of a model over `kv` ask of the kernels."""
+    """Return the shapes and options at which steps over `kv` use the kernels."""
     config, on_device = model.config, has_device_kernels(kv.device.type)
     scales = kv.scales[-1]
     return CheckedShape(
@@ -77,12 +79,12 @@ def checked_shape(model: RunnableModel, kv: KVCache, *, samples: bool) -> Checke
 
 
 def _is_batch_invariant(model: RunnableModel) -> bool:
-    weights = getattr(model, "weights", None)  # a model that only waits has none
+    weights = getattr(model, "weights", None)  # test models have none
     return weights is not None and weights.layers[0].output.batch_invariant
 
 
 def layer_rules(config: ModelConfig, kv: KVCache, *, batch_invariant: bool = False) -> list[LayerRule]:
-    """The last layer of each window, with its scales."""
+    """Return the attention rule of the last layer of each window size, with its scales."""
     random = torch.Generator().manual_seed(SEED)
     sinks = torch.randn(config.num_heads, generator=random).to(kv.device) if config.sinks else None
     rule = AttentionRule(
@@ -102,7 +104,7 @@ def layer_rules(config: ModelConfig, kv: KVCache, *, batch_invariant: bool = Fal
 
 
 def gated_widths(config: ModelConfig) -> list[int]:
-    """The widths of all kinds of MLPs that the model has."""
+    """Return the widths of all kinds of MLPs of the model."""
     experts = config.experts
     if experts is None:
         return [config.intermediate_size]
@@ -111,8 +113,8 @@ def gated_widths(config: ModelConfig) -> list[int]:
 
 
 def expert_checks(model: RunnableModel, device: torch.device) -> Iterator[Check]:
-    """The check of the first layer with experts that the device's kernels multiply by."""
-    weights = getattr(model, "weights", None)  # a model that only waits has none
+    """Yield the check of the first layer with experts that device kernels multiply."""
+    weights = getattr(model, "weights", None)  # test models have none
     for layer in weights.layers if weights is not None else ():
         mlp = layer.mlp
         if isinstance(mlp, MixtureOfExperts) and mlp.experts.by_device:
@@ -123,7 +125,7 @@ def expert_checks(model: RunnableModel, device: torch.device) -> Iterator[Check]
 
 
 def product_checks(model: RunnableModel, device: torch.device) -> Iterator[Check]:
-    """A check of one matrix of each shape and format that the device's kernels multiply by."""
+    """Yield a check of one matrix of each shape and format that device kernels multiply."""
     seen: set[tuple[object, ...]] = set()
     for linear in matrices_of(model):
         form: tuple[object, ...] = (linear.out_features, linear.in_features)
@@ -142,7 +144,7 @@ def product_checks(model: RunnableModel, device: torch.device) -> Iterator[Check
 
 
 def matrices_of(model: RunnableModel) -> Iterator[Linear | HeadLinear]:
-    """The matrices of a step, without experts, and without a quantised head, whose floats may take gigabytes."""
+    """Yield the matrices of a step, except experts and a quantised head, whose floats may take gigabytes."""
     weights = getattr(model, "weights", None)
     for layer in weights.layers if weights is not None else ():
         yield from (layer.qkv, layer.output)

@@ -1,10 +1,10 @@
-"""Memory of a GPU worker that is taken at its start: KV blocks on the device, pinned memory of the host for steps.
+"""Memory that a GPU worker allocates at its start: KV blocks on the device, and pinned host memory for steps.
 
-How many KV blocks fit beside weights and steps is measured, because no formula knows what kernels allocate.
+The number of KV blocks is measured, because no formula covers what kernels allocate:
 
-load the weights ─> try the largest steps on a small cache ─> what is left of this worker's share is for KV blocks
+    load the weights ─> run the largest steps on a small cache ─> use the rest of the worker's share for KV blocks
 
-Ranks of a worker try these steps together, each on its own device, and all have as many blocks as fit on the smallest.
+Ranks of a worker measure together, each on its own device. All get as many blocks as fit on the smallest.
 """
 
 from __future__ import annotations
@@ -30,43 +30,43 @@ from kernels.interface import PIECE_ALIGN_BYTES, TABLE, pinned
 
 log = logging.getLogger(__name__)
 CONTEXT_BYTES = GIB
-"""What the driver's context, loaded kernels and libraries' workspaces take at most; torch does not count them."""
+"""Maximum size of the driver's context, loaded kernels and library workspaces, which torch does not count."""
 TRIAL_SHARE = 0.5
-"""The share of the free memory that the small cache of the trial steps may take."""
+"""Share of the free memory for the small cache of the trial steps."""
 STEPS = 3
-"""Steps that copy at once: one runs, one is launched behind it, and the host still reads what the last one has made."""
+"""Steps that copy at the same time: one runs, one is launched, and the host still reads the results of the last."""
 TOKEN_BYTES = 7 * 8 + 8
-"""What a step says of a token: id, position, slot, row to sample, adapter and two places of hidden states, 8 bytes each
+"""Bytes per token of a step: id, position, slot, row to sample, adapter and two hidden state slots of 8 bytes each
 (`ForwardBatch.build`), and at most one tile of query rows."""
 DRAW_BYTES = 36
 CHANGED_LOGITS, CHANGE_BYTES = 1024, 12
-"""Of a row, by bias and penalties: distinct tokens, and the bytes of one. Longer answers with penalties may have more,
-which then get memory of their own."""
+"""Distinct tokens per row with bias or penalties, and bytes per token. Longer answers with penalties may exceed this
+and then allocate separately."""
 PIECES = 32
-"""In which a step copies; each begins where any type may lie."""
+"""Copies per step. Each is aligned for any type."""
 MOST_BYTES = 64 * 2**20
 
 
 def alone(number: int) -> int:
-    """What the ranks of a worker with one rank agree on: its own number."""
+    """Agreement of a worker with one rank: its own number."""
     return number
 
 
 class DeviceMemory(Protocol):
-    """The memory of one GPU, as one process sees it."""
+    """Memory of one GPU, as seen by one process."""
 
     def free_and_total(self) -> tuple[int, int]:
-        """Free bytes, and all."""
+        """Return free and total bytes."""
 
     def used(self) -> int:
-        """Bytes that this process has taken."""
+        """Return the bytes that this process has allocated."""
 
     def peak_of(self, run: Callable[[], None]) -> int:
-        """Bytes that `run` takes beyond what is taken before, at most."""
+        """Return the maximum bytes that `run` allocates in addition."""
 
 
 class CUDAMemory:
-    """Implements `DeviceMemory`."""
+    """Implementation of `DeviceMemory`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -97,9 +97,9 @@ def blocks_left(
     samples: bool = True,
     least: Callable[[int], int] = alone,
 ) -> int:
-    """How many blocks `--gpu-memory-utilization` leaves room for. Raises ConfigError when it is less than two.
+    """Return the number of blocks that fit in `--gpu-memory-utilization`. Raises ConfigError if fewer than two do.
 
-    A `draft` model is not loaded yet. With other ranks `least` gives the least of what all say: see `measure`.
+    A `draft` model is not loaded yet. With other ranks, `least` returns the minimum of all ranks: see `measure`.
     """
     return measure(model, LargestSteps.of(config, samples=samples), kv_dtype, memory, draft, least=least)
 
@@ -114,9 +114,9 @@ def measure(
     least: Callable[[int], int] = alone,
     draws: bool = True,
 ) -> int:
-    """`blocks_left` for one rank. All ranks call this at the same time, with `draws` where logits are.
+    """Return `blocks_left` for one rank. All ranks call this at the same time, with `draws` on those that sample.
 
-    Steps that are recorded as graphs have memory of their own, as much as one of the largest.
+    Steps recorded as graphs have separate memory, as much as one of the largest.
     """
     per_block = block_bytes(model.config, largest.block_size, kv_dtype)
     free, total = memory.free_and_total()
@@ -125,8 +125,11 @@ def measure(
     try:
         peak = memory.peak_of(lambda: _try_steps(model, largest, kv_dtype, num_tried, draws=draws))
     except torch.OutOfMemoryError as error:
-        beside = f"smaller steps: of {total / GIB:.2f} GiB {free / GIB:.2f} are free beside the weights, and"
-        problem = f"{beside} a step of {largest.num_tokens} tokens does not fit ({str(error).splitlines()[0]})"
+        problem = (
+            f"higher, or use smaller steps: a step of {largest.num_tokens} tokens does not fit in the "
+            f"{free / GIB:.2f} GiB of {total / GIB:.2f} GiB that are free after loading the weights "
+            f"({str(error).splitlines()[0]})"
+        )
         raise ConfigError("gpu_memory_utilization", largest.share, problem) from error
     free, total = memory.free_and_total()
     steps = (peak - num_tried * per_block) * (2 if largest.recorded else 1)
@@ -136,31 +139,31 @@ def measure(
     own = max(0, room // per_block)
     num_blocks = least(own)
     log.info(
-        "memory of %s: %.2f GiB, %.2f GiB free, steps take %.2f GiB, %.2f GiB are for KV: %d blocks fit, %d are taken",
+        "memory of %s: %.2f GiB, %.2f GiB free, steps take %.2f GiB, %.2f GiB left for KV: %d blocks fit, using %d",
         *(model.device, total / GIB, free / GIB, steps / GIB, max(0, room) / GIB, own, num_blocks),
     )
     if num_blocks < 2:
         used = f"this worker uses {memory.used() / GIB:.2f} GiB, its steps take {steps / GIB:.2f} GiB"
-        allowed = f"more, or smaller steps: of {total / GIB:.2f} GiB {used}, and {free / GIB:.2f} GiB are free"
+        allowed = f"higher, or use smaller steps: of {total / GIB:.2f} GiB, {used}, and {free / GIB:.2f} GiB are free"
         if own >= 2:
-            allowed = f"more, or smaller steps: another rank has no room for two blocks, and this one for {own}"
+            allowed = f"higher, or use smaller steps: fewer than 2 KV blocks fit on another rank, {own} fit on this one"
         raise ConfigError("gpu_memory_utilization", largest.share, allowed)
     return num_blocks
 
 
 def _try_steps(model: RunnableModel, largest: LargestSteps, kv_dtype: str, num_blocks: int, *, draws: bool) -> None:
-    """The largest steps over a cache of its own."""
+    """Run the largest steps over a temporary cache."""
     kv = KVCache(model.config, num_blocks, largest.block_size, kv_dtype, str(model.device))
     runner = ModelRunner(model, kv)
     run_every_kind(runner, largest.num_tokens, largest.num_rows, samples=largest.samples, draws=draws)
 
 
 def step_copy_bytes(largest: LargestSteps, shape: ModelConfig) -> int:
-    """For `STEPS` steps of the largest size, rounded up later to a power of two; `MOST_BYTES` at most.
+    """Return the pinned memory for `STEPS` of the largest steps, at most `MOST_BYTES`.
 
-    Of each token TOKEN_BYTES. Of each row: its span (12 bytes) and block table (4 bytes an entry), where steps are
-    recorded its seat as pairs of place and word (16 bytes a word), its draw, a mask of allowed tokens (a bit each), its
-    changed logits, its token (8 bytes) and log-probabilities. Then those of a prompt's tokens.
+    A token takes TOKEN_BYTES. A row takes its span (12 bytes), block table (4 bytes per entry), and seat if steps are
+    recorded (pairs of place and word, 16 bytes per word), its sampling parameters, a mask of allowed tokens (a bit
+    each), its changed logits, its token (8 bytes) and log probabilities. Log probabilities of prompt tokens are added.
     """
     width = -(-shape.max_model_len // largest.block_size)
     row = 3 * 4 + 4 * width
@@ -176,8 +179,8 @@ def step_copy_bytes(largest: LargestSteps, shape: ModelConfig) -> int:
 
 
 def reserve_step_copies(largest: LargestSteps, shape: ModelConfig, device: torch.device) -> None:
-    """Pins the memory for a worker's steps, where its device needs it pinned; called before the first step."""
+    """Pin the memory for a worker's steps if its device needs it. Call before the first step."""
     if device.type != "cuda":
         return
     pinned().reserve_ring(step_copy_bytes(largest, shape))
-    log.info("pinned %.1f MiB of host memory for what steps copy", pinned().ring.num_bytes / 2**20)
+    log.info("pinned %.1f MiB of host memory for copies of steps", pinned().ring.num_bytes / 2**20)

@@ -1,4 +1,4 @@
-"""A model ready to run on this worker: weights, KV cache, runner, and the fingerprint of their layout."""
+"""A loaded model: weights, KV cache, runner, and the fingerprint of their layout."""
 
 from __future__ import annotations
 
@@ -46,26 +46,26 @@ log = logging.getLogger(__name__)
 
 
 class OtherRanks(Protocol):
-    """The processes beside this one that run the steps of the same worker."""
+    """Processes of the worker's other ranks."""
 
     @property
     def failure(self) -> str:
-        """Why no further step can run, "" while there is no reason. Callable from any thread."""
+        """Reason why no further step can run, or "". Thread-safe."""
 
     @property
     def is_leaving(self) -> bool:
-        """Whether one of their hosts wants to end, so the worker should drain. Callable from any thread."""
+        """Whether one of their hosts wants to leave, so that the worker should drain. Thread-safe."""
 
     def close(self) -> None:
-        """End them. No step may run."""
+        """Stop them. No step may run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Makers:
-    """Makers of parts of a loaded model, each in place of this device's own.
+    """Factories that replace the defaults for parts of a loaded model.
 
-    `runner` makes what runs the model over a cache, `cache` a cache of so many blocks, `places` the places for so many
-    adapters up to a rank. `num_blocks` says how many blocks the settings, or all devices, have room for.
+    `runner` creates the runner for a cache, `cache` a cache of a number of blocks, `places` slots for a number of
+    adapters up to a rank. `num_blocks` returns the number of blocks that fit.
     """
 
     runner: Callable[[KVCache], ModelRunner] | None = None
@@ -79,7 +79,7 @@ OWN = Makers()
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Everything an engine needs that does not depend on its role."""
+    """Model, cache and settings that an engine needs, independent of its role."""
 
     model_id: str
     vocab_size: int
@@ -95,9 +95,9 @@ class LoadedModel:
     task: ServedTask = GENERATES
     adapters: AdapterBank | None = None
     score: Linear | None = None
-    """The head of a model that scores, float32 [labels, hidden_size]."""
+    """Scoring head, float32 [labels, hidden_size]."""
     draft: DraftModel | None = None
-    """What a decode worker drafts with. Nothing of it leaves the worker, so the fingerprint does not cover it."""
+    """Draft model of a decode worker. The fingerprint does not cover it, because its KV never leaves the worker."""
     others: OtherRanks | None = None
 
     @property
@@ -108,46 +108,46 @@ class LoadedModel:
 
     @property
     def precision(self) -> str:
-        """Types of activations, weights and KV, in words."""
-        kept = {"auto": "the file's own quantised weights", "int8": "weights of 8 bits", "int4": "weights of 4 bits"}
+        """Description of the types of activations, weights and KV."""
+        kept = {"auto": "weights quantised as in the file", "int8": "8-bit weights", "int4": "4-bit weights"}
         used = [kept[self.quantization]] if self.quantization in kept else []
         used += [f"KV in {self.kv_dtype}"] if self.kv_dtype != self.dtype else []
         return " ".join((self.dtype, "with", " and ".join(used))) if used else self.dtype
 
     @property
     def window(self) -> int:
-        """Tokens that every layer looks back to at most; 0: without bound."""
+        """Widest window of all layers in tokens, or 0 if some layer has full attention."""
         return self.kv.config.window
 
     @property
     def windows_in_words(self) -> str:
-        """What they save, or do not; "" without windows."""
+        """Description of the windows and what they save, or ""."""
         return in_words(self.kv.config.layer_windows, self.kv.block_size, self.max_model_len)
 
     @property
     def token_s(self) -> float:
-        """Seconds a token took in the last step; right after loading, in the last one of the warm-up."""
+        """Seconds per token in the last step. Right after loading: in the last warm-up step."""
         profile = self.runner.profile
         return profile.forward_s / max(1, profile.num_tokens)
 
     @staticmethod
     def set_num_threads(num_threads: int) -> None:
-        """Sets how many threads compute the calling thread's steps."""
+        """Set the number of threads that compute the calling thread's steps."""
         torch.set_num_threads(num_threads)
 
     @staticmethod
     def pinned_bytes() -> int:
-        """Host memory that this process has pinned: on a GPU's worker what steps and KV are copied through."""
+        """Return the host memory that this process has pinned for copies of steps and KV."""
         return pinned().num_bytes
 
     @staticmethod
     def share_cores(cores: CoreShare) -> None:
-        """Makes long steps read `cores` while they run. Call it before the first step."""
+        """Make long steps follow changes of `cores` while they run. Call it before the first step."""
         share_cores(cores.address, cores.num_cores)
 
     @classmethod
     def load(cls, files: ModelFiles, config: WorkerConfig) -> LoadedModel:
-        """Loads weights and allocates the cache. Raises ModelError, also for what will not fit, or ConfigError."""
+        """Load the model and allocate its cache. Raises ModelError (also if it does not fit) or ConfigError."""
         task = task_of(files, config)
         if config.kv_cache_dtype == "int8" and open_model(files)[0].latent_dim:
             raise ConfigError("kv_cache_dtype", "int8", "auto or fp8 for a model with latent attention")
@@ -180,8 +180,8 @@ class LoadedModel:
         cls, files: ModelFiles, config: WorkerConfig, task: ServedTask, options: Mapping[str, str], form: KVForm
     ) -> LoadedModel:
         if not task.generates:
-            raise ConfigError("draft_head", config.draft_head, f"empty for a model that is served to {task.name}")
-        num_places = 2 * max(config.places, USUAL_SEQS)  # of the home's role, or the other's; drafts have some, too
+            raise ConfigError("draft_head", config.draft_head, f"empty for a model with --task {task.name}")
+        num_places = 2 * max(config.places, USUAL_SEQS)  # for either role, and for drafts
         return cls.of(
             lambda: load_drafting_model(files, config.draft_head, num_places=num_places, **options),
             files,
@@ -200,10 +200,10 @@ class LoadedModel:
         draft: DraftPlan | None = None,
         form: KVForm | None = None,
     ) -> LoadedModel:
-        """Loads with `load`, which makes a model for the tokenizer and the name of `files`. Raises as `load`.
+        """Load with `load`, which creates a model for the tokenizer and name of `files`. Raises the errors of `load`.
 
-        A `draft` model has as many KV blocks, in the same memory. `form`: of the cache, if `files` have more to say of
-        it than the settings.
+        A `draft` model has the same number of KV blocks, in the same memory. `form` overrides the settings of the
+        cache.
         """
         num_threads = config.threads or len(os.sched_getaffinity(0))
         torch.set_num_threads(num_threads)
@@ -216,7 +216,7 @@ class LoadedModel:
         kv_dtype, scales = form.dtype, form.cut(shape.num_layers).scales
         check_wire(config, kv_dtype)
         if kv_dtype == "fp8":
-            log.info("KV is in %s", form.in_words)
+            log.info("KV cache is in %s", form.in_words)
         block_size, share, export = config.block_tokens, config.shares_kv, config.exports_kv
         if makers.num_blocks is None:
             num_blocks = num_kv_blocks(model, config, kv_dtype, draft, samples=task.generates)
@@ -253,27 +253,27 @@ class LoadedModel:
 
 
 def task_of(files: ModelFiles, config: WorkerConfig) -> ServedTask:
-    """What the worker serves the model to. ModelError for a task that its role does not do."""
+    """Return the task of the model. Raises ModelError for a task that the worker's role does not support."""
     task = served_task(files, config.task)
     if not task.generates and isinstance(config, DecodeWorkerConfig):
         raise ModelError(
-            f"{files.model_id} is served to {task.name}, which prefill workers do alone: start no decode worker, "
-            "or give --task generate to all processes"
+            f"{files.model_id} is served to {task.name}, which only prefill workers do: start no decode workers, or "
+            "use --task generate for all processes"
         )
     return task
 
 
 def check_wire(config: WorkerConfig, kv_dtype: str) -> None:
-    """ConfigError where frames of 8 bits are asked for, and the checkpoint has the cache in 8 bits already."""
+    """Raise ConfigError if an 8-bit wire format is set although the cache has 8 bits already."""
     if isinstance(config, PrefillWorkerConfig) and config.kv_wire_dtype != "native" and kv_dtype in SMALL_DTYPES:
         allowed = (
-            "native, as the checkpoint's kv_cache_scheme has KV in fp8, as small already; or --kv-cache-dtype native"
+            "native, because the checkpoint's kv_cache_scheme already stores KV in fp8; or use --kv-cache-dtype native"
         )
         raise ConfigError("kv_wire_dtype", config.kv_wire_dtype, allowed)
 
 
 def with_score(loaded: LoadedModel, files: ModelFiles, config: WorkerConfig) -> LoadedModel:
-    """Add the head of a model that scores. Raises ModelError as `load_score` does."""
+    """Add the head of a scoring model. Raises ModelError like `load_score`."""
     if loaded.task.name != "score":
         return loaded
     weight = load_score(files, loaded.task.answers, config.torch_device)
@@ -283,7 +283,7 @@ def with_score(loaded: LoadedModel, files: ModelFiles, config: WorkerConfig) -> 
 def fingerprint_of(
     files: ModelFiles, model: RunnableModel, kv: KVCache, dtype: str, kv_dtype: str, *, batch_invariant: bool
 ) -> str:
-    """The fingerprint of the blocks that `kv` ships and receives; the number of ranks is no part of it."""
+    """Return the fingerprint of the blocks that `kv` sends and receives. It does not cover the number of ranks."""
     shape = model.config
     return layout_fingerprint(
         files.model_id,
@@ -306,7 +306,7 @@ def fingerprint_of(
 def num_kv_blocks(
     model: RunnableModel, config: WorkerConfig, kv_dtype: str, draft: DraftPlan | None = None, *, samples: bool
 ) -> int:
-    """The size of the cache, by the settings or by what a GPU has left. ConfigError where two blocks do not fit."""
+    """Return the number of blocks from the settings or the GPU's free memory. Raises ConfigError if below two."""
     if config.num_blocks:
         return config.num_blocks
     if not config.kv_gib:
@@ -316,7 +316,7 @@ def num_kv_blocks(
 
 
 def blocks_within(shape: ModelConfig, config: WorkerConfig, kv_dtype: str, draft_bytes: int = 0) -> int:
-    """How many blocks the settings give memory for; each needs `draft_bytes` for draft KV beside its own."""
+    """Return the number of blocks that fit in the configured memory, with `draft_bytes` of draft KV per block."""
     per_block = block_bytes(shape, config.block_tokens, kv_dtype) + draft_bytes
     num_blocks = int(config.kv_gib * GIB / per_block)
     if num_blocks < 2:
@@ -325,10 +325,10 @@ def blocks_within(shape: ModelConfig, config: WorkerConfig, kv_dtype: str, draft
 
 
 def compute_exactly() -> None:
-    """Products of float32 in float32, and sums of bfloat16 products in float32 to their end, on every device.
+    """Compute float32 products in float32, and accumulate bfloat16 products in float32, on every device.
 
-    Some images ask for TF32 by their environment. cuBLAS may add up the parts of a split bfloat16 product in bfloat16,
-    which torch allows by default.
+    Some images enable TF32 in their environment. By default torch lets cuBLAS add the parts of a split bfloat16 product
+    in bfloat16.
     """
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -338,30 +338,30 @@ def compute_exactly() -> None:
 def bank_of(
     model: RunnableModel, config: WorkerConfig, make_places: Callable[[int, int], AdapterPlaces] | None
 ) -> AdapterBank | None:
-    """Places for the adapters that the settings allow. Raises ConfigError for a model that takes none."""
+    """Create slots for the configured adapters. Raises ConfigError if the model does not support adapters."""
     if not config.lora_places:
         return None
     if not isinstance(model, Decoder) or model.config.latent is not None:
-        raise ConfigError("max_loras", config.lora_places, "0: this model takes no adapters")
+        raise ConfigError("max_loras", config.lora_places, "0: this model does not support adapters")
     if make_places is not None:
         return AdapterBank(make_places(config.lora_places, config.max_lora_rank))
     return AdapterBank(AdapterPlaces(model, max_loras=config.lora_places, max_rank=config.max_lora_rank))
 
 
 def runner_of(config: WorkerConfig) -> Callable[[RunnableModel, KVCache], ModelRunner]:
-    """Makes what runs a model on a worker with these settings."""
+    """Return the factory of runners for a worker with these settings."""
     return lambda model, kv: decode_graphs(model, kv, config) or ModelRunner(model, kv)
 
 
 def records_steps(config: WorkerConfig, device: torch.device) -> bool:
-    """Whether decode steps are recorded: by decode workers with a CUDA device and Triton."""
+    """Whether decode steps are recorded: on decode workers with a CUDA device and Triton."""
     if not isinstance(config, DecodeWorkerConfig) or not config.cuda_graphs or device.type != "cuda":
         return False
     return has_device_kernels(device.type)
 
 
 def decode_graphs(model: RunnableModel, kv: KVCache, config: WorkerConfig) -> ModelRunner | None:
-    """A runner of recorded decode steps where they are recorded, else None."""
+    """Return a runner of recorded decode steps, or None if they are not recorded."""
     if not records_steps(config, kv.device):
         return None
     return GraphRunner(
@@ -375,7 +375,7 @@ def decode_graphs(model: RunnableModel, kv: KVCache, config: WorkerConfig) -> Mo
 
 
 def native_dtype(device: str) -> str:
-    """bfloat16 where the hardware multiplies it natively, else float32."""
+    """Return bfloat16 if the hardware multiplies it natively, else float32."""
     if device.startswith("cuda"):
         return "bfloat16"
     flags = Path("/proc/cpuinfo")

@@ -1,6 +1,6 @@
-"""The least memory that a worker needs and its largest steps, as values that ranks exchange. Loads without torch.
+"""Minimum memory of a worker, and its largest steps, as values that ranks exchange. Does not load torch.
 
-A model that will not fit is refused before any of its weights are read, with the numbers.
+A model that cannot fit is refused before its weights are read.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from common.machine import Available, host_memory
 log = logging.getLogger(__name__)
 GIB: Final = 2**30
 REST_BYTES: Final = GIB // 4
-"""What a small model takes beside weights and KV: for its steps, and for copies of a matrix while it is packed."""
+"""Memory of a small model in addition to weights and KV: steps, and copies of a matrix during packing."""
 
 
 class MemoryNeed(msgspec.Struct, frozen=True):
-    """Bytes that a process will take at least to serve a model, or one rank of it.
+    """Minimum bytes of a process that serves a model or one rank of it.
 
-    `remedies`: what would take less, in words. `share`: of a GPU's memory that the process may use.
+    `remedies` lists, for the operator, settings that need less. `share` is the usable part of a GPU's memory.
     """
 
     model_id: str
@@ -39,7 +39,7 @@ class MemoryNeed(msgspec.Struct, frozen=True):
         return self.weights + self.kv + self.rest
 
     def plus(self, others: Sequence[MemoryNeed]) -> MemoryNeed:
-        """The sum of this need and of those of other ranks on the same host."""
+        """Return the sum of this need and those of other ranks on the same host."""
         every = (self, *others)
         return msgspec.structs.replace(
             self,
@@ -49,9 +49,9 @@ class MemoryNeed(msgspec.Struct, frozen=True):
         )
 
     def check(self, device: str, others: Sequence[MemoryNeed] = ()) -> None:
-        """Raises ModelError where this is more than its GPU has left, or with `others` of its host more than that has.
+        """Raise ModelError if the device, or the host together with `others` of its ranks, has too little memory.
 
-        Says in the log what fits.
+        Otherwise logs the numbers.
         """
         if device == "cpu":
             need, available = self.plus(others), host_memory()
@@ -62,25 +62,25 @@ class MemoryNeed(msgspec.Struct, frozen=True):
         ranks = f" in {1 + len(others)} ranks" if others else ""
         what = (
             f"weights take {_gib(need.weights)}{ranks}, KV {_gib(need.kv)}, steps and the rest {_gib(need.rest)}, "
-            f"together {_gib(need.total)} at least"
+            f"in total at least {_gib(need.total)}"
         )
-        where = f"{_gib(available.num_bytes)} are available on {device} ({available.limit})"
+        where = f"{_gib(available.num_bytes)} available on {device} ({available.limit})"
         if need.total > available.num_bytes:
             raise ModelError(
-                f"{self.model_id} does not fit, and none of its weights was read: {what}; {where}. "
-                f"Give it more memory, or {self.remedies}"
+                f"{self.model_id} does not fit in memory (no weights were read): {what}; {where}. "
+                f"Provide more memory, or use {self.remedies}"
             )
-        log.info("%s fits: %s; %s", self.model_id, what, where)
+        log.info("model %s fits in memory: %s; %s", self.model_id, what, where)
 
 
 def gpu_memory(device: str, share: float) -> Available:
-    """What is free of a GPU, or this worker's `share` of all of it where that is less."""
-    import torch  # which a rank has not imported when it gets its plan
+    """Return the free memory of a GPU, or this worker's `share` of all of it if that is less."""
+    import torch  # not loaded yet when a rank receives its plan
 
     free, total = torch.cuda.mem_get_info(torch.device(device))
     if share * total < free:
-        return Available(int(share * total), f"--gpu-memory-utilization {share:g} of its {_gib(total)}")
-    return Available(free, f"free of its {_gib(total)}")
+        return Available(int(share * total), f"--gpu-memory-utilization {share:g} of {_gib(total)}")
+    return Available(free, f"free of {_gib(total)}")
 
 
 def _gib(num_bytes: int) -> str:
@@ -88,8 +88,11 @@ def _gib(num_bytes: int) -> str:
 
 
 class LargestSteps(msgspec.Struct, frozen=True, kw_only=True):
-    """Steps of `num_tokens` tokens and `num_rows` sampled rows; with `samples` the model makes logits. With `recorded`
-    they are graphs, too. `share` is what a worker may use of its GPU's memory."""
+    """Largest steps of a worker: `num_tokens` tokens and `num_rows` sampled rows.
+
+    With `samples`, the model computes logits. With `recorded`, steps are also graphs. `share` is the part of the GPU's
+    memory that the worker may use.
+    """
 
     num_tokens: int
     num_rows: int
@@ -111,7 +114,7 @@ class LargestSteps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def step_tokens(config: WorkerConfig) -> int:
-    """The most tokens that a worker computes in one step."""
+    """Return the maximum number of tokens that a worker computes in one step."""
     if isinstance(config, DecodeWorkerConfig):
         return config.places + config.step_tokens
     return config.step_tokens

@@ -1,11 +1,11 @@
-"""What a device needs to run recorded decode steps: seats, a recording for each of a few sizes, tokens, logits.
+"""Recorded decode steps on a device: seats, a recording per batch size bucket, tokens, logits.
 
-It knows no sequences. A launch is what the host has to say (`StepLaunch`), so every rank of a worker that gets the same
-launches runs the same steps. Rows that pad a step to its size have slot -1, so no KV is written, and no span, so
-attention skips them; their logits are dropped.
+Works on rows, not sequences. A launch contains all inputs from the host (`StepLaunch`), so all ranks with the same
+launches run the same steps. Rows that pad a step to its size have slot -1 (no KV is written) and no span (attention
+skips them); their logits are dropped.
 
-Launching the few hundred kernels of a decode step one by one takes longer than small batches compute, so a GPU records
-each step as a CUDA graph. No other file uses that API.
+Launching the few hundred kernels of a decode step individually takes longer than small batches compute, so a GPU
+records each step as a CUDA graph. No other file uses that API.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ from kernels.interface import (
 
 log = logging.getLogger(__name__)
 Spread = Callable[[Tensor], None]
-"""Gives every rank the numbers that rank 0 has in this tensor, in place."""
+"""Broadcasts the numbers of rank 0 in this tensor to all ranks, in place."""
 FINE_STEP, COARSE_STEP, FINE_UP_TO = 8, 64, 256
-"""Rows. At 8 a padded step computes at most 7 rows for nothing; above 256 that of 64 is less than a quarter."""
+"""Bucket spacing in rows. With 8, at most 7 rows are padding; above 256, padding with 64 is less than a quarter."""
 WARMUPS = 2
-"""Runs before a recording: kernels compile, libraries allocate their workspaces, plans build their work lists."""
+"""Runs before recording: kernels compile, libraries allocate workspaces, plans build their work lists."""
 
 
 class StepRecorder(Protocol):
-    """Records work that can be replayed."""
+    """Recorder of work that can be replayed."""
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """A function that replays `run` on the same memory, with the values that it then holds.
+        """Return a function that replays `run` on the same memory, with its current values.
 
         Calls `run` a few times; it must not read values on the host.
         """
 
 
 class GraphRecorder:
-    """CUDA graphs that share one memory pool, so `record` the largest first: the others then fit into its memory.
+    """CUDA graphs that share one memory pool. Record the largest first, so that the others fit in its memory.
 
-    Replays must follow each other on one stream. Another graph overwrites the tensors that `run` made, so `run` must
-    copy its results to memory from outside.
+    Replays must be sequential on one stream. Other graphs overwrite the tensors that `run` allocates, so `run` must
+    copy results to memory allocated outside.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -81,16 +81,17 @@ class GraphRecorder:
                     run()
             outside.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
-            # Of this thread's calls alone: NCCL's own ask CUDA about earlier sums meanwhile (pytorch 104487, 110665).
+            # Only this thread's calls: NCCL queries CUDA about earlier collectives at the same time (pytorch 104487,
+            # 110665).
             recording = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
-            # `outside` again: a recording that fails leaves its own stream the current one.
+            # `outside` again, because a failed recording leaves its own stream current.
             with collection_paused(), torch.cuda.stream(outside), recording:
                 run()
         return graph.replay  # the bound method keeps the graph alive
 
 
 class PlainRecorder:
-    """Replays by running again: for devices without graphs, and for tests of what is recorded."""
+    """Replays by calling the function again: for devices without graphs, and for tests."""
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         run()
@@ -98,13 +99,13 @@ class PlainRecorder:
 
 
 def recorder_for(device: torch.device) -> StepRecorder:
-    """What records the steps of this device."""
+    """Return the recorder of a device."""
     return GraphRecorder(device) if device.type == "cuda" else PlainRecorder()
 
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Pauses garbage collection: freeing a graph or pinned memory would spoil a recording."""
+    """Pause garbage collection: freeing a graph or pinned memory would invalidate a recording."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -115,21 +116,21 @@ def collection_paused() -> Iterator[None]:
 
 
 def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, 16, 24, 32, ... and `max_num_seqs` itself, rising: wider apart where a padded row costs little."""
+    """Return 1, 2, 4, 8, 16, 24, 32, ... and `max_num_seqs`, ascending, with wider steps for larger sizes."""
     sizes = {1, 2, 4, *range(FINE_STEP, FINE_UP_TO + 1, FINE_STEP)}
     sizes |= set(range(FINE_UP_TO, max_num_seqs, COARSE_STEP))
     return (*sorted(size for size in sizes if size < max_num_seqs), max_num_seqs)
 
 
 def bucket_for(sizes: Sequence[int], count: int) -> int | None:
-    """The smallest of `sizes` (rising) that holds `count` rows, or None when none does or `count` is 0."""
+    """Return the smallest of the ascending `sizes` that fits `count` rows, or None if none does or `count` is 0."""
     index = bisect_left(sizes, count)
     return sizes[index] if count > 0 and index < len(sizes) else None
 
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """Sizes of recorded steps, the same on all ranks of a worker. With `adapts` each step once more, with adapters."""
+    """Sizes of recorded steps, equal on all ranks. With `adapts`, each step is also recorded with adapters."""
 
     max_num_seqs: int
     max_blocks: int
@@ -145,7 +146,7 @@ class StepSizes:
 
 @dataclass(frozen=True, slots=True)
 class StepLaunch:
-    """An order: change the seats, then replay the recording of `size` rows, with adapters if `adapted`."""
+    """Order to apply `changes` to the seats, then replay the recording of `size` rows, with adapters if `adapted`."""
 
     size: int
     adapted: bool
@@ -154,8 +155,11 @@ class StepLaunch:
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """`replay` fills `rows` and `plan` from the seats, and runs the model on them. `draw` samples each row as its
-    sequence's parameters say, on a rank that samples."""
+    """A recorded step.
+
+    `replay` fills `rows` and `plan` from the seats and runs the model. `draw` samples each row with its parameters, on
+    a rank that samples.
+    """
 
     rows: StepRows
     plan: StepPlan
@@ -164,32 +168,33 @@ class RecordedStep:
 
 
 class HiddenInputs:
-    """Where rows find the hidden states that a draft head reads, and where they leave their own.
+    """Slots from which rows read the hidden states of a draft head's input, and to which they write their own.
 
-    Device memory that recorded steps of up to `most_rows` rows read: one copy a step, before its replay."""
+    Device memory for steps of up to `most_rows` rows, with one copy per step before its replay.
+    """
 
     def __init__(self, most_rows: int, device: torch.device) -> None:
         self._memory = torch.full((2 * most_rows,), NO_PLACE, dtype=torch.int64, device=device)
 
     def rows(self, size: int, count: int) -> HiddenRows:
-        """What the first `count` rows of a step of `size` rows read."""
+        """Return the slots of the first `count` rows of a step of `size` rows."""
         before, kept = self._memory[: 2 * size].view(2, size)[:, :count]
         return HiddenRows(before, kept)
 
     def send(self, chunks: Sequence[SequenceChunk], size: int) -> None:
-        """The places of `chunks`, one row each, and of the rows that pad a step of them to `size`."""
+        """Copy the slots of `chunks`, one row each, and of the rows that pad the step to `size`."""
 
         def write(numbers: np.ndarray) -> None:
             rows = numbers.reshape(2, size)
             rows[:, : len(chunks)] = np.array([[chunk.before, chunk.kept] for chunk in chunks]).T
-            rows[0, 0] = max(rows[0, 0], NO_PLACE)  # no row is before the first
+            rows[0, 0] = max(rows[0, 0], NO_PLACE)  # the first row has no row before it
             rows[:, len(chunks) :] = NO_PLACE
 
         fill_device(self._memory, 2 * size, write)
 
 
 class RecordedSteps:
-    """Belongs to the thread that launches steps."""
+    """All recorded steps of a device. Not thread-safe: use only from the thread that launches steps."""
 
     def __init__(
         self,
@@ -201,10 +206,9 @@ class RecordedSteps:
         spread: Spread | None = None,
         samples: bool = True,
     ) -> None:
-        """Records every step, largest first: takes seconds on a GPU, and memory for one step of the largest size.
+        """Record all steps, largest first. Takes seconds on a GPU, and memory for one step of the largest size.
 
-        With `spread` it is one of several ranks, all of which record at the same time. One that never `samples` has
-        neither logits nor draws.
+        With `spread`, all ranks must record at the same time. Without `samples`, there are no logits or draws.
         """
         self._model, self._kv, self._spread, self._samples = model, kv, spread, samples
         self._layout, largest = sizes.layout(kv.block_size), sizes.max_num_seqs
@@ -224,14 +228,14 @@ class RecordedSteps:
                 for adapted in ((True, False) if sizes.adapts else (False,))
             }
         self._last = self._steps[largest, False]
-        log.info("recorded %d decode steps in %.1f s", len(self._steps), time.perf_counter() - began)
+        log.info("recorded %d decode steps as graphs in %.1f s", len(self._steps), time.perf_counter() - began)
 
     def plan(self, size: int) -> StepPlan:
-        """The plan of a recorded step of `size` rows."""
+        """Return the plan of a recorded step of `size` rows."""
         return self._steps[size, False].plan
 
     def launch(self, launch: StepLaunch) -> None:
-        """Starts a step, behind all that was launched before."""
+        """Start a step after all earlier launches."""
         with on_device(self._kv.device), torch.inference_mode():
             if len(launch.changes.places):
                 where, words = to_device(launch.changes, self._kv.device)
@@ -240,13 +244,13 @@ class RecordedSteps:
             self._last.replay()
 
     def draw(self, count: int) -> Tensor:
-        """Sample the `count` rows of the last step as their sequences' parameters say: int64 [count] of `sampled`."""
-        assert self._last.draw is not None, "a rank that does not sample"
+        """Sample the first `count` rows of the last step with their parameters: int64 [count], a view of `sampled`."""
+        assert self._last.draw is not None, "this rank does not sample"
         self._last.draw()
         return self.sampled[:count]
 
     def draws(self, count: int, *, searches: bool) -> SamplingTensors:
-        """How the rows of the last step draw, until the next one is launched."""
+        """Return the sampling parameters of the last step's rows, valid until the next launch."""
         return self._last.rows.draws(count, searches=searches)
 
     def _record(self, size: int, recorder: StepRecorder, *, adapted: bool) -> RecordedStep:
@@ -255,7 +259,7 @@ class RecordedSteps:
         rows = StepRows.within(self._wide, self._narrow, size, plan.spans, plan.block_tables)
 
         def run() -> None:
-            if self._spread is not None:  # rank 0 has sampled them, by a recording or not
+            if self._spread is not None:  # sampled on rank 0
                 self._spread(self.sampled)
             fill_rows(self.seats, self._layout, self.sampled, config.vocab_size, rows)
             attention = plan.prepare()

@@ -1,13 +1,13 @@
-"""Which sequence sits where on the device while recorded steps feed each other: the host's side, and the only writer.
+"""Seats of sequences on the device while recorded steps feed each other. This is the host's side, and the only writer.
 
     step N     rows  a b c d      seats  0 1 2 3
-    step N+1   rows  a c d e      seats  0 2 3 1      b has ended; e came, and has its seat
+    step N+1   rows  a c d e      seats  0 2 3 1      b has ended; e is new and takes its seat
 
-A row that goes on from a row of the step before keeps its seat (`kernels/interface/seats.py`), which holds its token,
-its position, its block table and how it draws. The host keeps a copy, and sends what differs from what a step needs:
-the seats of those that came, new entries of block tables, the order of the rows. In most steps that is nothing, or a
-few numbers. A row that goes on from none sits down anew, so a step that begins while nothing is in flight, after a
-preemption, a hand-over, a failure or a prompt, depends on nothing that was there.
+A row that continues a row of the previous step keeps its seat (`kernels/interface/seats.py`), which stores token,
+position, block table and sampling parameters. The host keeps a copy, and sends only what the next step changes: seats
+of new rows, new block table entries, the order of rows. Most steps send nothing or a few numbers. A row without a
+predecessor gets a new seat, so a step after a pause, preemption, hand-over, failure or prompt does not depend on
+earlier contents.
 """
 
 from __future__ import annotations
@@ -30,54 +30,56 @@ from common.model_files import ModelConfig
 from kernels.interface import ADAPTER, BEFORE, POSITION, TABLE, TOP_K, TOP_P, Draw, SeatLayout
 
 FROM_HOST = -1
-"""The source of a row whose token comes from the host; others name a row of the step before."""
+"""Source of a row whose token comes from the host. Other sources are rows of the previous step."""
 NO_SEAT = -1
 MAX_TOP_K = 2**31 - 1
-"""Larger values of `top_k` mean the same: no vocabulary is so large."""
+"""Upper limit of `top_k`, above any vocabulary size."""
 Numbers = npt.NDArray[np.int64]
 
 
 class SeatChanges(NamedTuple):
-    """What the device is to know before a step runs: `words` int64 [n] at `places` of its seats."""
+    """Changes of the device's seats before a step runs: `words` int64 [n] at `places`."""
 
     places: Numbers
     words: Numbers
 
 
 class Seats:
-    """Belongs to the thread that launches steps, in whose order each device gets what `take` returns."""
+    """Seats of a device. Not thread-safe. The device must apply the results of `take` in order."""
 
     def __init__(self, layout: SeatLayout, config: ModelConfig, kv: KVCache) -> None:
         self.layout, self._config, self._kv = layout, config, kv
         self._window = Window(config.window, kv.block_size)
-        self._words: Numbers = np.zeros(layout.num_words, dtype=np.int64)  # what the device has, or is about to have
+        self._words: Numbers = np.zeros(
+            layout.num_words, dtype=np.int64
+        )  # contents of the device after all launched steps
         self._words[: layout.num_seats] = NO_SEAT
         self._rows = self._words[: layout.num_seats]
         self._seats = self._words[layout.num_seats :].reshape(layout.num_seats, layout.seat_words)
         self._tables: list[Sequence[int]] = [()] * layout.num_seats
-        self._lengths = np.zeros(layout.num_seats, dtype=np.int64)  # how many entries of these the seats hold
-        self._taken: list[int] = []  # the seat of each row of the last step
+        self._lengths = np.zeros(layout.num_seats, dtype=np.int64)  # number of their entries on the device
+        self._taken: list[int] = []  # seat of each row of the last step
 
     @property
     def has_adapters(self) -> bool:
-        """Whether a row of the last step uses one."""
+        """Whether a row of the last step uses an adapter."""
         return bool((self._seats[self._taken, ADAPTER] >= 0).any())
 
     @property
     def searches(self) -> bool:
-        """Whether a row of the last step has a top_k or a top_p."""
+        """Whether a row of the last step has `top_k` or `top_p`."""
         top_k, top_p = self._seats[self._taken, TOP_K], self._seats[self._taken, TOP_P].view(np.float64)
         return bool(((top_k > 0) | (top_p < 1.0)).any())
 
     def take(self, chunks: Sequence[SequenceChunk], sources: Sequence[int]) -> SeatChanges:
-        """Seats the rows of the next step, chunk i going on from row `sources[i]` of the last one, or from FROM_HOST.
+        """Assign seats to the next step, whose chunk i continues row `sources[i]` of the last one (or FROM_HOST).
 
-        The step must run with these changes then, or `forget` be called. BlockError, InvalidRequest or
-        ContextLengthExceeded, before anything has changed.
+        The step must then run with these changes, or `forget` be called. Raises BlockError, InvalidRequest or
+        ContextLengthExceeded before anything changes.
         """
         before, self._taken = self._taken, []
         if max(sources) >= len(before):
-            raise InvalidRequest(f"row {max(sources)} feeds a step, but the step before had {len(before)} rows")
+            raise InvalidRequest(f"a step continues row {max(sources)}, but the previous step had {len(before)} rows")
         seats = [before[source] if source >= 0 else NO_SEAT for source in sources]
         starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
         new = self._changed_rows(chunks, seats, starts)
@@ -95,36 +97,36 @@ class Seats:
         self._seats[taken, POSITION] = starts
         changed = np.concatenate([*places, self._place_of(moved, POSITION), self._reorder(taken)])
         changes = SeatChanges(changed, self._words[changed])
-        self._seats[taken, POSITION] += 1  # what the step will do
+        self._seats[taken, POSITION] += 1  # state after the step
         self._seats[taken, BEFORE] = np.arange(len(taken))
         self._taken = seats
         return changes
 
     def forget(self) -> None:
-        """No row can go on from the last step any more."""
+        """Forget the last step, so that no row can continue from it."""
         self._taken = []
 
     def check_integrity(self, memory: Tensor) -> None:
-        """Waits for the device, whose `memory` must have what the host thinks, in every seat the table of its sequence.
+        """Wait for the device, and raise BlockError unless its `memory` matches the host's copy and block tables.
 
-        BlockError with the numbers otherwise. For tests: it takes as long as a step.
+        For tests: takes as long as a step.
         """
         found = memory.cpu().numpy()
         seats = found[self.layout.num_seats :].reshape(self._seats.shape)
         if not np.array_equal(found[: self.layout.num_seats], self._rows):
-            raise BlockError(f"rows sit at {found[: self.layout.num_seats]} on the device, not at {self._rows}")
+            raise BlockError(f"the device has row order {found[: self.layout.num_seats]}, expected {self._rows}")
         for seat in self._taken:
             table = self._tables[seat]
             length = min(int(self._lengths[seat]), self.layout.width)
             there, known = seats[seat, : TABLE + length], self._seats[seat, : TABLE + length]
             if not np.array_equal(there, known):
-                raise BlockError(f"seat {seat} holds {there} on the device, not {known}")
+                raise BlockError(f"seat {seat} is {there} on the device, expected {known}")
             wrong = [i for i in range(length) if table[i] not in (HOLE, known[TABLE + i])]
             if wrong:
-                raise BlockError(f"seat {seat} holds another block than its sequence at {wrong} of {length} entries")
+                raise BlockError(f"seat {seat} differs from its sequence's block table in entries {wrong} of {length}")
 
     def _changed_rows(self, chunks: Sequence[SequenceChunk], seats: Sequence[int], starts: Numbers) -> list[int]:
-        """The rows that change their seat: they have none, or another or a longer table, or are beyond its end."""
+        """Return the rows to update: without a seat, with another or a longer block table, or beyond its end."""
         tables = [chunk.block_table for chunk in chunks]
         is_other = list(map(operator.is_not, tables, [self._tables[seat] for seat in seats]))
         lengths, taken = np.array(list(map(len, tables))), np.array(seats)
@@ -135,7 +137,7 @@ class Seats:
         return found
 
     def _check(self, chunk: SequenceChunk, source: int) -> None:
-        """Check a row that changes its seat, with all entries of its table, which later steps will use."""
+        """Validate a row to update, including all table entries that later steps will use."""
         check_chunk(chunk, self._config, self._kv)
         token_id, most = chunk.token_ids[0], self.layout.width * self.layout.block_size
         if source < 0 and not 0 <= token_id < self._config.vocab_size:
@@ -145,11 +147,11 @@ class Seats:
         ahead = chunk.block_table[self._window.first_block(chunk.start) : self.layout.width]
         if min(ahead) < 0 or max(ahead) >= self._kv.num_blocks:
             raise BlockError(
-                f"block table names {min(ahead)} to {max(ahead)}, the cache has {self._kv.num_blocks} blocks"
+                f"the block table has blocks {min(ahead)} to {max(ahead)}, the cache has {self._kv.num_blocks} blocks"
             )
 
     def _sit_down(self, seat: int, chunk: SequenceChunk) -> Numbers:
-        """Writes all of a seat: the places of what is written."""
+        """Write all of a seat. Return the places written."""
         draw = Draw() if chunk.params is None else draw_of(chunk.params, chunk.start)
         bits = struct.unpack("<qqq", struct.pack("<dfifi", draw.top_p, draw.temperature, 0, draw.min_p, 0))
         fields = (chunk.start, FROM_HOST, chunk.token_ids[0], chunk.adapter, draw.seed, *bits)
@@ -159,9 +161,9 @@ class Seats:
         return np.arange(entries[0] - TABLE, entries[-1] + 1)
 
     def _note_table(self, seat: int, table: Sequence[int]) -> Numbers:
-        """Writes a seat's table, or what was added to it: the places of these entries."""
+        """Write a seat's table, or its new entries. Return their places."""
         first, end = 0, min(len(table), self.layout.width)
-        if table is self._tables[seat]:  # only its end is new: what became a hole, nothing follows any more
+        if table is self._tables[seat]:  # only its end is new; entries that became holes are no longer read
             first = min(int(self._lengths[seat]), end)
         self._seats[seat, TABLE + first : TABLE + end] = table[first:end]
         self._tables[seat], self._lengths[seat] = table, len(table)
@@ -172,7 +174,7 @@ class Seats:
         return self.layout.num_seats + seats * self.layout.seat_words + word
 
     def _reorder(self, taken: Numbers) -> Numbers:
-        """Writes which row sits where: the places of rows that sat elsewhere."""
+        """Write the order of rows. Return the places of rows that moved."""
         wanted = np.full_like(self._rows, NO_SEAT)
         wanted[: len(taken)] = taken
         differ = np.flatnonzero(wanted != self._rows)

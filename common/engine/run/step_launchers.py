@@ -1,13 +1,13 @@
-"""Launches whole decode steps, model and sampling, without waiting for the tokens: on a GPU, and on a CPU.
+"""Launchers of whole decode steps (model and sampling) that do not wait for tokens, for GPUs and CPUs.
 
-A GPU runs launched steps by itself, and their tokens stay on it. A CPU has a thread for steps, each with the tokens of
-the one before:
+A GPU runs launched steps asynchronously, and their tokens stay on it. A CPU has a thread for steps, each of which reads
+the tokens of the previous one:
 
     engine   launch N+1 │ tokens of N, messages, commands │ launch N+2 │ ...
     steps    ... step N │ step N+1                                     │ step N+2
 
-`StepThread.launch` makes a step's tensors; only its token ids are filled in when it begins. So the engine works on
-messages while the next step already runs. How the rows of a step are sampled may follow while the model computes.
+`StepThread.launch` creates a step's tensors; only its token ids are filled in when it starts. The engine thus handles
+messages while the next step already runs. Sampling parameters may follow while the model computes.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 class GraphStep:
-    """A step whose model runs, and whose rows are to be sampled before the next step is launched."""
+    """A launched step, whose rows must be sampled before the next step is launched."""
 
     def __init__(self, runner: GraphRunner, sampler: Sampler, logits: Tensor) -> None:
         self._runner, self._sampler, self._logits = runner, sampler, logits
         self._tokens: LaunchedTokens | None = None
 
     def sample(self, rows: Mapping[int, SamplingRow]) -> None:
-        """Launches the sampling of each row: a replay, if all rows sample by their chunks' parameters alone."""
+        """Launch sampling. This is a replay if all rows use only their chunks' parameters."""
         count = len(self._logits)
         with on_device(self._logits.device), torch.inference_mode():
             if not rows:
@@ -47,54 +47,54 @@ class GraphStep:
             self._runner.sampled[:count].copy_(self._tokens.ids)
 
     def read(self) -> list[SampledToken]:
-        """Waits until the step has ended. Raises RuntimeError when it failed, or nothing was sampled."""
+        """Wait until the step has ended. Raises RuntimeError if it failed or was not sampled."""
         if self._tokens is None:
-            self._runner.wait()  # it still writes to blocks
-            raise RuntimeError("its rows were not sampled")
+            self._runner.wait()  # the step still writes to blocks
+            raise RuntimeError("the step was not sampled")
         with self._runner.waiting():
             return self._tokens.read()
 
 
 class StepLauncher:
-    """A graph runner and a sampler. Steps run on the device in the order in which they are launched."""
+    """Launcher with a graph runner and a sampler. Steps run in the order of their launches."""
 
     def __init__(self, runner: GraphRunner, sampler: Sampler) -> None:
         self._runner, self._sampler = runner, sampler
 
     def takes(self, chunks: Sequence[SequenceChunk]) -> bool:
-        """Whether `launch` can run these chunks, each of which samples."""
+        """Whether `launch` can run these chunks, all of which sample."""
         return self._runner.replays(chunks)
 
     def launch(self, chunks: Sequence[SequenceChunk], sources: Sequence[int]) -> GraphStep:
-        """Starts a step. Chunk i runs the token that row `sources[i]` of the step before sampled, or its own for -1."""
+        """Start a step. Chunk i runs the token sampled in row `sources[i]` of the previous step, or its own for -1."""
         return GraphStep(self._runner, self._sampler, self._runner.launch(chunks, sources))
 
     def close(self) -> None:
-        """Waits for the launched steps, unless the device has failed."""
+        """Wait for the launched steps, unless the device has failed."""
         self._runner.finish()
 
 
 class ThreadStep:
-    """A step on its way. Jobs of `thread` run in the order in which they were asked for."""
+    """A step on the thread. Jobs of `thread` run in the order of their submission."""
 
     def __init__(self, thread: StepThread, chunks: Sequence[SequenceChunk], logits: Future[Tensor]) -> None:
         self._thread, self._chunks, self._logits = thread, chunks, logits
         self._tokens: Future[list[SampledToken]] | None = None
 
     def sample(self, rows: Mapping[int, SamplingRow]) -> None:
-        """Has each row sampled once the model has run. The rows' sequences may go on at once."""
+        """Sample each row after the model has run. The rows' sequences may be modified at once."""
         self._tokens = self._thread.submit_sampling(self._logits, rows_of(self._chunks, rows))
 
     def read(self) -> list[SampledToken]:
-        """Waits for the step. Raises its error, or that of the step before, or RuntimeError if nothing was sampled."""
+        """Wait for the step. Raises its error, that of the previous step, or RuntimeError if it was not sampled."""
         if self._tokens is None:
             self._logits.result()
-            raise RuntimeError("its rows were not sampled")
+            raise RuntimeError("the step was not sampled")
         return self._tokens.result()
 
 
 class StepThread:
-    """Implements the decode worker's `Launcher`. No other thread may run the model meanwhile."""
+    """Implementation of the decode worker's `Launcher`. No other thread may run the model at the same time."""
 
     def __init__(self, runner: ModelRunner, sampler: Sampler) -> None:
         self._runner, self._sampler = runner, sampler
@@ -102,13 +102,13 @@ class StepThread:
         self._last: ThreadStep | None = None
 
     def takes(self, chunks: Sequence[SequenceChunk]) -> bool:
-        """Whether `launch` can run these chunks: one token each, each of which samples."""
+        """Whether `launch` can run these chunks: one sampled token each."""
         return all(chunk.sample and len(chunk.token_ids) == 1 for chunk in chunks)
 
     def launch(self, chunks: Sequence[SequenceChunk], sources: Sequence[int]) -> ThreadStep:
-        """Starts a step. Chunk i runs the token that row `sources[i]` of the step before sampled, or its own for -1.
+        """Start a step. Chunk i runs the token that row `sources[i]` of the previous step sampled, or its own for -1.
 
-        It uses as many threads as torch has at the time of the call. Errors as `ModelRunner.prepare`.
+        Uses torch's number of threads at the time of the call. Raises the errors of `ModelRunner.prepare`.
         """
         batch = self._runner.prepare(chunks)
         before = self._last if max(sources) >= 0 else None
@@ -118,11 +118,11 @@ class StepThread:
         return self._last
 
     def submit_sampling(self, logits: Future[Tensor], rows: Sequence[SamplingRow]) -> Future[list[SampledToken]]:
-        """Have rows of a step sampled once its model has run."""
+        """Sample rows of a step after its model has run."""
         return self._steps.submit(self._sample, logits, self._sampler.prepare(rows))
 
     def close(self) -> None:
-        """Waits for the launched steps. Afterwards nothing writes to their blocks."""
+        """Wait for the launched steps. Afterwards nothing writes to their blocks."""
         self._steps.shutdown()
 
     def _run(self, batch: ForwardBatch, before: ThreadStep | None, sources: Sequence[int], num_threads: int) -> Tensor:
@@ -132,7 +132,8 @@ class StepThread:
             token_ids, fed = batch.token_ids.numpy(), [token.token_id for token in before.read()]
             for row, source in enumerate(sources):
                 if source >= 0:
-                    # An id that is no token marks logits that are not finite: the engine ends its request later.
+                    # An id outside of the vocabulary marks logits that are not finite. The engine fails the request
+                    # later.
                     token_ids[row] = fed[source] if fed[source] < self._sampler.vocab_size else 0
         return self._runner.run(batch)
 
@@ -141,5 +142,5 @@ class StepThread:
 
 
 def rows_of(chunks: Sequence[SequenceChunk], rows: Mapping[int, SamplingRow]) -> list[SamplingRow]:
-    """How each row samples: as `rows` say, or by its chunk's parameters alone."""
+    """Return how each row is sampled: as in `rows`, or with its chunk's parameters."""
     return [rows.get(row) or SamplingRow(chunk.params or GREEDY, chunk.start + 1) for row, chunk in enumerate(chunks)]

@@ -1,4 +1,4 @@
-"""A worker's first steps: they compile kernels and show that the largest step fits, before a client waits for one."""
+"""First steps of a worker: they compile kernels and ensure that the largest step fits, before requests arrive."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from common.errors import ConfigError
 from common.wire import MAX_TOP_LOGPROBS, SamplingParams
 
 TIMED_TOKENS = 16
-"""Tokens of the timed step: so many that computing takes time beside reading the weights."""
+"""Tokens of the timed step: enough that computing is significant compared with reading the weights."""
 SMALL_CHUNK, SMALL_CHUNKS = 16, 32
-"""Tokens of a chunk whose keys a GPU's attention splits, and how many chunks take all the room that it has for that."""
+"""Tokens of a chunk whose keys a GPU's attention splits, and the number of chunks that fill its split buffer."""
 SAMPLED = (
     SamplingParams(max_tokens=1, temperature=0.0),
     SamplingParams(max_tokens=1, temperature=1.0),
@@ -32,20 +32,20 @@ SAMPLED = (
         allowed_token_ids=(0,),
     ),
 )
-"""One of each kind that sampling is compiled for: greedy, plain, and with a search. And one that needs most memory."""
+"""Each kind of sampling that is compiled (greedy, plain, with a search), and one that needs the most memory."""
 
 
 def warmed_up(make: Callable[[], ModelRunner], config: WorkerConfig, *, samples: bool = True) -> ModelRunner:
-    """Makes a runner and runs its first steps, on blocks that no sequence owns yet; `samples`: its model makes logits.
+    """Create a runner and run its first steps on free blocks. `samples`: its model computes logits.
 
-    On a CPU the runner's profile is then that of a small step with the weights in memory. Raises ConfigError with the
-    size of the cache when the device has no memory left for the largest step.
+    On a CPU, the runner's profile is then that of a small step with the weights in memory. Raises ConfigError with the
+    size of the cache if the largest step does not fit on the device.
     """
     num_tokens = step_tokens(config)
     try:
         runner = make()
         runner.forward([SequenceChunk((0, 0), 0, (0,))])
-        if config.lora_places:  # what adapters add, of one that changes nothing yet
+        if config.lora_places:  # an empty adapter
             runner.forward([SequenceChunk((0, 0), 0, (0,), adapter=0)])
         runner.forward([SequenceChunk((0,) * TIMED_TOKENS, 0, (0,))])
         if runner.kv.device.type == "cuda":
@@ -54,7 +54,7 @@ def warmed_up(make: Callable[[], ModelRunner], config: WorkerConfig, *, samples:
     except torch.OutOfMemoryError as error:
         field = "num_blocks" if config.num_blocks else "kv_memory_gib" if config.kv_gib else "gpu_memory_utilization"
         allowed = (
-            f"less: after weights and KV cache, {config.torch_device} has no memory for a step of {num_tokens} tokens"
+            f"lower: after weights and KV cache, a step of {num_tokens} tokens does not fit on {config.torch_device}"
         )
         raise ConfigError(field, getattr(config, field), f"{allowed} ({str(error).splitlines()[0]})") from error
     return runner
@@ -63,11 +63,10 @@ def warmed_up(make: Callable[[], ModelRunner], config: WorkerConfig, *, samples:
 def run_every_kind(
     runner: ModelRunner, num_tokens: int, num_rows: int = 1, *, samples: bool = True, draws: bool = True
 ) -> None:
-    """Runs the largest step, one with a prompt's logits, small chunks and `num_rows` at the longest sequence's end, and
-    each kind of draw.
+    """Run the largest step, a prompt with all logits, small chunks, `num_rows` rows at maximum length, and each draw.
 
-    Without `draws` it runs the same steps beside a rank that has their logits, and so draws. Those chunks and rows need
-    the most room that attention over splits may take, and sampling the rows the most that a step draws in.
+    These chunks and rows need the largest split buffer, and sampling the rows the most memory of a draw. Without
+    `draws`, runs the same steps on a rank whose peer has the logits and draws.
     """
     longest = min(runner.model.config.max_model_len, runner.kv.num_blocks * runner.kv.block_size)
     table = range(-(-longest // runner.kv.block_size))
@@ -83,7 +82,7 @@ def run_every_kind(
     if draws:
         token_logprobs(prompt_logits, (0,) * num_logprobs_sent, MAX_TOP_LOGPROBS)
     del prompt_logits
-    runner.forward([SequenceChunk((0,), longest - 1, table)])  # a lone row: its products are others than many rows'
+    runner.forward([SequenceChunk((0,), longest - 1, table)])  # a single row uses other matrix products than many rows
     logits = runner.forward([SequenceChunk((0,), longest - 1, table)] * num_rows)
     sampler = Sampler(runner.model.config.vocab_size)
     for params in SAMPLED if draws else ():
@@ -91,7 +90,7 @@ def run_every_kind(
 
 
 def largest_step(num_tokens: int, longest: int, kv: KVCache) -> list[SequenceChunk]:
-    """Chunks of `num_tokens` together, each of at most `longest`, or of as many as the cache has blocks for."""
+    """Return chunks of `num_tokens` in total, each of at most `longest` tokens, limited by the cache's blocks."""
     chunks: list[SequenceChunk] = []
     first = 0  # block
     while num_tokens > 0 and first < kv.num_blocks:

@@ -1,8 +1,8 @@
-"""The least memory that a worker needs, computed from its settings and from the headers of its weight files.
+"""Minimum memory of a worker, computed from its settings and the headers of its weight files.
 
-It is a lower bound, because a worker that would run must not be refused: packing may lose nothing in fewer
-bits (`kernels/cpu/packed.py`), tables that are used as they lie in their file are page cache, which the kernel drops,
-and vectors, padding and the scales of some formats are left out.
+It is a lower bound, so that no worker that could run is refused. Lossless packing may take fewer bits
+(`kernels/cpu/packed.py`), memory-mapped tables are page cache that the kernel can drop, and vectors, padding and the
+scales of some formats are omitted.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from common.model_files.architecture import Shard
 
 DTYPE_BYTES: Final = {"float32": 4.0, "bfloat16": 2.0}
 LEAST_PACKED: Final = {"float32": 2.0, "bfloat16": 1.5}
-"""Bytes of a weight on a CPU, whose kernels widen 16 bits to float32, and 12 bits to bfloat16."""
+"""Minimum bytes per weight on a CPU, whose kernels widen 16 bits to float32, and 12 bits to bfloat16."""
 ROUNDED: Final = {8: 1.0 + (2 + 4) / 64, 4: 0.5 + (2 + 2) / 32}
-"""Bytes of a weight by its bits, with the scale and the offset of its group."""
+"""Bytes per weight by number of bits, including the scale and offset of its group."""
 ALWAYS_FLOATS: Final = ("kv_b_proj.weight", "attn_kv_b.weight", "attn_k_b.weight", "attn_v_b.weight")
-"""The endings of names of matrices that are never quantised, because they make keys and values of latents."""
+"""Name suffixes of matrices that are never quantised, because they compute keys and values from latents."""
 LEAST_BLOCKS: Final = 2
-"""A KV cache whose size is measured once the weights are loaded is counted with so many blocks before."""
+"""Number of KV blocks that are counted if the cache size is measured after loading."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldWeights:
-    """How a worker holds the matrices of a model: see `Quantization`; on a CPU or on a GPU.
+    """Representation of a model's matrices on a CPU or GPU: see `Quantization`.
 
-    `tied`: the table of embeddings is the head, too. `with_head`: the model makes logits.
+    `tied`: the embedding table is also the output head. `with_head`: the model computes logits.
     """
 
     dtype: str
@@ -47,7 +47,7 @@ class HeldWeights:
     with_head: bool = True
 
     def of(self, tensors: Iterable[StoredTensor]) -> int:
-        """Bytes that the matrices among these take, at least."""
+        """Return the minimum bytes of the matrices among these tensors."""
         return int(sum(self._bytes_of(tensor) for tensor in tensors if tensor.is_matrix))
 
     def _bytes_of(self, tensor: StoredTensor) -> float:
@@ -60,12 +60,12 @@ class HeldWeights:
         return self._matrix(tensor, self.quantization)
 
     def _table(self, tensor: StoredTensor) -> float:
-        """Bytes of the table of embeddings, and of the head where it reads the same numbers."""
+        """Return the bytes of the embedding table, and of the head if they are tied."""
         is_mapped = self.on_cpu and tensor.dtype == self.dtype
         table = 0.0 if is_mapped else tensor.num_weights * DTYPE_BYTES[self.dtype]
         if not (self.tied and self.with_head):
             return table
-        if self.quantization is Quantization.NONE:  # one copy serves both
+        if self.quantization is Quantization.NONE:  # shared by both
             return self._dense(tensor)
         return table + self._matrix(tensor, self.quantization.head)
 
@@ -87,14 +87,14 @@ class HeldWeights:
         return tensor.num_weights * (tensor.bits / 8 + (6 if tensor.bits == 8 else 4) / tensor.group)
 
     def _dense(self, tensor: StoredTensor) -> float:
-        # Integers times their scales fill float32.
+        # Products of integers and scales need all bits of float32.
         fits_fewer = self.on_cpu and (tensor.form is not StoredForm.INTEGERS or self.dtype == "bfloat16")
         return tensor.num_weights * (LEAST_PACKED if fits_fewer else DTYPE_BYTES)[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class WeightForm:
-    """The options of `load_model` that decide how many bytes weights take."""
+    """Options of `load_model` that determine the size of the weights."""
 
     dtype: str
     device: str
@@ -103,9 +103,9 @@ class WeightForm:
 
 
 def weight_bytes(files: ModelFiles, form: WeightForm, draft_head: str = "") -> int:
-    """The fewest bytes that a model's weights can take, those of a draft head included, as `--draft-head` names it.
+    """Return the minimum bytes of a model's weights, including the draft head of `--draft-head`.
 
-    Reads heads of files alone. ModelError as `load_model`.
+    Reads only file headers. Raises the errors of `load_model`.
     """
     return _weight_bytes(*open_model(files), form, draft_head)
 
@@ -120,14 +120,14 @@ def _weight_bytes(config: ModelConfig, source: StoredWeights, form: WeightForm, 
     if draft_head in ("", MTP) or not folder.is_dir():
         return total
     found = weight_files(folder)
-    # A table and a head of its own may be the model's.
+    # The head's embedding table and output head may be shared with the model.
     return total + holding.of(one for one in Eagle3Tensors(found).stored() if one.name not in (*TABLE, *HEAD))
 
 
 def need_of(
     files: ModelFiles, config: WorkerConfig, form: WeightForm, kv_dtype: str, draft: DraftPlan | None = None
 ) -> MemoryNeed:
-    """What a worker needs, or its rank 0, which alone has a `draft` model. Raises as `weight_bytes` does."""
+    """Return the need of a worker or its rank 0. Only rank 0 has a `draft` model. Raises like `weight_bytes`."""
     ranks = config.tensor_parallel_size
     whole, source = open_model(files)
     shape = Shard(0, ranks).of(whole)
@@ -150,16 +150,16 @@ def _kv_bytes(config: WorkerConfig, per_block: int) -> int:
 
 
 def remedies(config: WorkerConfig) -> str:
-    """What would take less than these settings, as an operator would write it."""
+    """Return settings that need less memory than these, for an error message."""
     found = []
     if config.on_gpu:
-        found.append("a model of fewer bits")
+        found.append("a model with fewer bits")
     elif config.quantization != "int4":
         found.append("--quantization int4" if config.quantization == "int8" else "--quantization int8 or int4")
     if config.num_blocks:
-        found.append(f"fewer --num-blocks than {config.num_blocks}")
+        found.append(f"--num-blocks below {config.num_blocks}")
     elif config.kv_gib:
-        found.append(f"less --kv-memory-gib than {config.kv_gib:g}")
+        found.append(f"--kv-memory-gib below {config.kv_gib:g}")
     ranks = f"--tensor-parallel-size above {config.tensor_parallel_size}"
     found.append(f"{ranks}, on more GPUs" if config.on_gpu else f"{ranks}, on several hosts (--rank-hosts)")
     return ", or ".join(found)

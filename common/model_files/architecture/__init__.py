@@ -1,4 +1,4 @@
-"""What a configuration says of a model's architecture: layers, rotary embedding, experts, latents, shards."""
+"""Model architecture from configurations: layers, rotary embedding, experts, latents, shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mixture of experts, as config.json or the metadata of a GGUF file describe it. No torch."""
+"""Mixture of experts, read from config.json or GGUF metadata. Does not load torch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from common.errors import shown
 from common.model_files.architecture.fields import FieldReader
 
 SIGMOID_GATING = 2
-"""GGUF's `expert_gating_func` of experts that are scored by sigmoids."""
+"""Value of GGUF's `expert_gating_func` for sigmoid scores."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertStack:
-    """Files that hold all experts of a layer in one tensor: its name, and that of the second products.
+    """Tensors that store all experts of a layer: names of the gate and up projections and of the down projection.
 
-    `inputs_first`: floats are published as [experts, in, out], else as [experts, out, in]. `alternating`: a gate and an
+    Float tensors are [experts, in, out] if `inputs_first`, else [experts, out, in]; quantised ones are always
+    [experts, out, in]. Rows of gate and up alternate if `alternating`, otherwise all gates precede all ups.
     up follow each other, else all ups follow all gates. Quantised stacks are [experts, out, in].
     """
 
@@ -26,20 +27,21 @@ class ExpertStack:
     alternating: bool = False
 
     def is_turned(self, shape: Sequence[int], outputs: int, inputs: int) -> bool:
-        """Whether floats of this shape are [experts, in, out]: transformers may write what it read the other way."""
+        """Whether a float tensor of this shape is [experts, in, out]. transformers may write either layout."""
         return self.inputs_first if outputs == inputs else tuple(shape[1:]) == (inputs, outputs)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """The layers that have experts in place of one MLP.
+    """Layers that have experts instead of an MLP.
 
-    A router gives each token `per_token` of `count` experts of `intermediate_size`. `normalised`: their shares, taken
-    from a softmax over all, add up to one. A shared expert of `shared_size` serves every token, by a gate of its own
-    where it is `shared_gated`. `biased`: router and experts have biases.
+    A router selects `per_token` of `count` experts of `intermediate_size` for each token. Their weights are taken from
+    a softmax over all experts, and sum to one if `normalised`. A shared expert of `shared_size` computes every token,
+    with its own gate if `shared_gated`. With `biased`, router and experts have biases.
 
-    DeepSeek's: scores are `sigmoid`s instead of a softmax; `corrected`: a number of each expert is added to its score
-    before the best are chosen; those are of the `kept_groups` best of `groups` groups; shares are times `scale`.
+    In DeepSeek's variant, scores are sigmoids if `sigmoid`. If `corrected`, a bias per expert is added to the scores
+    for the selection. Experts are selected from the best `kept_groups` of `groups` groups. Weights are multiplied by
+    `scale`.
     """
 
     count: int
@@ -65,9 +67,9 @@ def experts_in_all_layers(
     biased: bool = False,
     corrected: bool = False,
 ) -> ExpertsConfig:
-    """Experts of `intermediate_size`, as in Mixtral. Raises ModelError.
+    """Read experts of `intermediate_size` in all layers, as in Mixtral. Raises ModelError.
 
-    `normalised`: whether shares add up to one, or the field that has it. `corrected`: scores are corrected sigmoids.
+    `normalised` is a flag, or the field that has it. With `corrected`, scores are corrected sigmoids.
     """
     inner = reader.count("intermediate_size")
     normalised = reader.flag(normalised) if isinstance(normalised, str) else normalised
@@ -90,11 +92,11 @@ def grouped_experts(
     one_group: bool = False,
     at_least: int = 2,
 ) -> ExpertsConfig:
-    """Experts in groups, as in DeepSeek V3. Raises ModelError.
+    """Read grouped experts, as in DeepSeek V3. Raises ModelError.
 
-    `methods`: accepted values of `topk_method`, the default first. `scoring`: those of `scoring_func`. `sigmoid`:
-    scores are corrected sigmoids. `normalises`: shares may add up to one. `one_group`: groups are not supported.
-    `at_least`: experts of a group.
+    `methods` are the accepted values of `topk_method` (default first), `scoring` those of `scoring_func`. With
+    `sigmoid`, scores are corrected sigmoids. With `normalises`, weights may sum to one. With `one_group`, groups are
+    not supported. A group has `at_least` experts.
     """
     fields = reader.fields
     count, per_token = reader.count("n_routed_experts"), reader.count("num_experts_per_tok")
@@ -107,7 +109,7 @@ def grouped_experts(
         groups, kept = (reader.count(name) for name in ("n_group", "topk_group"))
     if one_group:
         expect(reader, "n_group", groups, 1)
-    if not normalises:  # transformers ignores it, DeepSeek's own code then leaves out the scale
+    if not normalises:  # transformers ignores it, DeepSeek's code then omits the scale
         expect(reader, "norm_topk_prob", fields.get("norm_topk_prob"), None, False)
     check_groups(reader, count, per_token, groups, kept, at_least=at_least)
     inner = reader.count("moe_intermediate_size")
@@ -136,9 +138,9 @@ def gguf_experts(
     biased: bool = False,
     corrected: bool = False,
 ) -> ExpertsConfig | None:
-    """Experts in all layers of a GGUF file, their width in the field `inner`. None if there are none.
+    """Read the experts of a GGUF file, in all layers. `inner` is the field of their width. Returns None if it has none.
 
-    Otherwise as `experts_in_all_layers`.
+    Other parameters as in `experts_in_all_layers`.
     """
     if (chosen := _count_gguf_experts(reader)) is None:
         return None
@@ -154,9 +156,9 @@ def gguf_experts(
 
 
 def gguf_grouped_experts(reader: FieldReader, num_layers: int, *, sigmoid: bool = True) -> ExpertsConfig | None:
-    """Experts in groups of a GGUF file, as in DeepSeek; one without groups has none: llama.cpp computes it so.
+    """Read the grouped experts of a GGUF file, as in DeepSeek. Like llama.cpp, defaults to one group.
 
-    None for a model without experts. Raises ModelError.
+    Returns None for a model without experts. Raises ModelError.
     """
     if (chosen := _count_gguf_experts(reader)) is None:
         return None
@@ -179,10 +181,12 @@ def gguf_grouped_experts(reader: FieldReader, num_layers: int, *, sigmoid: bool 
 
 
 def count_experts(reader: FieldReader) -> tuple[int, int]:
-    """The number of experts, and how many of them a token takes. Raises ModelError."""
+    """Return the number of experts and the number per token. Raises ModelError."""
     count, per_token = reader.count("num_experts"), reader.count("num_experts_per_tok")
     if per_token > count:
-        raise reader.refuse(f"num_experts_per_tok {per_token} of {count} experts", "as many experts as a token takes")
+        raise reader.refuse(
+            f"num_experts_per_tok {per_token} of {count} experts", f"num_experts_per_tok of at most {count}"
+        )
     return count, per_token
 
 
@@ -192,12 +196,14 @@ def _count_gguf_experts(reader: FieldReader) -> tuple[int, int] | None:
         return None
     per_token = reader.count("expert_used_count")
     if per_token > count:
-        raise reader.refuse(f"expert_used_count {per_token} of {count} experts", "as many experts as a token takes")
+        raise reader.refuse(
+            f"expert_used_count {per_token} of {count} experts", f"expert_used_count of at most {count}"
+        )
     return count, per_token
 
 
 def _sparse_layers(reader: FieldReader, num_layers: int) -> tuple[bool, ...]:
-    """Which layers have experts: those that a list names (GLM-4.7-Flash), or all behind the first few."""
+    """Return which layers have experts: those of a list (GLM-4.7-Flash), or all after the first few."""
     kinds = reader.fields.get("mlp_layer_types")
     if isinstance(kinds, list):
         if len(kinds) != num_layers or not all(kind in ("dense", "sparse") for kind in kinds):
@@ -215,7 +221,7 @@ def expect(reader: FieldReader, name: str, value: object, *allowed: object) -> N
 
 
 def check_groups(reader: FieldReader, count: int, per_token: int, groups: int, kept: int, *, at_least: int) -> None:
-    """ModelError where a token cannot be given as many experts as it takes."""
+    """Raise ModelError if the groups are invalid or have too few experts for a token."""
     if count % groups or count // groups < at_least:
         wanted = f"groups of {at_least} experts or more, all of one size"
         raise reader.refuse(f"n_group {groups} of {count} experts", wanted)

@@ -1,4 +1,4 @@
-"""Typed access to the fields of a model's description."""
+"""Typed access to the fields of a model's metadata."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from common.errors import ModelError, shown
 
 MOST_LAYERS = 4096
-"""Maximum number of layers. More than any model has; bounds the data that is allocated for each layer."""
+"""Maximum number of layers. Limits the data that is allocated per layer."""
 
 
 class FieldReader:
-    """Reads one document; every failure names the file, the field, its value and what was expected."""
+    """Reader of one document. Errors name the file, the field, its value and the expected value."""
 
     def __init__(self, fields: Mapping[str, Any], path: Path, prefix: str = "") -> None:
         self.fields, self.path, self.prefix = fields, path, prefix
@@ -38,11 +38,11 @@ class FieldReader:
         return int(value)
 
     def whole(self, name: str, default: int | None = None) -> int:
-        """Read a count that may be 0 or null, of an optional feature. Otherwise like `count`."""
+        """Read a count that may be 0 or null. Otherwise like `count`."""
         return self.count(name, default) if self.fields.get(self.prefix + name, default) else 0
 
     def layers(self, name: str) -> int:
-        """A number of layers."""
+        """Read a number of layers."""
         if (value := self.count(name)) > MOST_LAYERS:
             raise self.wrong(name, value, f"at most {MOST_LAYERS:,} layers")
         return value
@@ -58,18 +58,18 @@ class FieldReader:
         value = self.fields.get(self.prefix + name)
         value = default if value is None else value
         if not isinstance(value, str):
-            raise self.wrong(name, value, "a text")
+            raise self.wrong(name, value, "a string")
         return value
 
     def mapping(self, name: str) -> dict[str, Any]:
-        """Read an object. Returns an empty one if the field is null or missing."""
+        """Read an object. Returns {} if the field is null or missing."""
         value = self.fields.get(self.prefix + name)
         if value is not None and not isinstance(value, Mapping):
             raise self.wrong(name, value, "an object")
         return dict(value or {})
 
     def numbers(self, name: str, length: int) -> tuple[float, ...]:
-        """A list of `length` positive numbers."""
+        """Read a list of `length` positive numbers."""
         values = self.fields.get(self.prefix + name)
         if not isinstance(values, list):
             raise self.wrong(name, values, f"{length} positive numbers")
@@ -80,7 +80,7 @@ class FieldReader:
         return tuple(float(value) for value in values)
 
     def wrong(self, name: str, value: object, expected: str) -> ModelError:
-        """Create the error for a field that has a wrong type or is out of range."""
+        """Return the error for a field of a wrong type or out of range."""
         return ModelError(
             f"{self.path}: {self.prefix}{name} is {shown(value)}, expected {expected}: fetch the file again"
         )

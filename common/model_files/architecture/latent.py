@@ -1,4 +1,4 @@
-"""Multi-head latent attention, as config.json describes it. No torch."""
+"""Multi-head latent attention, read from config.json or GGUF metadata. Does not load torch."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 from common.model_files.architecture.fields import FieldReader
 
 NORM_EPS = 1e-6
-"""Of the norms of latents, whatever `rms_norm_eps` says: DeepSeek's code and transformers' have it fixed."""
+"""Epsilon of the norms of latents, independent of `rms_norm_eps`, as in DeepSeek's code and transformers."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatentConfig:
-    """DeepSeek V2 (arXiv 2405.04434, section 2.1): keys and values of all heads are made of one latent a token.
+    """Latent attention of DeepSeek V2 (arXiv 2405.04434, section 2.1): one latent per token for keys and values.
 
-    A token's latent has `rank` numbers, beside which lie `rope_dim` rotated ones that all heads share: those are what
-    the cache holds. A query head has `nope_dim` numbers that meet the latent and `rope_dim` rotated ones. A head's
-    value has `value_dim` numbers. Queries are made of latents of `query_rank` numbers; 0: of hidden states.
-    `interleaved`: the file rotates neighbours, element 2 i with element 2 i + 1.
+    A token's cache entry is its latent of `rank` numbers, followed by `rope_dim` rotated ones shared by all heads. A
+    query head has `nope_dim` numbers that are multiplied by the latent, and `rope_dim` rotated ones. A value head has
+    `value_dim` numbers. Queries are computed from latents of `query_rank` numbers, or from hidden states if it is 0.
+    With `interleaved`, the file rotates element 2 i with element 2 i + 1.
     """
 
     query_rank: int
@@ -33,19 +33,19 @@ class LatentConfig:
 
     @property
     def key_dim(self) -> int:
-        """Numbers that the cache holds of a token and layer."""
+        """Numbers that the cache stores per token and layer."""
         return self.rank + self.rope_dim
 
     @property
     def query_dim(self) -> int:
-        """Numbers of a query head before its part without rotation meets the latents."""
+        """Size of a query head before its unrotated part is multiplied by the latents."""
         return self.nope_dim + self.rope_dim
 
 
 def read_latent(reader: FieldReader, *, neighbours: bool) -> LatentConfig:
-    """The latents of a model, whose rotated parts are `neighbours` whatever `rope_interleave` says.
+    """Read the latents of a model. `neighbours`: rotated pairs are neighbours regardless of `rope_interleave`.
 
-    ModelError if they are not supported.
+    Raises ModelError if they are not supported.
     """
     heads = reader.count("num_attention_heads")
     if (kv_heads := reader.count("num_key_value_heads", heads)) != heads:
@@ -70,8 +70,10 @@ def read_latent(reader: FieldReader, *, neighbours: bool) -> LatentConfig:
 
 
 def read_gguf_latent(reader: FieldReader) -> LatentConfig:
-    """The latents of a deepseek2. Files that hold keys' and values' parts of a matrix apart say the widths of heads
-    under names of their own; older ones under the usual names."""
+    """Read the latents of architecture deepseek2.
+
+    Files that store the key and value parts of a matrix separately have the head widths in fields with suffix `_mla`.
+    """
     rope_dim = reader.count("rope.dimension_count")
     apart = "_mla" if f"{reader.prefix}attention.key_length_mla" in reader.fields else ""
     return LatentConfig(
@@ -85,7 +87,7 @@ def read_gguf_latent(reader: FieldReader) -> LatentConfig:
 
 
 def latent_scale(latent: LatentConfig, rope: Mapping[str, Any], path: Path) -> float:
-    """What multiplies scores: more than 1 / sqrt(query_dim) where YaRN stretches the context (`mscale_all_dim`)."""
+    """Return the factor of scores: above 1 / sqrt(query_dim) if YaRN extends the context (`mscale_all_dim`)."""
     reader, scale = FieldReader(rope, path), 1.0 / math.sqrt(latent.query_dim)
     all_dim = reader.number("mscale_all_dim", 0.0)
     if rope.get("rope_type", rope.get("type", "default")) == "default" or not all_dim:

@@ -1,4 +1,4 @@
-"""What differs from layer to layer, as config.json describes it: windows and rotary embeddings. No torch."""
+"""Windows and rotary embedding of each layer, read from config.json. Does not load torch."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ KINDS = {"sliding_attention", "full_attention"}
 
 
 class LayerReader(FieldReader):
-    """Reads the attention of each layer of a model whose fields are complete."""
+    """Reads the attention of each layer of a model with complete fields."""
 
     def __init__(
         self, fields: Mapping[str, Any], path: Path, family: Family, *, num_layers: int, rope_dim: int
     ) -> None:
-        """`rope_dim`: numbers of a head that rotary embedding sees."""
+        """`rope_dim` is the number of rotated elements of a head."""
         super().__init__(fields, path)
         self.num_layers, self.family = num_layers, family
         self.max_len = self.count("max_position_embeddings")
         self._rope_dim = rope_dim
 
     def windows(self) -> tuple[int, ...]:
-        """Tokens that each layer looks back to, itself included; 0: all."""
+        """Return the window of each layer in tokens, including the current one (0: full attention)."""
         if not self._slides():
             return (0,) * self.num_layers
         window = self.count("sliding_window")
         return tuple(window if kind == "sliding_attention" else 0 for kind in self._kinds())
 
     def ropes(self) -> tuple[RopeConfig, ...]:
-        """The rotary embedding of each layer."""
+        """Return the rotary embedding of each layer."""
         reader = RopeReader(self.fields, self.path, self._rope_dim, self.max_len)
         theta = self.positive("rope_theta")
         if self.family.local_theta is not None:
@@ -51,14 +51,14 @@ class LayerReader(FieldReader):
         )
 
     def _slides(self) -> bool:
-        """Whether some layer has a window."""
+        """Whether any layer has a window."""
         windows = self.family.windows
         if windows is None or not self.fields.get("sliding_window"):
             return False
         return not windows.asked_for or self.flag("use_sliding_window")
 
     def _rotates(self) -> list[bool]:
-        """Whether each layer rotates queries and keys."""
+        """Return whether each layer rotates queries and keys."""
         if self.family.rotates == "window":
             return [not self._slides() or kind == "sliding_attention" for kind in self._kinds()]
         if self.family.rotates == "all":
@@ -74,7 +74,7 @@ class LayerReader(FieldReader):
     def _by_kind(
         self, reader: RopeReader, theta: float, local: Callable[[FieldReader, float], float]
     ) -> tuple[RopeConfig, ...]:
-        """Those of a model whose layers with a window have another one than the others."""
+        """Return the rotary embeddings of a model whose sliding layers differ from the others."""
         parameters = self.mapping("rope_parameters")
         by_kind = FieldReader(parameters, self.path, "")
         far, near = parameters, dict[str, Any]()
@@ -84,7 +84,7 @@ class LayerReader(FieldReader):
         return tuple(near_rope if kind == "sliding_attention" else far_rope for kind in self._kinds())
 
     def _kinds(self) -> list[str]:
-        """The attention of each layer, sliding_attention or full_attention."""
+        """Return the attention of each layer, sliding_attention or full_attention."""
         kinds, layers = self.fields.get("layer_types"), self.num_layers
         if isinstance(kinds, list):
             if len(kinds) != layers or not all(kind in ("sliding_attention", "full_attention") for kind in kinds):

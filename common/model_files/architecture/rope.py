@@ -1,4 +1,4 @@
-"""Rotary embedding as config.json describes it, in the layouts that transformers 4 and 5 write. No torch."""
+"""Rotary embedding, read from config.json in the layouts of transformers 4 and 5. Does not load torch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ROPE_SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "
 class RopeConfig:
     """Rotary embedding of some layers.
 
-    `scaling` is "none", "linear" (`factor`), "llama3" (that, both frequency factors, `original_max_len`), "yarn" (that,
-    `original_max_len`, both betas, `truncate`), "longrope" (`factors`, which divide the frequencies one by one) or
-    "off": these layers rotate nothing. The first `rotary_dim` elements of a head are rotated, 0: all of them.
-    `magnitude` multiplies their cosines and sines. `interleaved`: the file rotates element 2 i with element 2 i + 1.
-    Queries at position p are times 1 + `query_growth` * ln(1 + p // `original_max_len`), as in Llama 4.
+    `scaling` is "none", "linear" (`factor`), "llama3" (also both frequency factors and `original_max_len`), "yarn"
+    (`factor`, `original_max_len`, both betas, `truncate`), "longrope" (`factors`, each of which divides a frequency) or
+    "off" (no rotation). The first `rotary_dim` elements of a head are rotated (0: all). `magnitude` multiplies cosines
+    and sines. With `interleaved`, the file rotates element 2 i with element 2 i + 1. Queries at position p are
+    multiplied by 1 + `query_growth` * ln(1 + p // `original_max_len`), as in Llama 4.
     """
 
     theta: float
@@ -42,17 +42,17 @@ class RopeConfig:
 
 
 class RopeReader:
-    """Reads the rotary embedding of a model whose config.json has the fields `whole`."""
+    """Reads the rotary embedding of a model. `whole` are all fields of its config.json."""
 
     def __init__(self, whole: Mapping[str, Any], path: Path, head_dim: int, max_len: int) -> None:
         self.whole, self.path, self.head_dim, self.max_len = FieldReader(whole, path), path, head_dim, max_len
 
     def read(self, fields: Mapping[str, Any], theta: float) -> RopeConfig:
-        """One rotary embedding, of `rope_scaling` or of one of `rope_parameters`. ModelError if it is not supported."""
+        """Read one rotary embedding, from `rope_scaling` or `rope_parameters`. Raises ModelError if unsupported."""
         reader = FieldReader(fields, self.path)
         kind = fields.get("rope_type", fields.get("type", "default"))
         if kind == "su" or (kind == "yarn" and "long_factor" in fields):
-            kind = "longrope"  # its older names
+            kind = "longrope"  # older names
         theta, rotary_dim = reader.positive("rope_theta", theta), self._rotary_dim(reader)
         if kind == "linear":
             return RopeConfig(theta, "linear", reader.positive("factor"), rotary_dim=rotary_dim)
@@ -72,7 +72,7 @@ class RopeReader:
             return self._longrope(reader, theta, rotary_dim)
         if kind not in ROPE_SCALINGS:
             raise self.whole.refuse(f"rope scaling {shown(kind)}", f"rope scaling {', '.join(ROPE_SCALINGS)}")
-        # Dynamic scaling begins behind max_position_embeddings, where contexts end here: it would change every key.
+        # Dynamic scaling applies only beyond max_position_embeddings, the longest context that is served.
         return RopeConfig(theta, rotary_dim=rotary_dim)
 
     def _rotary_dim(self, reader: FieldReader) -> int:
@@ -85,12 +85,12 @@ class RopeReader:
         return 0 if rotary_dim == self.head_dim else rotary_dim
 
     def _original_max_len(self, reader: FieldReader) -> int:
-        """Where the model was trained without scaling; a field of the whole model wins, as in transformers."""
+        """Return the context length before scaling. Like in transformers, a top-level field takes precedence."""
         name = "original_max_position_embeddings"
         return self.whole.count(name, reader.count(name, self.max_len))
 
     def _yarn(self, reader: FieldReader, theta: float, rotary_dim: int) -> RopeConfig:
-        """YaRN (Peng et al., 2023); its magnitude as in transformers, DeepSeek's mscale included."""
+        """Read YaRN (Peng et al., 2023). The magnitude, including DeepSeek's mscale, is as in transformers."""
         original = self._original_max_len(reader)
         factor = reader.positive("factor", self.max_len / original)
 
@@ -113,9 +113,9 @@ class RopeReader:
         )
 
     def _longrope(self, reader: FieldReader, theta: float, rotary_dim: int) -> RopeConfig:
-        """LongRoPE (Ding et al., 2024): one set of factors for all lengths, because keys stay as they were written.
+        """Read LongRoPE (Ding et al., 2024). One set of factors serves all lengths, because cached keys do not change.
 
-        Those for long contexts, unless the model's own context ends where the short ones do.
+        These are the long factors, unless the model's context is no longer than that of the short ones.
         """
         original, half = self._original_max_len(reader), (rotary_dim or self.head_dim) // 2
         factor = reader.positive("factor", self.max_len / original)

@@ -1,4 +1,4 @@
-"""Which part of a model a rank of a tensor parallel worker has. Pure; no torch."""
+"""Shards: the part of a model that a rank of a tensor parallel worker has. Pure; does not load torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from common.model_files.config import ModelConfig
 
 MOST_RANKS = 64
-"""That sizes are tried for when a refusal names those that would fit."""
+"""Largest number of ranks that an error message suggests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +23,22 @@ class Shard:
     size: int
 
     def part(self, total: int) -> range:
-        """This rank's of `total` rows: the ranks' parts follow each other, and their lengths differ by one at most."""
+        """Return this rank's rows of `total`. Parts are contiguous, and their lengths differ by at most one."""
         return range(total * self.rank // self.size, total * (self.rank + 1) // self.size)
 
     def widths(self, total: int) -> list[int]:
-        """The lengths of all ranks' parts."""
+        """Return the lengths of all ranks' parts."""
         return [len(Shard(rank, self.size).part(total)) for rank in range(self.size)]
 
     def kv_heads(self, total: int) -> range:
-        """This rank's of `total` KV heads. Where there are more ranks than heads, neighbours have the same one."""
+        """Return this rank's KV heads of `total`. With more ranks than heads, neighbouring ranks share one."""
         if total >= self.size:
             return self.part(total)
         head = self.rank * total // self.size
         return range(head, head + 1)
 
     def of(self, config: ModelConfig) -> ModelConfig:
-        """The configuration of this rank's layers. The vocabulary stays whole."""
+        """Return the configuration of this rank's layers. The vocabulary is not split."""
         experts = config.experts
         if experts is not None:
             inner, shared = len(self.part(experts.intermediate_size)), len(self.part(experts.shared_size))
@@ -53,7 +53,7 @@ class Shard:
 
 
 def kv_owners(total: int, size: int) -> list[range]:
-    """By rank, the KV heads that are read from it when blocks are joined: each of `total` is read from one rank."""
+    """Return for each rank the KV heads to read from it when joining blocks. Each head is read from one rank."""
     owners, first = [], 0
     for rank in range(size):
         heads = Shard(rank, size).kv_heads(total)
@@ -63,17 +63,17 @@ def kv_owners(total: int, size: int) -> list[range]:
 
 
 def allowed_sizes(config: ModelConfig) -> list[int]:
-    """The numbers of ranks that a model can be split over."""
+    """Return the numbers of ranks that a model can be split into."""
     return [size for size in range(1, MOST_RANKS + 1) if _divides(config, size)]
 
 
 def check_size(config: ModelConfig, size: int) -> None:
-    """Raises ConfigError for a size that the model cannot be split over."""
+    """Raise ConfigError if the model cannot be split into `size` ranks."""
     sizes = allowed_sizes(config)
     if size not in sizes:
         allowed = (
-            f"{_in_words(sizes)} for this model: {config.num_heads} heads, {config.num_kv_heads} KV heads and MLPs of "
-            f"{', '.join(map(str, _widths(config)))} must divide over the ranks"
+            f"{_in_words(sizes)} for this model: {config.num_heads} heads, {config.num_kv_heads} KV heads and MLP "
+            f"widths {', '.join(map(str, _widths(config)))} must be divisible by the number of ranks"
         )
         raise ConfigError("tensor_parallel_size", size, allowed)
 
@@ -85,7 +85,7 @@ def _divides(config: ModelConfig, size: int) -> bool:
 
 
 def _widths(config: ModelConfig) -> list[int]:
-    """Of all MLPs."""
+    """Return the widths of all MLPs."""
     experts = config.experts
     found = [config.intermediate_size] if experts is None or not all(experts.layers) else []
     if experts is not None:

@@ -1,4 +1,4 @@
-"""Facts about model families, one file per maker, and the registry of all of them. No torch."""
+"""Facts about model families, one file per maker, and their registry. Does not load torch."""
 
 from __future__ import annotations
 

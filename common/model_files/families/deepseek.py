@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3, and Moonshot's Kimi K2, a DeepSeek V3 of another size."""
+"""DeepSeek V2 and V3, and Moonshot's Kimi K2, which has the architecture of DeepSeek V3."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LATENTS = {
 ONE_GROUP = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0}
 V3_EXPERTS = ExpertFacts(read=grouped_experts, read_gguf=gguf_grouped_experts)
 MSCALE = 10.0
-"""llama.cpp's converter writes a tenth of the multiplier for DeepSeek."""
+"""llama.cpp's converter writes a tenth of DeepSeek's multiplier."""
 V3_DEFAULTS = (
     sizes(129280, 7168, 18432, 61, 128, 128, 4096)
     | LATENTS

@@ -15,7 +15,7 @@ from common.model_files.families.family import ExpertFacts, Family, GGUFFacts, s
 
 
 def _experts(reader: FieldReader, num_layers: int) -> ExpertsConfig:
-    """The best of corrected softmaxes, in the layers of a range."""
+    """Read experts selected by corrected softmax scores, in a range of layers."""
     expect(reader, "use_bias", reader.fields.get("use_bias"), None, False)
     first, step = reader.whole("moe_layer_start_index"), reader.count("moe_layer_interval")
     last = int(reader.number("moe_layer_end_index"))

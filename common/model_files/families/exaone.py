@@ -1,4 +1,4 @@
-"""LG's EXAONE 4 and K-EXAONE, whose layers without a window rotate nothing."""
+"""LG's EXAONE 4 and K-EXAONE, whose layers without a window have no rotary embedding."""
 
 from __future__ import annotations
 

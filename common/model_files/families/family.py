@@ -1,4 +1,4 @@
-"""What a model family may differ in: its configuration, its layers, and its tensors' names. No torch."""
+"""Facts about a model family: configuration, layers, and tensor names. Does not load torch."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ USUAL: Mapping[str, Any] = {
     **{"attention_bias": False, "mlp_bias": False, "head_dim": None, "sliding_window": None},
     **{"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0, "logits_scaling": 1.0},
 }
-"""Defaults of config.json that apply to most families."""
+"""Defaults of config.json that most families share."""
 
 
 def sizes(*numbers: int | None) -> dict[str, Any]:
-    """Defaults of a family's config.json, including `USUAL`. The number of KV heads defaults to that of the heads.
+    """Return a family's defaults of config.json, including `USUAL`.
 
-    In this order: vocabulary, hidden size, MLP size, layers, heads, KV heads, context length.
+    Order: vocabulary, hidden size, MLP size, layers, heads, KV heads (None: the heads), context length.
     """
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     return dict(USUAL) | dict(zip((*names, "num_key_value_heads", "max_position_embeddings"), numbers, strict=True))
@@ -40,10 +40,11 @@ def sizes(*numbers: int | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windows:
-    """Which layers have a sliding window, if the configuration has no `layer_types`.
+    """Layers with a sliding window, for configurations without `layer_types`.
 
-    `asked_for`: none without `use_sliding_window`. `period`: the last layer of each period sees everything; a number,
-    or the field that holds it. Without a period, `slides` maps a layer and `max_window_layers` to whether it has one.
+    With `asked_for`, there are none unless `use_sliding_window` is set. The last layer of each `period` (a number, or
+    the field that has it) has full attention. Without a period, `slides` maps a layer and `max_window_layers` to a
+    flag.
     """
 
     asked_for: bool = False
@@ -53,11 +54,11 @@ class Windows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertFacts:
-    """How files describe and name a layer's experts.
+    """Fields and tensor names of a layer's experts.
 
-    `read` takes the completed fields of config.json, `read_gguf` the metadata; both the number of layers, and both
-    return None for a model without experts. Names follow `model.layers.N.`. `correction` is the module that holds the
-    `e_score_correction_bias`; "": the router. `stack`: a file may hold all experts of a layer in one tensor.
+    `read` takes the completed fields of config.json, `read_gguf` the metadata. Both take the number of layers, and
+    return None for a model without experts. Names follow `model.layers.N.`. `correction` is the module of
+    `e_score_correction_bias` ("": the router). With `stack`, a file may store all experts of a layer in one tensor.
     """
 
     read: Callable[[FieldReader, int], ExpertsConfig | None] = lambda reader, num_layers: None
@@ -72,15 +73,15 @@ class ExpertFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFFacts:
-    """What llama.cpp's files of a family have, and what llama.cpp knows about them without metadata.
+    """Facts about llama.cpp's files of a family, including defaults that llama.cpp builds in.
 
-    Several families may share an `architecture`: `applies` reports whether metadata are of this one, None for the
-    family of all other files. `window`: the default of `attention.sliding_window` (None: it is required), and which
-    layer of each few sees everything: the last of that many, 0: none. `local_rope` maps the rotary embedding of other
-    layers to that of layers with a window. `norms`: names of norms by place. `interleaves`: the converter reorders the
-    rows of each head of q and k to pairs of neighbours. `output_bias`: attention's output has one.
-    `width_scaled_layers`: models of that many layers divide scores by the root of hidden_size / num_heads.
-    `mscale`: what multiplies YaRN's logarithmic multiplier. `truncates`: YaRN rounds its range of dimensions.
+    Families may share an `architecture`: `applies` reports whether metadata are of this one, and is None for the family
+    of all other files. `window` is the default of `attention.sliding_window` (None: required), and the period of full
+    attention (0: none). `local_rope` maps the rotary embedding of full layers to that of layers with a window. `norms`
+    are the names of norms by position. With `interleaves`, the converter reorders the rows of each head of q and k to
+    neighbouring pairs. With `output_bias`, attention has one. Models of `width_scaled_layers` layers divide scores by
+    sqrt(hidden_size / num_heads). `mscale` multiplies YaRN's logarithmic multiplier. With `truncates`, YaRN rounds its
+    range of dimensions.
     """
 
     architecture: str
@@ -97,33 +98,35 @@ class GGUFFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One `model_type` of Hugging Face. What is left out is as in Llama.
+    """One `model_type` of Hugging Face. Fields default to Llama's values.
 
     Configuration
-    defaults     of config.json, from transformers' configuration class
-    wrappers     model types of models that also see, whose `text_config` is of this family unless it names another;
-                 each with the defaults in which its language model differs
-    wrapper_ties their `tie_word_embeddings` is the wrapper's; otherwise some have it in neither object
-    renamed      fields with a name of their own: that name, and the usual one
-    complete     changes the completed fields; its reader has only what the file gives
+
+    defaults     defaults of config.json, from transformers' configuration class
+    wrappers     model types of multimodal models whose `text_config` is of this family unless it names another, each
+                 with the defaults in which its language model differs
+    wrapper_ties `tie_word_embeddings` is read from the wrapper; if False, it may be missing in both objects
+    renamed      pairs of this family's field name and the usual one
+    complete     changes the completed fields; its reader has only the fields of the file
 
     Layers
+
     decoder      the forward pass: a name of `common.engine.models.DECODERS`
-    norms        where a layer has norms of hidden states, and their names
-    qk_norm      norms of queries and keys: of each "head", of all heads as one ("heads"), of each head if the field
+    norms        positions and names of a layer's norms of hidden states
+    qk_norm      norms of queries and keys: of each "head", of all "heads" together, of each head if the field
                  `use_qk_norm` is set, or none ("")
-    *_bias       always, never, or as the named field has it
-    activation   in GGUF files; in config.json where `activation_field` is ""
-    rotates      layers that rotate: "all", those with a "window" (all if there are none), or as listed in the field
-                 `no_rope_layers` ("listed")
+    *_bias       always, never, or as the named field specifies
+    activation   in GGUF files, and in config.json if `activation_field` is ""
+    rotates      layers with rotary embedding: "all", those with a "window" (all if there are none), or those that the
+                 field `no_rope_layers` lists ("listed")
     neighbours   element 2 i is rotated with element 2 i + 1
-    local_theta  maps the reader and `rope_theta` to the base of layers with a window, where that may be another
-    attention_scale  what multiplies scores; None: 1 / sqrt(head_dim)
+    local_theta  maps the reader and `rope_theta` to the base of layers with a window, if that may differ
+    attention_scale  factor of scores; None: 1 / sqrt(head_dim)
     embeds_by_width  embeddings are multiplied by sqrt(hidden_size), rounded to the model's type
-    offset_norms     safetensors hold norm weights less one
-    latents      attention over latents, as DeepSeek V2 has it; "neighbours": their rotated parts always are, otherwise
-                 "by_field" `rope_interleave`
-    mtp          layers that predict further tokens may follow: "unread", or "drafts" for a draft head
+    offset_norms     safetensors store norm weights minus one
+    latents      latent attention as in DeepSeek V2, with rotated "neighbours", or as `rope_interleave` specifies
+                 ("by_field")
+    mtp          multi-token prediction layers may follow: "unread", or "drafts" for a draft head
     """
 
     model_type: str

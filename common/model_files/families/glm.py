@@ -1,4 +1,4 @@
-"""Z.ai's GLM-4 9B, GLM-4-0414, GLM-4.5 to 4.7, and GLM-4.7-Flash, which is built as DeepSeek V3."""
+"""Z.ai's GLM-4 9B, GLM-4-0414, GLM-4.5 to 4.7, and GLM-4.7-Flash, which has the architecture of DeepSeek V3."""
 
 from __future__ import annotations
 

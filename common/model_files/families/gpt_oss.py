@@ -9,7 +9,7 @@ from common.model_files.architecture import ExpertsConfig, ExpertStack, FieldRea
 from common.model_files.families.family import GGUF_NORMS, ExpertFacts, Family, GGUFFacts, Windows, sizes
 
 SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
-"""The numbers of the gate that the kernels have as "clamped_swiglu"."""
+"""Parameters of the kernels' "clamped_swiglu"."""
 
 
 def _experts(reader: FieldReader, num_layers: int) -> ExpertsConfig:

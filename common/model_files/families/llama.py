@@ -1,4 +1,4 @@
-"""Meta's Llama 2 and 3, SmolLM2, and what was made of them."""
+"""Meta's Llama 2 and 3, SmolLM2, and derived models."""
 
 from __future__ import annotations
 

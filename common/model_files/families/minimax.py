@@ -1,4 +1,4 @@
-"""MiniMax-M2: experts by sigmoids with corrections, norms of all heads as one."""
+"""MiniMax-M2: experts with corrected sigmoid scores, and one norm over all heads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from common.model_files.families.mistral import BLOCK_SPARSE
 
 
 def _rotated_share(fields: dict[str, Any], given: FieldReader) -> None:
-    """`rotary_dim` as a share of a head."""
+    """Set `partial_rotary_factor` from `rotary_dim`."""
     if "rotary_dim" in given.fields:
         share = given.positive("rotary_dim") / FieldReader(fields, given.path).positive("head_dim", 128)
         fields.setdefault("partial_rotary_factor", share)

@@ -30,7 +30,7 @@ BLOCK_SPARSE = ExpertFacts(
 
 
 def _whole_rotated_part(fields: dict[str, Any], given: FieldReader) -> None:
-    """`qk_rope_head_dim` alone determines the rotated share."""
+    """Drop `partial_rotary_factor`: only `qk_rope_head_dim` determines the rotated part."""
     fields["rope_parameters"].pop("partial_rotary_factor", None)
 
 
@@ -80,7 +80,7 @@ FAMILIES = (
         complete=_whole_rotated_part,
         decoder="deepseek",
         experts=ExpertFacts(
-            # Softmaxes in DeepSeek V3's way; groups, which it chooses in a third way, are refused.
+            # Softmax scores, otherwise as in DeepSeek V3. Groups are refused: this family selects them differently.
             read=partial(grouped_experts, scoring=("softmax",), sigmoid=False, one_group=True),
             stack=ExpertStack("mlp.experts.gate_up_proj", "mlp.experts.down_proj", inputs_first=False),
         ),

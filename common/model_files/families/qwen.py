@@ -1,4 +1,4 @@
-"""Alibaba's Qwen 2, 2.5 and 3, their mixtures of experts, and the language models of those that also see."""
+"""Alibaba's Qwen 2, 2.5 and 3, their mixtures of experts, and the language models of multimodal ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEEING_QWEN2 = {
 
 
 def _experts(reader: FieldReader, num_layers: int, *, shared: bool = False) -> ExpertsConfig:
-    """Experts in the layers that `decoder_sparse_step` and `mlp_only_layers` select."""
+    """Read experts in the layers that `decoder_sparse_step` and `mlp_only_layers` select."""
     dense, step = reader.fields["mlp_only_layers"], reader.count("decoder_sparse_step")
     if not isinstance(dense, list | tuple):
         raise reader.wrong("mlp_only_layers", dense, "a list of layers")
@@ -32,7 +32,7 @@ def _experts(reader: FieldReader, num_layers: int, *, shared: bool = False) -> E
 
 
 def _gguf_shared(reader: FieldReader, num_layers: int) -> ExpertsConfig | None:
-    """Files of 2024 do not give the shared expert's width."""
+    """Read experts with a shared one. Files of 2024 omit its width."""
     found = gguf_experts(reader, num_layers, normalised=False)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""The model families that are served. A new maker is added to `FAMILIES` here."""
+"""Registry of the supported model families. Add new makers to `FAMILIES`."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ FAMILIES: Mapping[str, Family] = {
     )
     for family in maker.FAMILIES
 }
-"""By `model_type`."""
+"""Families by `model_type`."""
 WRAPPERS: Mapping[str, Family] = {wrapper: family for family in FAMILIES.values() for wrapper in family.wrappers}
-"""By the `model_type` of a model that also sees: the family of its language model, unless that names another."""
+"""Families by the `model_type` of multimodal models, for language models that do not name another."""
 
 
 def _by_architecture() -> Mapping[str, list[Family]]:
@@ -49,11 +49,11 @@ def _by_architecture() -> Mapping[str, list[Family]]:
 
 
 GGUF_ARCHITECTURES: Mapping[str, list[Family]] = _by_architecture()
-"""By GGUF's `general.architecture`; one family of each has no condition."""
+"""Families by GGUF's `general.architecture`. One family of each has no condition."""
 
 
 def gguf_family(architecture: str, reader: FieldReader) -> Family:
-    """The family of a GGUF file whose metadata `reader` has. Raises ModelError for one that is not served."""
+    """Return the family of a GGUF file with the metadata `reader`. Raises ModelError if it is not supported."""
     if architecture not in GGUF_ARCHITECTURES:
         raise reader.refuse(f"GGUF architecture {architecture!r}", ", ".join(GGUF_ARCHITECTURES))
     usual, special = None, None

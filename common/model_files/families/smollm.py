@@ -1,4 +1,4 @@
-"""Hugging Face's SmolLM3, some of whose layers rotate nothing. SmolLM2 is a Llama."""
+"""Hugging Face's SmolLM3, with some layers without rotary embedding. SmolLM2 is a Llama."""
 
 from __future__ import annotations
 

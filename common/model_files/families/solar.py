@@ -14,7 +14,7 @@ FAMILIES = (
             **{"rms_norm_eps": 1e-5, "rope_theta": 1e6, "head_dim": 128, "n_routed_experts": 128},
             **{"num_experts_per_tok": 8, "first_k_dense_replace": 0, "moe_intermediate_size": 1280},
         },
-        renamed=(("moe_intermediate_size", "intermediate_size"),),  # no layer is without experts
+        renamed=(("moe_intermediate_size", "intermediate_size"),),  # all layers have experts
         experts=V3_EXPERTS,
         mtp="unread",
     ),

@@ -1,4 +1,4 @@
-"""GGUF files of one model: llama.cpp's tools split large ones, `NAME-00001-of-00003.gguf` and so on."""
+"""Parts of a GGUF model. llama.cpp's tools split large models into `NAME-00001-of-00003.gguf` and so on."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ PART: Final = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf\Z")
 
 
 def gguf_parts(path: Path) -> tuple[Path, ...]:
-    """All files of the model that a file is part of, in order; mostly that file alone. ModelError if one is missing."""
+    """Return all files of the model that a file is part of, in order. Raises ModelError if one is missing."""
     if (found := PART.match(path.name)) is None:
         return (path,)
     name, count = found.groups()
     if not int(count):
-        raise ModelError(f"the name of {path} counts 0 files: rename it")
+        raise ModelError(f"{path} is named part of 0 files: rename it")
     parts = tuple(path.with_name(f"{name}-{i:05}-of-{count}.gguf") for i in range(1, int(count) + 1))
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
@@ -26,6 +26,6 @@ def gguf_parts(path: Path) -> tuple[Path, ...]:
 
 
 def gguf_name(path: Path) -> str:
-    """The model's name: that of its file, without which part it is."""
+    """Return the model's name: the file name without its part number."""
     found = PART.match(path.name)
     return found[1] if found is not None else path.stem

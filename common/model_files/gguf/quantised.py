@@ -1,8 +1,8 @@
-"""Unpacks GGUF's block formats for kernels that multiply their integers as they are. No torch.
+"""Unpacks GGUF's block formats for kernels that multiply their integers. Does not load torch.
 
-A simple block is 32 weights of a row: a float16 scale, in Q4_1 and Q5_1 a float16 minimum, the fifth bits of Q5, and 32
-integers; 4-bit numbers lie with the first 16 in the low halves of their bytes. A K block is 256 weights in groups of 32
-or 16, whose scales are steps of a float16 factor (ggml-common.h, ggml-quants.c).
+A simple block is 32 weights of a row: a float16 scale, a float16 minimum (Q4_1 and Q5_1), the fifth bits (Q5), and 32
+integers. The first 16 4-bit integers are in the low halves of their bytes. A K block is 256 weights in groups of 32 or
+16, whose scales are steps of a float16 factor (ggml-common.h, ggml-quants.c).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from gguf.constants import GGMLQuantizationType
 
 GROUP: Final = 32
-"""Weights of a row that share a scale, unless a format says otherwise."""
+"""Default number of weights of a row that share a scale."""
 Bytes = npt.NDArray[np.uint8]
 Integers = npt.NDArray[np.int8]
 Halves = npt.NDArray[np.float16]
@@ -24,10 +24,11 @@ Halves = npt.NDArray[np.float16]
 
 @dataclass(frozen=True, slots=True)
 class QuantisedBlocks:
-    """weight = scale * number + offset: numbers int8 [rows, columns], scale and offset float16 [rows, columns / group].
+    """Quantised matrix: weight = scale * number + offset.
 
-    Of K blocks scale and offset are float16 [rows, columns / 256], multiplied by `steps` and `offset_steps` int8
-    [rows, columns / group], the offset by those of the scale where it has none.
+    `numbers` are int8 [rows, columns], `scale` and `offset` float16 [rows, columns / group]. In K blocks, `scale` and
+    `offset` are float16 [rows, columns / 256], multiplied by `steps` and `offset_steps` int8 [rows, columns / group].
+    Without `offset_steps`, the offset is multiplied by `steps`.
     """
 
     bits: int
@@ -40,7 +41,7 @@ class QuantisedBlocks:
 
 
 def unpack_blocks(raw: Bytes, kind: GGMLQuantizationType) -> QuantisedBlocks | None:
-    """Unpacks a tensor's rows, uint8 [rows, bytes a row]; None for other formats."""
+    """Unpack the rows of a tensor, uint8 [rows, bytes per row]. Returns None for other formats."""
     if kind not in UNPACKERS:
         return None
     size, unpack = UNPACKERS[kind]
@@ -76,12 +77,12 @@ def _q4_k(blocks: Bytes) -> QuantisedBlocks:
 
 def _q5_k(blocks: Bytes) -> QuantisedBlocks:
     low = _nibbles(blocks[..., 48:].reshape(*blocks.shape[:2], 4, 32)).reshape(*blocks.shape[:2], 8, 32)
-    fifth = (blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & 1  # of group g bit g
+    fifth = (blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & 1  # bit g of group g
     return _with_minima(5, _flat(low | (fifth << 4).view(np.int8)), blocks)
 
 
 def _with_minima(bits: int, numbers: Integers, blocks: Bytes) -> QuantisedBlocks:
-    """Of Q4_K and Q5_K: 8 scales and 8 minima of 6 bits in 12 bytes, the upper bits of the last four in the others'."""
+    """Unpack Q4_K and Q5_K: 8 scales and 8 minima of 6 bits in 12 bytes, the last four of each split over two."""
     packed = blocks[..., 4:16].reshape(*blocks.shape[:2], 3, 4)
     first, second, last = packed[..., 0, :], packed[..., 1, :], packed[..., 2, :]
     scales = np.concatenate((first & 63, (last & 15) | (first >> 6 << 4)), axis=-1)
@@ -91,7 +92,7 @@ def _with_minima(bits: int, numbers: Integers, blocks: Bytes) -> QuantisedBlocks
 
 
 def _q6_k(blocks: Bytes) -> QuantisedBlocks:
-    """Halves of 128 weights: 64 bytes of nibbles and 32 of upper bits each, 16 scales behind both."""
+    """Unpack halves of 128 weights: 64 bytes of nibbles and 32 of upper bits each, then 16 scales."""
     shape = blocks.shape[:2]
     low = _nibbles(blocks[..., :128].reshape(*shape, 2, 64)).view(np.uint8)  # [.., 2, 128]
     shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
@@ -111,16 +112,16 @@ UNPACKERS: Final[dict[GGMLQuantizationType, tuple[int, Callable[[Bytes], Quantis
     GGMLQuantizationType.Q5_K: (176, _q5_k),
     GGMLQuantizationType.Q6_K: (210, _q6_k),
 }
-"""Bytes of a block, and what unpacks blocks [rows, blocks a row, bytes]."""
+"""Bytes of a block, and its unpacker of blocks [rows, blocks per row, bytes]."""
 
 BITS: Final = {kind: int(kind.name[1]) for kind in UNPACKERS}
-"""Of each number: Q4_K has 4."""
+"""Bits of an integer: 4 for Q4_K."""
 
 
 def unpack_mxfp4(raw: Bytes) -> tuple[Bytes, Bytes]:
-    """Codes of e2m1 numbers uint8 [rows, columns], and exponents plus 127, uint8 [rows, columns / 32].
+    """Return e2m1 codes uint8 [rows, columns], and biased exponents (plus 127) uint8 [rows, columns / 32].
 
-    A block is an exponent and 16 bytes, the first 16 numbers in the low halves.
+    A block is an exponent and 16 bytes, with the first 16 numbers in the low halves.
     """
     blocks = raw.reshape(raw.shape[0], -1, 17)
     codes = _flat(_nibbles(blocks[..., 1:])).view(np.uint8)
@@ -132,12 +133,12 @@ def _half(two_bytes: Bytes) -> Halves:
 
 
 def _nibbles(packed: Bytes) -> Integers:
-    """[.., n] bytes to [.., 2 n] numbers, the low halves first."""
+    """Unpack bytes [.., n] to numbers [.., 2 n], low halves first."""
     return np.concatenate((packed & 15, packed >> 4), axis=-1).view(np.int8)
 
 
 def _fives(packed: Bytes) -> Integers:
-    """Four bytes of fifth bits, then 16 of nibbles."""
+    """Unpack four bytes of fifth bits, followed by 16 of nibbles."""
     fifth = np.unpackbits(packed[..., :4], axis=-1, bitorder="little")
     return _flat(_nibbles(packed[..., 4:]) | (fifth << 4).view(np.int8))
 

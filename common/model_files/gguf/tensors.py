@@ -1,4 +1,4 @@
-"""Reads and dequantises the tensors of a GGUF file. No torch; tensor data stay mapped until they are read."""
+"""Reads and dequantises tensors of GGUF files. Tensor data are memory-mapped. Does not load torch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from common.model_files.gguf.metadata import GGUFTensor, read_gguf_head
 from common.model_files.gguf.quantised import QuantisedBlocks, unpack_blocks
 
 AGAIN: Final = "it is damaged or of another model, fetch it again"
-VALUES_AT_ONCE: Final = 1 << 20  # dequantised at a time, so that temporaries stay small
+VALUES_AT_ONCE: Final = 1 << 20  # values dequantised at a time, to limit temporaries
 
 
 class GGUFFile:
-    """`metadata` maps keys to numbers, strings, booleans and lists. ModelError when missing, damaged or truncated."""
+    """GGUF file of a model. Raises ModelError if it is missing, damaged or truncated."""
 
     def __init__(self, path: Path, *more: Path) -> None:
-        """A model of several files has `more`; the first one has the metadata."""
+        """`more` are the other parts of a split model. The first part has the metadata."""
         self.path = path
         self.head = read_gguf_head(path)
         self._tensors: dict[str, GGUFTensor] = {}
@@ -49,17 +49,17 @@ class GGUFFile:
 
     @property
     def names(self) -> Collection[str]:
-        """Of all tensors."""
+        """Names of all tensors."""
         return self._tensors.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Rows first, as numpy and torch have it. ModelError when there is no such tensor."""
+        """Return the shape with rows first, as in numpy and torch. Raises ModelError if there is no such tensor."""
         return self._tensor(name).shape[::-1]
 
     def read(self, name: str, part: int | None = None) -> npt.NDArray[np.float32]:
-        """One tensor dequantised, a float32 copy of its `shape`; of a stack of tensors a `part` alone.
+        """Return a dequantised float32 copy of a tensor, or of one `part` of a stack.
 
-        ModelError when missing or of an unknown type.
+        Raises ModelError if it is missing or of an unsupported type.
         """
         tensor, raw = self._tensor(name), self.raw(name, part)
         kind, columns, rows = GGMLQuantizationType(tensor.type), tensor.shape[0], raw.shape[0]
@@ -76,7 +76,7 @@ class GGUFFile:
         return out.reshape((tensor.shape if part is None else tensor.shape[:-1])[::-1])
 
     def quantised(self, name: str, part: int | None = None) -> QuantisedBlocks | None:
-        """A matrix, or a `part` of a stack, in the integers of the file; None where kernels multiply no such ones."""
+        """Return a matrix, or a `part` of a stack, as the file's integers, or None if no kernel multiplies these."""
         tensor = self._tensor(name)
         if len(tensor.shape) != (2 if part is None else 3):
             return None
@@ -86,25 +86,25 @@ class GGUFFile:
         return self._tensor(name).type == GGMLQuantizationType.MXFP4
 
     def is_quantised(self, name: str) -> bool:
-        """Whether a tensor has fewer than 16 bits a weight."""
+        """Whether a tensor has fewer than 16 bits per weight."""
         packed, size = GGML_QUANT_SIZES[GGMLQuantizationType(self._tensor(name).type)]
         return size < 2 * packed
 
     @property
     def has_quantised(self) -> bool:
-        """Whether any tensor has fewer than 16 bits a weight."""
+        """Whether any tensor has fewer than 16 bits per weight."""
         return any(map(self.is_quantised, self._tensors))
 
     def num_bytes(self, name: str) -> int:
-        """Of the file that the tensor takes. ModelError when there is no such tensor."""
+        """Return the tensor's size in the file, in bytes. Raises ModelError if there is no such tensor."""
         return _num_bytes(self._tensor(name))
 
     def kind(self, name: str) -> GGMLQuantizationType:
-        """How its numbers are stored. ModelError when there is no such tensor."""
+        """Return the tensor's storage type. Raises ModelError if there is no such tensor."""
         return GGMLQuantizationType(self._tensor(name).type)
 
     def raw(self, name: str, part: int | None = None) -> npt.NDArray[np.uint8]:
-        """The bytes of each row. ModelError where a stack has no such `part`."""
+        """Return the bytes of each row. Raises ModelError if a stack has no such `part`."""
         tensor = self._tensor(name)
         raw = np.frombuffer(self._maps[name], dtype=np.uint8, count=_num_bytes(tensor), offset=tensor.offset)
         rows = raw.reshape(math.prod(tensor.shape[1:]), -1)
@@ -123,13 +123,15 @@ class GGUFFile:
 
 
 def _check(path: Path, tensor: GGUFTensor, size: int) -> None:
-    """ModelError for a tensor that a file of `size` bytes cannot hold."""
+    """Raise ModelError if the tensor is invalid or exceeds a file of `size` bytes."""
     where = f"{path}: tensor {tensor.name}"
     if tensor.type not in GGMLQuantizationType._value2member_map_:
         raise ModelError(f"{where} has unknown type {tensor.type}: upgrade the gguf package, or use a Q8_0 file")
     packed = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type)][0]
     if not tensor.shape or min(tensor.shape) < 1 or tensor.shape[0] % packed:
-        raise ModelError(f"{where} has shape {list(tensor.shape)}, its type packs {packed}: fetch the model again")
+        raise ModelError(
+            f"{where} has shape {list(tensor.shape)}, rows must be multiples of {packed}: fetch the model again"
+        )
     end = tensor.offset + _num_bytes(tensor)
     if end > size:
         raise ModelError(f"{where} ends at byte {end:,}, the file has {size:,}: fetch the model again")

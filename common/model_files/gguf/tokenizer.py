@@ -1,13 +1,13 @@
-"""Turns the vocabulary inside a GGUF file into a Hugging Face `tokenizer.json`, once, so that the router starts fast.
+"""Converts the vocabulary of a GGUF file to a Hugging Face `tokenizer.json`, once, so that the router starts fast.
 
-A GGUF file names its pre-tokenizer instead of carrying it, and an SPM (SentencePiece) vocabulary carries scores instead
-of merges. Both are rebuilt here to match the tokenizer the model was trained with:
+A GGUF file only names its pre-tokenizer, and an SPM (SentencePiece) vocabulary has scores instead of merges. Both are
+reconstructed to match the original tokenizer:
 
-- Byte-level BPE ("gpt2"): the split patterns are those of the models' own `tokenizer.json` and of llama.cpp's
-  `llm_tokenizer_bpe`. An unknown name is refused: a wrong split is silent and costs quality.
-- SPM ("llama"): merges are every split of a piece into two pieces, ranked by score. User-defined pieces (Gemma's runs
-  of spaces, tabs and newlines, its HTML tags) are matched whole before merging, longest first, as SentencePiece does.
-  The `transformers` converter merges runs of spaces instead, and so differs from SentencePiece beyond 31 of them.
+- Byte-level BPE ("gpt2"): the split patterns are those of the models' `tokenizer.json` and of llama.cpp's
+  `llm_tokenizer_bpe`. Unknown names are refused, because a wrong split silently costs quality.
+- SPM ("llama"): merges are all splits of a piece into two pieces, ranked by score. User-defined pieces (Gemma's runs
+  of spaces, tabs and newlines, its HTML tags) are matched whole before merging, longest first, as in SentencePiece.
+  The `transformers` converter merges runs of spaces instead, and differs from SentencePiece beyond 31 of them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DEEPSEEK3_SPLITS = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
-# tokenizer.ggml.pre -> the pattern that splits text, or None for GPT-2's own
+# tokenizer.ggml.pre -> split pattern, or None for GPT-2's
 GPT2_PRE = ("gpt-2", "gpt2", "olmo", "exaone4")
 DIGITS_PRE = ("smollm", "starcoder", "refact", "command-r", "codeshell")
 LLAMA3_PRE = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "smaug-bpe", "dbrx")
@@ -64,13 +64,13 @@ PATTERNS = {
     O200K_PRE: (O200K_SPLIT,),
     DEEPSEEK3_PRE: DEEPSEEK3_SPLITS,
 }
-"""Each pattern splits what those before it made."""
+"""Patterns by name. Each pattern splits the results of the previous one."""
 
 
 def convert_gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
-    """Build the tokenizer that `metadata` (of `read_gguf_head`) describes. Token ids are those of the file.
+    """Build the tokenizer that `metadata` (of `read_gguf_head`) describe. Token ids are those of the file.
 
-    Raises ModelError when the vocabulary is of a kind that is not supported, or inconsistent.
+    Raises ModelError if the vocabulary is inconsistent or of an unsupported kind.
     """
     vocabulary = GGUFVocabulary.of(metadata)
     if vocabulary.kind == "llama":
@@ -84,7 +84,7 @@ def convert_gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         _add_tokens(tokenizer, vocabulary)
     except ModelError:
         raise
-    except Exception as error:  # the library raises plain Exception for every kind of damage
+    except Exception as error:  # the library raises plain Exception
         raise ModelError(f"the GGUF vocabulary is not a valid tokenizer ({error}): convert it again") from error
     if (count := tokenizer.get_vocab_size(with_added_tokens=True)) != len(vocabulary.tokens):
         raise ModelError(
@@ -96,7 +96,7 @@ def convert_gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _adds_bos(metadata: Mapping[str, Any]) -> bool:
-    """Whether plain text starts with the BOS token. Files without the flag follow llama.cpp's rule for their kind."""
+    """Whether plain text starts with BOS. Without the flag, follows llama.cpp's rule for the kind of vocabulary."""
     default = metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") in LLAMA3_PRE
     return flag(metadata, "add_bos_token", default)
 
@@ -104,7 +104,7 @@ def _adds_bos(metadata: Mapping[str, Any]) -> bool:
 def _byte_level(vocabulary: GGUFVocabulary) -> Tokenizer:
     pre = vocabulary.pre
     vocab = {token: index for index, token in enumerate(vocabulary.tokens)}
-    whole = pre in LLAMA3_PRE or pre in TEKKEN_PRE  # these look a word up whole before merging
+    whole = pre in LLAMA3_PRE or pre in TEKKEN_PRE  # whole words are looked up before merging
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=list(vocabulary.merges), ignore_merges=whole))
     tokenizer.pre_tokenizer = _byte_level_split(pre)
     tokenizer.decoder = decoders.ByteLevel()
@@ -125,8 +125,8 @@ def _byte_level_split(pre: object) -> pre_tokenizers.PreTokenizer:
             return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     known = sorted({*GPT2_PRE, *DIGITS_PRE, *chain.from_iterable(PATTERNS)})
     raise ModelError(
-        f"the GGUF file names the pre-tokenizer {pre!r}; known are {', '.join(known)}. "
-        "Use the model's Hugging Face folder, whose tokenizer.json says how to split"
+        f"the GGUF file names the unknown pre-tokenizer {pre!r} (supported: {', '.join(known)}). "
+        "Use the model's Hugging Face folder, which has a tokenizer.json"
     )
 
 
@@ -146,7 +146,7 @@ def _sentencepiece(vocabulary: GGUFVocabulary, prefix: bool) -> Tokenizer:
 
 
 def _merges_by_score(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
-    """Every way to make a normal piece of two others, best score first; ties go to the earlier token.
+    """Return all splits of normal pieces into two others, best score first; ties go to the earlier token.
 
     Source: SentencePiece's bpe_model.cc, which merges the adjacent pair that forms the best-scored piece.
     """
@@ -161,9 +161,9 @@ def _merges_by_score(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
 
 
 def _add_tokens(tokenizer: Tokenizer, vocabulary: GGUFVocabulary) -> None:
-    """Control tokens (special) and user-defined ones (plain) are matched whole in the text.
+    """Add control tokens (special) and user-defined ones (plain), which are matched whole in the text.
 
-    Runs of spaces are matched after normalization, once spaces are "▁"; all others before, in the raw text.
+    Runs of spaces are matched after normalisation, which turns spaces into "▁"; all others in the raw text.
     """
     added = {CONTROL: tokenizer.add_special_tokens, USER_DEFINED: tokenizer.add_tokens}
     for kind, add in added.items():
@@ -172,7 +172,7 @@ def _add_tokens(tokenizer: Tokenizer, vocabulary: GGUFVocabulary) -> None:
 
 
 def _add_processor(tokenizer: Tokenizer, vocabulary: GGUFVocabulary, *, bos: bool, eos: bool) -> None:
-    """Make `encode(..., add_special_tokens=True)` put BOS before and EOS after the text, where the model wants them."""
+    """Add a post-processor that adds BOS and EOS where the model wants them."""
     wanted, ids = {"bos": bos, "eos": eos}, vocabulary.ids
     special = {name: (vocabulary.tokens[ids[name]], ids[name]) for name, use in wanted.items() if use and name in ids}
     if special:

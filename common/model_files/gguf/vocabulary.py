@@ -1,4 +1,4 @@
-"""The vocabulary in the metadata of a GGUF file, and its validation."""
+"""Vocabulary in the metadata of a GGUF file, and its validation."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ IDS: Final = ("bos", "eos", "eot", "eom", "unknown")
 
 @dataclass(frozen=True, slots=True)
 class GGUFVocabulary:
-    """A validated vocabulary.
+    """Validated vocabulary.
 
-    `tokens` are distinct, `types` has one entry for each token, and `ids` has the ids of `IDS` that the file sets.
-    A BPE vocabulary has `merges`, which are pairs of tokens; an SPM vocabulary has `scores`, one for each token.
+    `tokens` are distinct, `types` has one entry per token, and `ids` has the ids of `IDS` that the file sets. A BPE
+    vocabulary has `merges`, which are pairs of tokens. An SPM vocabulary has `scores`, one per token.
     """
 
     kind: str
@@ -34,10 +34,10 @@ class GGUFVocabulary:
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any]) -> GGUFVocabulary:
-        """Read the vocabulary. Raises ModelError, with the field and its value, for invalid metadata."""
+        """Read the vocabulary. Raises ModelError, with field and value, for invalid metadata."""
         tokens = _list(metadata, "tokens", str)
         if not tokens:
-            raise ModelError(f"the GGUF file has no vocabulary ({PREFIX}tokens): use a file that does")
+            raise ModelError(f"the GGUF file has no vocabulary ({PREFIX}tokens): use a complete file")
         if len(known := {token: i for i, token in enumerate(tokens)}) != len(tokens):
             twice = next(i for i, token in enumerate(tokens) if known[token] != i)
             raise _wrong("tokens", f"{tokens[twice]!r} as tokens {twice} and {known[tokens[twice]]}", "distinct tokens")
@@ -49,14 +49,12 @@ class GGUFVocabulary:
         kind = metadata.get(f"{PREFIX}model")
         if kind not in ("gpt2", "llama"):
             raise ModelError(
-                f"the GGUF file has a tokenizer of kind {shown(kind)}; 'gpt2' (BPE) and 'llama' (SPM) are supported"
+                f"the GGUF file has a tokenizer of kind {shown(kind)}, must be 'gpt2' (BPE) or 'llama' (SPM)"
             )
         if kind == "gpt2" and not metadata.get(f"{PREFIX}merges"):
             raise ModelError("the GGUF file has a BPE vocabulary without merges: convert the model again")
         if kind == "llama" and not (scores and metadata.get(f"{PREFIX}token_type")):
-            raise ModelError(
-                "the GGUF file has an SPM vocabulary without scores and types for each token: convert it again"
-            )
+            raise ModelError("the GGUF file has an SPM vocabulary without scores and types: convert the model again")
         pre = metadata.get(f"{PREFIX}pre")
         if pre is not None and not isinstance(pre, str):
             raise _wrong("pre", shown(pre), "a name")
@@ -67,7 +65,7 @@ class GGUFVocabulary:
 
 
 def flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
-    """Read a Boolean field. Raises ModelError for any other value."""
+    """Read a Boolean field. Raises ModelError for other values."""
     value = metadata.get(PREFIX + name, default)
     if value not in (True, False):
         raise _wrong(name, shown(value), "true or false")
@@ -91,7 +89,7 @@ def _merge(merge: str, index: int, known: Mapping[str, int]) -> tuple[str, str]:
 
 
 def _list(metadata: Mapping[str, Any], name: str, *kinds: type) -> list[Any]:
-    """Read a list field. Returns an empty list if the file has no such field."""
+    """Read a list field. Returns [] if it is missing."""
     values = metadata.get(PREFIX + name)
     if values is None:
         return []

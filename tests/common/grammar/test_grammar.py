@@ -147,7 +147,7 @@ def test_a_model_without_an_end_token_has_no_grammars() -> None:
     files = resolve_model("tiny-random")
     grammars = Grammars(msgspec.structs.replace(files, eos_token_ids=()), 300)
     try:
-        assert "no end token" in grammars.constraint('start: "a"').problem
+        assert "no end-of-sequence token" in grammars.constraint('start: "a"').problem
     finally:
         grammars.close()
 

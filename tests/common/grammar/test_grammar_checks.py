@@ -120,7 +120,7 @@ def test_what_takes_too_much_is_told_so(checks: GrammarChecks, grammar: str) -> 
     problem = patient_verdict(checks, grammar).problem
     assert problem
     if grammar == ENDLESS:
-        assert "too complex" in problem and ("1 s of a processor" in problem or "128 MiB" in problem)
+        assert "too complex" in problem and ("1 s of CPU time" in problem or "128 MiB" in problem)
 
 
 def test_memory_is_bounded(make: Callable[..., GrammarChecks]) -> None:
@@ -128,7 +128,7 @@ def test_memory_is_bounded(make: Callable[..., GrammarChecks]) -> None:
 
 
 def test_time_is_bounded(make: Callable[..., GrammarChecks]) -> None:
-    assert "0.05 s of a processor" in verdict(make(quick_cpu_s=0.02, slow_cpu_s=0.05), ENDLESS).problem
+    assert "0.05 s of CPU time" in verdict(make(quick_cpu_s=0.02, slow_cpu_s=0.05), ENDLESS).problem
 
 
 def test_a_crash_is_the_grammars_problem_alone(checks: GrammarChecks) -> None:
@@ -182,13 +182,13 @@ def test_one_owner_cannot_have_all_places(make: Callable[..., GrammarChecks], mo
     checks = make()
     for i in range(2):
         checks.submit(ENDLESS + " " * i, owner="greedy")
-    with pytest.raises(Unavailable, match="2 grammars of this key wait"):
+    with pytest.raises(Unavailable, match=r"too many grammars \(2\) of this API key"):
         checks.submit(TRIVIAL, owner="greedy")
     assert checks.submit(TRIVIAL, owner="modest").result(WAIT_S).problem == ""
 
 
 def test_kept_verdicts_are_bounded(make: Callable[..., GrammarChecks], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks_module, "VERDICTS_KEPT", 3)
+    monkeypatch.setattr(checks_module, "MAX_VERDICTS", 3)
     checks = make()
     for i in range(6):
         verdict(checks, f'start: "{i}"')
@@ -200,7 +200,7 @@ def test_what_waits_is_bounded(make: Callable[..., GrammarChecks], monkeypatch: 
     checks = make()
     for i in range(2):
         checks.submit(ENDLESS + " " * i)
-    with pytest.raises(Unavailable, match="2 grammars wait"):
+    with pytest.raises(Unavailable, match="queue is full"):
         checks.submit(TRIVIAL)
 
 
@@ -214,7 +214,7 @@ def test_a_fault_of_the_writer_is_logged_by_its_place(
     program = "from common.grammar.compiler import main\ndef write(text): return text.missing\nmain(write)\n"
     (tmp_path / "faulty_writer.py").write_text(program)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert verdict(make(program="faulty_writer"), "secret").problem == "the server failed to read it"
+    assert verdict(make(program="faulty_writer"), "secret").problem == "internal error while converting the grammar"
     assert "AttributeError in" in caplog.text and "line 2" in caplog.text and "secret" not in caplog.text
 
 
@@ -328,13 +328,13 @@ def test_a_compiled_grammar_is_found_by_its_own_salts_alone(worker: Grammars) ->
 
 
 def test_the_cache_is_bounded_in_bytes_and_in_number(worker: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "KEPT", 3)
+    monkeypatch.setattr(grammars, "MAX_CACHED", 3)
     for i in range(6):
         compiled(worker, f'start: "{i}"')
     assert len(worker._compiled) == 3
     one = next(iter(worker._compiled.values())).num_bytes
     assert one > 0
-    monkeypatch.setattr(grammars, "KEPT_BYTES", one // 2)
+    monkeypatch.setattr(grammars, "MAX_CACHED_BYTES", one // 2)
     compiled(worker, 'start: "more than there is room for"')
     assert len(worker._compiled) == 1
 

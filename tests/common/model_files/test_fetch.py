@@ -147,7 +147,7 @@ def test_the_command_line(
 ) -> None:
     model = downloaded
     assert main(["no-such-model"]) == 1
-    assert "error: no model 'no-such-model'" in capsys.readouterr().err
+    assert "error: unknown model 'no-such-model'" in capsys.readouterr().err
     monkeypatch.setitem(BUILTIN_MODELS, model.name, model)
     assert main([model.name, "--force"]) == 1
     assert "is not a GGUF file" in capsys.readouterr().err  # fetched, whole, and then not a model
@@ -158,5 +158,5 @@ def test_the_built_in_table_is_consistent() -> None:
     for name, entry in BUILTIN_MODELS.items():
         assert builtin_model(name) is entry and len(entry.sha256) == 64 and entry.file.endswith(".gguf")
         assert all("==" in part.requirement and part.num_bytes < entry.num_bytes for part in entry.parts)
-    with pytest.raises(ModelError, match="'x' is not a built-in model; these are: smollm2-135m, gemma3-270m"):
+    with pytest.raises(ModelError, match="'x' is not a built-in model. Built-in models: smollm2-135m, gemma3-270m"):
         builtin_model("x")

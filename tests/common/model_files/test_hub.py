@@ -156,7 +156,7 @@ def test_a_kind_names_its_files_and_no_other_ones(snapshot: Path, kind: str, fir
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("Q5_K", "no .gguf file of kind 'Q5_K'"), ("Q8_0", "several models"), ("Q6_K", "one of 2 files")],
+    [("Q5_K", "no .gguf file of quantisation 'Q5_K'"), ("Q8_0", "several GGUF models"), ("Q6_K", "one of 2 files")],
 )
 def test_a_kind_that_names_no_one_model_is_refused(snapshot: Path, kind: str, message: str) -> None:
     for name in ("a-Q8_0.gguf", "b-Q8_0.gguf", "a-Q6_K-00001-of-00002.gguf"):
@@ -166,7 +166,7 @@ def test_a_kind_that_names_no_one_model_is_refused(snapshot: Path, kind: str, me
 
 
 def test_a_model_of_gguf_files_needs_a_kind() -> None:
-    with pytest.raises(ModelError, match="name one, such as org/Tiny-GGUF:Q4_K_M"):
+    with pytest.raises(ModelError, match="select one, such as org/Tiny-GGUF:Q4_K_M"):
         resolve_model("org/Tiny-GGUF")
 
 

@@ -132,7 +132,7 @@ def test_a_model_by_hub_id_needs_the_hub(monkeypatch: pytest.MonkeyPatch, cache:
 
 @pytest.mark.parametrize("name", ["", "smollm", "no/such/file.gguf", "org/name/more", "missing.gguf"])
 def test_an_unknown_name_lists_the_known_ones(name: str, cache: Path) -> None:
-    with pytest.raises(ModelError, match="built in are smollm2-135m, gemma3-270m, tiny-random"):
+    with pytest.raises(ModelError, match=r"no built-in model \(smollm2-135m, gemma3-270m, tiny-random"):
         resolve_model(name)
 
 
@@ -144,8 +144,8 @@ def test_a_near_miss_is_suggested(cache: Path) -> None:
 @pytest.mark.parametrize(
     ("missing", "message"),
     [
-        ("config.json", "not a model folder: it has no config.json"),
-        ("tokenizer.json", "has no tokenizer.json: write one"),
+        ("config.json", "not a model folder: config.json is missing"),
+        ("tokenizer.json", "has no tokenizer.json: create it"),
         ("model.safetensors", "no .safetensors weights"),
     ],
 )

@@ -85,25 +85,25 @@ REFUSED: list[tuple[str, Change, str]] = [
     (
         "auto",
         lambda folder: write_modules(folder, "cls_token", normalise=True),
-        "pooling by cls_token is not supported",
+        "pooling mode cls_token is not supported",
     ),
-    ("auto", lambda folder: write_modules(folder, "none", normalise=True), "pooling by none is not supported"),
+    ("auto", lambda folder: write_modules(folder, "none", normalise=True), "pooling mode none is not supported"),
     (
         "auto",
         lambda folder: write_modules(folder, "lasttoken", normalise=True, kinds=(*MODULES, "x.Dense")),
         "module Dense is not supported",
     ),
-    ("embed", lambda folder: write_modules(folder, "", normalise=True, kinds=MODULES[:1]), "0 modules of pooling"),
-    ("auto", outside, "leaves the model's folder"),
+    ("embed", lambda folder: write_modules(folder, "", normalise=True, kinds=MODULES[:1]), "0 Pooling modules"),
+    ("auto", outside, "outside of the model folder"),
     ("auto", lambda folder: (folder / "modules.json").write_text("{}"), "a JSON list of objects"),
     ("auto", lambda folder: (folder / "modules.json").write_text("["), "is not valid JSON"),
-    ("embed", lambda folder: change(folder, is_causal=False), "is_causal false is not supported"),
-    ("score", lambda folder: None, "has neither a head that scores"),
+    ("embed", lambda folder: change(folder, is_causal=False), "is_causal=false is not supported"),
+    ("score", lambda folder: None, "has neither a scoring head"),
     ("auto", lambda folder: reranker(folder, id2label={"0": "no", "1": "yes"}), "2 labels are not supported"),
     (
         "auto",
         lambda folder: reranker(folder, sbert_ce_default_activation_function="torch.nn.Tanh"),
-        "'torch.nn.Tanh' is not supported as activation",
+        "activation 'torch.nn.Tanh' is not supported",
     ),
 ]
 

@@ -70,9 +70,9 @@ def test_an_index_says_which_files_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("placed", "why"),
     [
-        ({"x": "../x.safetensors"}, r"weight_map.x is '../x.safetensors', which is outside of the model's folder"),
-        ({"x": "/x.safetensors"}, r"weight_map.x is '/x.safetensors', which is outside of the model's folder"),
-        ({"x": "sub/../../x.safetensors"}, "is outside of the model's folder"),
+        ({"x": "../x.safetensors"}, r"weight_map.x is '../x.safetensors', which is outside of the model folder"),
+        ({"x": "/x.safetensors"}, r"weight_map.x is '/x.safetensors', which is outside of the model folder"),
+        ({"x": "sub/../../x.safetensors"}, "is outside of the model folder"),
         ({"x": 3}, "weight_map.x is 3, expected the name of a .safetensors file"),
         ({"x": "pytorch_model.bin"}, "weight_map.x is 'pytorch_model.bin', expected the name of a .safetensors file"),
         ({"x": "a.safetensors"}, r"lists 1 shards, of which \['a.safetensors'\] are missing"),

@@ -52,9 +52,9 @@ def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
 KINDS = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 DOWN = "model.layers.1.mlp.down_proj.weight"
 REFUSED: dict[str, tuple[Damage, str]] = {
-    "no config": (lambda f: (f / "config.json").unlink(), "not a model folder: it has no config.json"),
+    "no config": (lambda f: (f / "config.json").unlink(), "not a model folder: config.json is missing"),
     "broken config": (lambda f: (f / "config.json").write_text("{"), "not valid JSON.*fetch"),
-    "config of another kind": (lambda f: (f / "config.json").write_text("[]"), "should hold a JSON object, not list"),
+    "config of another kind": (lambda f: (f / "config.json").write_text("[]"), "must contain a JSON object, not list"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no weights file.*download"),
     "truncated weights": (lambda f: cut(f / "model.safetensors", 0.5), "truncated or damaged.*download"),
     "empty weights": (lambda f: cut(f / "model.safetensors", 0.0), "truncated or damaged.*download"),
@@ -81,7 +81,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "activation": (lambda f: set_config(f, hidden_act="relu"), "hidden_act 'relu' is not supported"),
     "text for a number": (lambda f: set_config(f, num_hidden_layers="four"), "num_hidden_layers is 'four'"),
     "no layers": (lambda f: set_config(f, num_hidden_layers=0), "num_hidden_layers is 0"),
-    "heads": (lambda f: set_config(f, num_key_value_heads=3), "4 heads do not divide over 3 KV heads"),
+    "heads": (lambda f: set_config(f, num_key_value_heads=3), "4 attention heads are not a multiple of 3 KV heads"),
 }
 
 

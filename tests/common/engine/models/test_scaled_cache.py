@@ -106,7 +106,10 @@ def test_a_worker_takes_what_the_checkpoint_asks_for(
     with caplog.at_level(logging.INFO):
         model = loaded(scaled)
     assert model.kv_dtype == "fp8" and model.kv.scales == SCALES and "KV in fp8" in model.precision
-    assert "KV is in fp8 with the checkpoint's scales: keys 0.0031 to 0.0124, values 0.0017 to 0.0051" in caplog.text
+    assert (
+        "KV cache is in fp8 with the checkpoint's scales, of keys 0.0031 to 0.0124, of values 0.0017 to 0.0051"
+        in caplog.text
+    )
     assert "kernels agree" in caplog.text
     table = range(8)
     logits = model.runner.forward([SequenceChunk(PROMPTS[2], 0, table)])
@@ -122,7 +125,7 @@ def test_a_worker_takes_what_the_checkpoint_asks_for(
 def test_a_worker_says_that_there_are_no_scales(tiny_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         model = loaded(tiny_folder, kv_cache_dtype="fp8")
-    assert not model.kv.is_scaled and "KV is in fp8 without scales" in caplog.text
+    assert not model.kv.is_scaled and "KV cache is in fp8 without scales" in caplog.text
 
 
 def test_frames_are_not_made_smaller_again(scaled: Path) -> None:

@@ -125,7 +125,9 @@ def test_a_rank_reads_its_part_and_no_more(tmp_path: Path) -> None:
 def test_a_tensor_of_another_size_is_refused(tmp_path: Path) -> None:
     config, files = checkpoint_of(tmp_path)
     wrong = ShardedSource(files, ModelConfig(**{**fields_of(config), "num_heads": 12}), Shard(0, 2), Quantization.NONE)
-    with pytest.raises(ModelError, match=r"q_proj.weight is \[96, 96\], the configuration wants 192 in dimension 0"):
+    with pytest.raises(
+        ModelError, match=r"q_proj.weight has shape \[96, 96\], the configuration requires 192 in dimension 0"
+    ):
         wrong.read("model.layers.0.self_attn.q_proj.weight")
 
 
@@ -140,7 +142,7 @@ def fields_of(config: ModelConfig) -> dict[str, Any]:
             "Llama",
             {},
             4,
-            "tensor_parallel_size=4 is refused: 1 or 2 for this model: 6 heads, 2 KV heads and MLPs of 160",
+            "tensor_parallel_size=4 is refused: 1 or 2 for this model: 6 heads, 2 KV heads and MLP widths 160",
         ),
         (*CASES["deepseek-v3"], 3, "tensor_parallel_size=3 is refused: 1, 2 or 4 for this model: 4 heads, 1 KV heads"),
     ],

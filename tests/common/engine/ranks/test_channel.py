@@ -58,15 +58,15 @@ def test_a_file_is_given_between_messages(ends: Ends) -> None:
 
 def test_silence_ends_at_the_deadline(ends: Ends) -> None:
     began = time.monotonic()
-    with pytest.raises(RankLost, match="rank 1 sends nothing: timed out"):
+    with pytest.raises(RankLost, match="cannot receive from rank 1: timed out"):
         ends[0].receive(0.05)
-    with pytest.raises(RankLost, match="rank 1 gave no file: timed out"):
+    with pytest.raises(RankLost, match="cannot receive a file from rank 1: timed out"):
         ends[0].receive_descriptor(0.05)
     assert time.monotonic() - began < 5.0
 
 
 def test_messages_that_nobody_reads_end_at_the_deadline(ends: Ends) -> None:
-    with pytest.raises(RankLost, match="rank 1 takes no messages: timed out"):
+    with pytest.raises(RankLost, match="cannot send to rank 1: timed out"):
         ends[0].send(bytes(16 * 2**20), 0.05)
 
 
@@ -92,17 +92,17 @@ def test_the_end_of_a_process_is_seen_at_once(ends: Ends) -> None:
     assert ends[0].is_cut()
     with pytest.raises(RankLost, match="rank 1 is gone"):
         ends[0].receive(None)
-    with pytest.raises(RankLost, match="rank 1 takes no messages"):
+    with pytest.raises(RankLost, match="cannot send to rank 1"):
         for _ in range(100):  # the first one on a connection only asks for the answer that the other end is gone
             ends[0].send(b"x", 1.0)
             time.sleep(0.01)
-    with pytest.raises(RankLost, match="rank 1 gave no file"):
+    with pytest.raises(RankLost, match="rank 1 passed no file"):
         ends[0].receive_descriptor(1.0)
 
 
 def test_a_size_out_of_bounds_is_refused(ends: Ends) -> None:
     ends[0].send(bytes(10), 1.0)
-    with pytest.raises(RankLost, match="rank 0 sent 10 bytes, at most 9 are taken"):
+    with pytest.raises(RankLost, match="rank 0 sent a message of 10 bytes, the limit is 9"):
         ends[1].receive(1.0, 9)
 
 
@@ -114,9 +114,9 @@ def test_bytes_without_heads_fill_what_waits_for_them(ends: Ends) -> None:
     ends[1].receive_parts(found, 5.0)
     sender.join()
     assert b"".join(found) == b"".join(parts)
-    with pytest.raises(RankLost, match="rank 0 sends nothing: timed out"):
+    with pytest.raises(RankLost, match="cannot receive from rank 0: timed out"):
         ends[1].receive_parts(found, 0.05)
-    with pytest.raises(RankLost, match="rank 1 takes no bytes: timed out"):
+    with pytest.raises(RankLost, match="cannot send to rank 1: timed out"):
         ends[0].send_parts([memoryview(bytes(32 * 2**20))], 0.05)
 
 

@@ -217,7 +217,7 @@ def test_a_replay_without_a_recording_is_an_error() -> None:
     pair, model = Pair(), Model()
     pair.runner.launch([row(3, [0], 10)], [FROM_HOST])
     other = FollowedSteps(ModelRunner(model, KVCache(model.config, 4, SIZE, "float32")), pair.wire.take)
-    with pytest.raises(ModelError, match="rank 0 replays a step of 1 rows, and none was recorded"):
+    with pytest.raises(ModelError, match="rank 0 replays a step of 1 rows, but none was recorded"):
         other.run(pair.wire.messages.popleft())
     assert not model.ran
 
@@ -227,7 +227,9 @@ def test_a_wait_for_launched_steps_has_a_deadline() -> None:
     assert not deadline.failure
     with deadline.wait():
         with deadline.wait():
-            assert deadline.failure == "a launched step has not ended within 0 s: a rank does not come to its sums"
+            assert (
+                deadline.failure == "a launched step did not complete within 0 s: a rank did not reach its collectives"
+            )
         assert deadline.failure
     assert not deadline.failure
     patient = WaitDeadline(60.0)
@@ -245,4 +247,4 @@ def test_waits_for_steps_are_those_with_the_deadline(monkeypatch: pytest.MonkeyP
     runner.wait()
     with runner.waiting():
         seen.append(deadline.failure)
-    assert len(seen) == 2 and all("has not ended" in failure for failure in seen)
+    assert len(seen) == 2 and all("did not complete" in failure for failure in seen)

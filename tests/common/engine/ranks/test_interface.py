@@ -27,7 +27,7 @@ def test_the_route_to_an_interface_of_this_host_is_that_interface() -> None:
 
 def test_a_route_whose_address_no_interface_has_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interface, "addresses_of", lambda name: set())
-    with pytest.raises(RankLost, match=r"no network interface has 127\.0\.0\.1, .* GLOO_SOCKET_IFNAME"):
+    with pytest.raises(RankLost, match=r"no network interface has the address 127\.0\.0\.1 .* GLOO_SOCKET_IFNAME"):
         interface_to("127.0.0.1")
-    with pytest.raises(RankLost, match="there is no route to no-such-host"):
+    with pytest.raises(RankLost, match="no route to no-such-host"):
         interface_to("no-such-host.invalid")

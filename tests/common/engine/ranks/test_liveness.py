@@ -97,14 +97,14 @@ def test_the_rank_that_is_silent_is_named_among_others(three: ThreeRanks) -> Non
     for _ in range(60):
         assert three.look(1.0) == ""
         three.theirs[1].try_send(SIGN)
-    assert three.look(1.0) == "rank 1 has given no sign of life for 60 s: its process or its host is stopped"
+    assert three.look(1.0) == "rank 1 has sent no sign of life for 60 s: its process or host is stopped or overloaded"
 
 
 def test_a_rank_whose_sum_fails_first_does_not_hide_the_one_it_waited_for(three: ThreeRanks) -> None:
     for _ in range(31):
         assert three.look(1.0) == ""
         three.theirs[1].try_send(SIGN)
-    named = "rank 1 has given no sign of life for 30 s"
+    named = "rank 1 has sent no sign of life for 30 s"
     with pytest.raises(RankLost, match=f"a collective failed; {named}"), three.processes.in_step():
         raise RankLost("a collective failed")
     three.theirs[1].close()

@@ -80,7 +80,7 @@ def test_the_smallest_rank_decides_and_answers_are_the_models(
 
 def test_a_rank_without_room_is_named(folder: Path, devices: Callable[[float, float], Path]) -> None:
     devices(0.01, 1e-9)
-    refused = pytest.raises(ConfigError, match="another rank has no room for two blocks")
+    refused = pytest.raises(ConfigError, match="fewer than 2 KV blocks fit on another rank")
     with refused, worker(folder, 2, **SETTINGS):
         pass
 

@@ -101,12 +101,12 @@ def test_hosts_join_and_bring_their_ranks() -> None:
 
 def test_another_key_is_refused_at_both_ends(caplog: pytest.LogCaptureFixture) -> None:
     with meeting() as one:
-        with pytest.raises(NotAdmitted, match=r"rank 0 at 127\.0\.0\.1:\d+ is refused: its --curve-key is another one"):
+        with pytest.raises(NotAdmitted, match=r"rank 0 at 127\.0\.0\.1:\d+ is refused: its --curve-key differs"):
             one.ask("host", key=b"x" * 32)
-        with pytest.raises(NotAdmitted, match="or one side has none"):
+        with pytest.raises(NotAdmitted, match="or is missing on one side"):
             one.ask("host", key=b"")
         assert one.join().ranks == (2, 3)
-    assert "dropped a connection to the ranks' port: the connection from 127.0.0.1 is refused: its" in caplog.text
+    assert "dropped a connection to the rank port: the connection from 127.0.0.1 is refused: its" in caplog.text
 
 
 def test_an_overheard_proof_serves_only_once() -> None:
@@ -121,7 +121,7 @@ def test_an_overheard_proof_serves_only_once() -> None:
         again = Handshake(second, KEY, leads=False)
         second.send(sent[0], 1.0)
         answer = again.receive(RankAnswer)
-        assert "its --curve-key is another one" in answer.problem
+        assert "its --curve-key differs" in answer.problem
         first.close()
         one.join()
 
@@ -132,7 +132,7 @@ def test_other_versions_are_refused_with_both() -> None:
         answer = one.ask("host", versions=Versions("0.0.9", "2.9.0"))
         assert answer.problem == (
             f"it has Diptych 0.0.9 with torch 2.9.0, rank 0 has Diptych {ours.diptych} with torch {ours.torch}: "
-            "install the same on every host of a worker"
+            "install the same versions on every host of the worker"
         )
         assert not answer.again
         one.join()
@@ -142,9 +142,9 @@ def test_one_host_too_many_may_come_again() -> None:
     with meeting() as one:
         first = one.ask("host")
         second = one.ask("host")
-        assert (second.problem, second.again) == ("all 2 hosts of this worker's --rank-hosts are there", True)
+        assert (second.problem, second.again) == ("all 2 hosts of --rank-hosts have already joined", True)
         stranger = one.ask("steps", session=b"another", rank=2)
-        assert stranger.problem == "rank 2 is not its own"
+        assert stranger.problem == "rank 2 is not assigned to it"
         for rank in first.ranks:
             for purpose in LINKS:
                 one.ask(purpose, session=first.session, rank=rank)
@@ -160,7 +160,7 @@ def test_a_host_that_dies_before_all_are_there_makes_room() -> None:
             assert other.again and time.monotonic() < deadline
             time.sleep(0.05)
         assert other.ranks == gone.ranks and other.session != gone.session
-        assert both.ask("steps", session=gone.session, rank=4).problem == "rank 4 is not its own"
+        assert both.ask("steps", session=gone.session, rank=4).problem == "rank 4 is not assigned to it"
         for rank in other.ranks:
             for purpose in LINKS:
                 assert not both.ask(purpose, session=other.session, rank=rank).problem
@@ -248,7 +248,7 @@ def test_what_is_no_rank_of_diptych_is_said() -> None:
         thread = threading.Thread(target=answer)
         thread.start()
         channel = dial(f"127.0.0.1:{server.getsockname()[1]}")
-        with pytest.raises(RankLost, match="sent [0-9]+ bytes, at most 4096 are taken"):
+        with pytest.raises(RankLost, match="sent a message of [0-9]+ bytes, the limit is 4096"):
             Handshake(channel, KEY, leads=False)
         channel.close()
         thread.join()

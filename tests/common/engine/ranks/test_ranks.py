@@ -131,7 +131,9 @@ def test_a_rank_that_reads_another_adapter_is_an_error_and_the_place_stays_free(
         assert bank is not None and isinstance(bank._places, AllPlaces)
         read = bank._places.read
         bank._places.read = lambda path: dataclasses.replace(read(path), digest="other")  # type: ignore[method-assign]
-        with pytest.raises(ModelError, match=r"rank 1: .* is another file now than rank 0 has read: load it again"):
+        with pytest.raises(
+            ModelError, match=r"rank 1: .* differs from the file that rank 0 has read: load the adapter again"
+        ):
             bank.load("a", str(path))
         bank._places.read = read  # type: ignore[method-assign]
         assert bank.load("a", str(path)).place == 0
@@ -181,7 +183,7 @@ def test_a_frozen_rank_ends_the_worker_at_the_deadline(folder: Path, monkeypatch
         time.sleep(2 * PULSE_S)
         assert loaded.others is not None and not loaded.others.failure  # reads what it gave before
         began = time.monotonic()
-        with pytest.raises(RankLost, match=r"a collective failed.*; rank 1 has given no sign of life for [5-9] s"):
+        with pytest.raises(RankLost, match=r"a collective failed.*; rank 1 has sent no sign of life for [5-9] s"):
             run(loaded, [1, 2, 3], 0, [0])
         assert 5.0 < time.monotonic() - began < 60.0
 
@@ -207,7 +209,7 @@ def test_a_rank_that_is_frozen_while_nothing_runs_ends_the_worker(
         while not others.failure:
             assert time.monotonic() < until
             time.sleep(0.05)
-        assert others.failure == "rank 1 has given no sign of life for 6 s: its process or its host is stopped"
+        assert others.failure == "rank 1 has sent no sign of life for 6 s: its process or host is stopped or overloaded"
         began = time.monotonic()
     step.join(30.0)
     assert time.monotonic() - began < 30.0 and "a collective failed" in failed[0]
@@ -251,7 +253,7 @@ def test_what_a_rank_cannot_load_is_said(folder: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("settings", "kind", "message"),
     [
-        ({"task": "embed"}, ModelError, "is served to embed, which prefill workers do alone"),
+        ({"task": "embed"}, ModelError, "is served to embed, which only prefill workers do"),
         ({"kv_memory_gib": 1e-6}, ConfigError, "kv_memory_gib=1e-06 is refused: at least"),
     ],
 )

@@ -323,11 +323,11 @@ def test_a_rank_that_does_not_answer_ends_the_worker(two: Hosts, monkeypatch: py
     ours, theirs = connected()
     two.kv._remotes = [HeadsOverWire(ours)]  # nothing reads at the other end
     began = time.monotonic()
-    with pytest.raises(RankLost, match="rank 1 sends nothing: timed out"):
+    with pytest.raises(RankLost, match="cannot receive from rank 1: timed out"):
         outgoing_blocks(two.kv).view(0)
     assert time.monotonic() - began < 5.0
     assert ours.is_cut() and theirs.is_cut(5.0)  # an answer that came now would be that of another order
-    with pytest.raises(RankLost, match="rank 1 takes no bytes"):
+    with pytest.raises(RankLost, match="cannot send to rank 1"):
         two.kv.clear_slots(0, 1)
     ours.close()
     theirs.close()

@@ -51,7 +51,7 @@ def test_its_kv_takes_a_part_of_the_memory(tmp_path: Path) -> None:
 
 def test_another_vocabulary_is_refused_with_the_token(tmp_path: Path) -> None:
     folder = renamed(tmp_path / "renamed", {"A": "another"})
-    with pytest.raises(ConfigError, match="draft_model.*1 tokens differ, the first: token 65 is 'another', not 'A'"):
+    with pytest.raises(ConfigError, match="draft_model.*1 tokens differ, first token 65 is 'another' instead of 'A'"):
         LoadedModel.load(resolve_model("tiny-random"), config(folder))
 
 

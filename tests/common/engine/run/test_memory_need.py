@@ -227,15 +227,15 @@ def test_ranks_tell_it_once(tiny_folder: Path, caplog: pytest.LogCaptureFixture)
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    need = MemoryNeed("big", 7 * GIB, GIB, "less --kv-memory-gib than 1")
+    need = MemoryNeed("big", 7 * GIB, GIB, "--kv-memory-gib below 1")
     left = Available(8 * GIB, "memory.max of 9.00 GiB in /sys/fs/cgroup, less its use")
     monkeypatch.setattr(memory_need, "host_memory", lambda: left)
     with pytest.raises(ModelError) as refused:
         need.check("cpu")
     assert str(refused.value) == (
-        "big does not fit, and none of its weights was read: weights take 7.00 GiB, KV 1.00 GiB, steps and the rest "
-        "0.25 GiB, together 8.25 GiB at least; 8.00 GiB are available on cpu (memory.max of 9.00 GiB in "
-        "/sys/fs/cgroup, less its use). Give it more memory, or less --kv-memory-gib than 1"
+        "big does not fit in memory (no weights were read): weights take 7.00 GiB, KV 1.00 GiB, steps and the rest "
+        "0.25 GiB, in total at least 8.25 GiB; 8.00 GiB available on cpu (memory.max of 9.00 GiB in "
+        "/sys/fs/cgroup, less its use). Provide more memory, or use --kv-memory-gib below 1"
     )
     MemoryNeed("smaller", 6 * GIB, GIB, "").check("cpu")
     with pytest.raises(ModelError, match="weights take 12.00 GiB in 2 ranks"):
@@ -249,15 +249,15 @@ def test_what_does_not_fit_is_refused_with_the_numbers(monkeypatch: pytest.Monke
     [
         (
             {"num_blocks": 9},
-            "--quantization int8 or int4, or fewer --num-blocks than 9, or --tensor-parallel-size above 1, "
+            "--quantization int8 or int4, or --num-blocks below 9, or --tensor-parallel-size above 1, "
             "on several hosts (--rank-hosts)",
         ),
         (
             {"quantization": "int8", "kv_memory_gib": 2.5},
-            "--quantization int4, or less --kv-memory-gib than 2.5, or --tensor-parallel-size above 1, "
+            "--quantization int4, or --kv-memory-gib below 2.5, or --tensor-parallel-size above 1, "
             "on several hosts (--rank-hosts)",
         ),
-        ({"device": "cuda"}, "a model of fewer bits, or --tensor-parallel-size above 1, on more GPUs"),
+        ({"device": "cuda"}, "a model with fewer bits, or --tensor-parallel-size above 1, on more GPUs"),
     ],
 )
 def test_remedies(settings: dict[str, Any], expected: str) -> None:

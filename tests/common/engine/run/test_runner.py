@@ -167,7 +167,7 @@ def test_no_chunks(model: Decoder) -> None:
 
 
 def test_dtypes_must_agree(model: Decoder) -> None:
-    with pytest.raises(ModelError, match="bfloat16 is neither of the model's torch.float32"):
+    with pytest.raises(ModelError, match="bfloat16: must be the model's torch.float32"):
         ModelRunner(model, KVCache(model.config, 2, 16, "bfloat16"))
 
 

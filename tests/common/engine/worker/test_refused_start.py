@@ -42,13 +42,13 @@ def start(*flags: str, program: str = LIMITED) -> subprocess.CompletedProcess[st
 def test_it_names_what_it_needs_and_what_there_is(repository: Path) -> None:
     ended = start("--quantization", "int8")
     assert ended.returncode == 2, ended.stderr
-    assert "cannot start: tiny-random does not fit, and none of its weights was read: weights take 0.00 GiB, " in (
+    assert "cannot start: tiny-random does not fit in memory (no weights were read): weights take 0.00 GiB, " in (
         ended.stderr
     )
-    assert "KV 1.00 GiB, steps and the rest 0.25 GiB, together 1.25 GiB at least; 0.29 GiB are available on cpu (" in (
+    assert "KV 1.00 GiB, steps and the rest 0.25 GiB, in total at least 1.25 GiB; 0.29 GiB available on cpu (" in (
         ended.stderr
     )
-    assert "(a limit of this test). Give it more memory, or --quantization int4, or less --kv-memory-gib than 1" in (
+    assert "(a limit of this test). Provide more memory, or use --quantization int4, or --kv-memory-gib below 1" in (
         ended.stderr
     )
     assert "of weights from" not in ended.stderr

@@ -73,5 +73,5 @@ def test_an_old_version_is_refused(small: Path) -> None:
     content = bytearray(small.read_bytes())
     content[4] = 1
     small.write_bytes(bytes(content))
-    with pytest.raises(ModelError, match="version 1; versions 2 and 3"):
+    with pytest.raises(ModelError, match="version 1, must be 2 or 3"):
         read_gguf_head(small)

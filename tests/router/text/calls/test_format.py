@@ -9,7 +9,7 @@ import llguidance
 import pytest
 import tokenizers
 
-from common.grammar.vocabulary import _Words, limits
+from common.grammar.vocabulary import _TokenizerAdapter, limits
 from common.model_files.resolve import resolve_model
 from common.model_files.tiny import EOS
 from common.model_files.tokenizer import Tokenizer
@@ -60,7 +60,7 @@ class Vocabulary:
             inner.add_special_tokens([tokenizers.AddedToken(mark, special=True) for mark in sorted(marks)])
         self.text = TextPipeline(Tokenizer(inner), None, max_model_len=100, threads=1)
         self.spell = self.text.spell
-        words: Any = _Words(self.text.tokenizer, EOS, self.text.tokenizer.vocab_size)
+        words: Any = _TokenizerAdapter(self.text.tokenizer, EOS, self.text.tokenizer.vocab_size)
         self.library = llguidance.LLTokenizer(words, n_vocab=self.text.tokenizer.vocab_size, eos_token=[EOS])
 
     def accepts(self, grammar: str, text: str) -> bool:

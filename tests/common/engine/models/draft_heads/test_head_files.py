@@ -124,5 +124,5 @@ def test_a_model_that_embeds_is_refused(served: Path, tmp_path: Path) -> None:
     config = PrefillWorkerConfig(
         **(SMALL | {"model": str(served), "task": "embed", "draft_head": str(eagle_folder(tmp_path / "head", served))})
     )
-    with pytest.raises(ConfigError, match="draft_head.*empty for a model that is served to embed"):
+    with pytest.raises(ConfigError, match="draft_head.*empty for a model with --task embed"):
         LoadedModel.load(resolve_model(str(served)), config)

@@ -67,8 +67,8 @@ def test_groups_that_ranks_would_cut_are_refused_where_integers_are_kept(tmp_pat
     with pytest.raises(ConfigError) as refused:
         load_shard(files, shard, Sums(), dtype="float32", device="cpu", quantization="auto")
     assert str(refused.value) == (
-        "tensor_parallel_size=2 is refused: a number of ranks by which the 96 inputs of "
-        "model.layers.0.mlp.down_proj.weight fall into whole groups of 32; or --quantization none"
+        "tensor_parallel_size=2 is refused: a number of ranks that divides the 96 inputs of "
+        "model.layers.0.mlp.down_proj.weight into whole groups of 32; or --quantization none"
     )
     config, source = open_model(files)
     as_on_gpus = ShardedSource(source, config, shard, Quantization.NONE)
@@ -84,7 +84,7 @@ def test_floats_are_rounded_in_the_groups_of_one_rank(tmp_path: Path, quantizati
     expected = Pool(load_model(files, quantization=quantization)).greedy(prompt(40), 10, chunk=16)
     assert greedy_of_ranks(files, 2, prompt(40), 10, quantization) == [expected] * 2
     odd = files_of(random_checkpoint(tmp_path / "odd", "Llama", **WIDTHS | {"intermediate_size": 352}))
-    with pytest.raises(ConfigError, match="the 352 inputs of .* fall into whole groups of 32"):
+    with pytest.raises(ConfigError, match="the 352 inputs of .* into whole groups of 32"):
         load_shard(odd, Shard(1, 2), Sums(), dtype="float32", device="cpu", quantization=quantization)
 
 
