@@ -48,7 +48,8 @@ class DecodeLimits:
 
 
 class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
-    """Decode engine. Owns the block pool (through its scheduler) and the model. The KV receiver writes only lent blocks."""
+    """Decode engine. Owns the block pool (through its scheduler) and the model. The KV receiver writes only lent
+    blocks."""
 
     role = "decode"
     scheduler: DecodeScheduler

@@ -123,7 +123,8 @@ class Handovers:
                 self._pause(handover, now)
 
     def stepped(self) -> None:
-        """After a step, pass full blocks to the sender, and end hand-overs that outgrew their blocks without a grant."""
+        """After a step, pass full blocks to the sender, and end hand-overs that outgrew their blocks without a
+        grant."""
         for handover in list(self._by_key.values()):
             sequence = handover.sequence
             if not handover.granted and self._outruns(handover):

@@ -28,7 +28,8 @@ from decode_worker.sequence import DecodeSequence, RequestStatus
 class DecodeChunk(NamedTuple):
     """Compute `num_tokens` tokens of `sequence` from `start` on, and sample if they include its last token.
 
-    With `all_logits`, logits of all tokens are kept for prompt log probabilities. A single token may have a `draft`: the
+    With `all_logits`, logits of all tokens are kept for prompt log probabilities. A single token may have a `draft`:
+    the
     step computes its tokens as if they were the sequence's, and samples after each.
     """
 
@@ -207,8 +208,10 @@ class DecodeScheduler(DecodeQueue):
     ) -> SchedulerOutput:
         """Return the next step. Granted sequences own blocks for their whole prompt from now on.
 
-        `model` predicts step times for the order of prompts (`prompt_order`). `withdraw` revokes the blocks of a sequence
-        from any transfer or read before it is preempted. `restore` may start to read blocks of a prompt that is computed
+        `model` predicts step times for the order of prompts (`prompt_order`). `withdraw` revokes the blocks of a
+        sequence
+        from any transfer or read before it is preempted. `restore` may start to read blocks of a prompt that is
+        computed
         here; none of it is computed while its `read` is in progress.
         """
         self._now = now

@@ -42,12 +42,15 @@ class RequestStatus(Enum):
 class DecodeSequence(WorkerSequence):
     """A request from reservation to its last token.
 
-    Steps in flight are sampling `num_pending` more tokens. Their KV counts as computed, because only later steps read it.
-    Such a step may yield `num_drafted` more tokens. A step in flight that `deferred` the sequence samples nothing for it;
+    Steps in flight are sampling `num_pending` more tokens. Their KV counts as computed, because only later steps read
+    it.
+    Such a step may yield `num_drafted` more tokens. A step in flight that `deferred` the sequence samples nothing for
+    it;
     its last token is computed again. Rows from `plain_from` tokens on are sampled from parameters and position only
     (infinity: never).
 
-    Announced KV starts with block `first_block`; earlier blocks are outside of the model's window. Younger requests that
+    Announced KV starts with block `first_block`; earlier blocks are outside of the model's window. Younger requests
+    that
     were admitted while it waits for blocks own `num_passing_blocks`.
 
     With prompt log probabilities, the router has those of the first `num_logprobs_sent` tokens. Output token i (from
@@ -96,7 +99,8 @@ class DecodeSequence(WorkerSequence):
 
     @property
     def num_announced_tokens(self) -> int:
-        """Tokens whose KV may arrive. In a hand-over, includes tokens that the other worker samples during the transfer."""
+        """Tokens whose KV may arrive. In a hand-over, includes tokens that the other worker samples during the
+        transfer."""
         return self.num_request_tokens + self.request.num_reserved_tokens
 
     @property
@@ -166,7 +170,8 @@ class DecodeSequence(WorkerSequence):
         return self.num_tokens > self.num_request_tokens
 
     def is_continued_by(self, request: DecodeRequest) -> bool:
-        """Whether `request` is another attempt at the same work. Never with prompt log probabilities, which would be lost."""
+        """Whether `request` is another attempt at the same work. Never with prompt log probabilities, which would be
+        lost."""
         mine = self.request
         if mine.params.prompt_logprobs >= 0:
             return False

@@ -76,7 +76,8 @@ class TokenDrafter(Protocol):
     def draft(
         self, wanted: Sequence[tuple[DecodeSequence, int]], rules: DecodeRules
     ) -> dict[DecodeSequence, tuple[int, ...]]:
-        """Draft up to the given number of tokens for each sequence, whose tokens must all be known. Some may get none."""
+        """Draft up to the given number of tokens for each sequence, whose tokens must all be known. Some may get
+        none."""
 
     def retain(self, is_here: Callable[[DecodeSequence], bool]) -> None:
         """Forget sequences for which `is_here` is False."""
