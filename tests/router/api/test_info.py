@@ -93,12 +93,12 @@ async def test_a_text_that_is_too_long_to_be_tokenised(start: Any, most: int, mo
     assert (await http.post("/tokenize", json={"prompt": ok})).json()["count"] == most
     reply = await http.post("/tokenize", json={"prompt": long})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt")
-    assert f"a prompt of {most + 1:,} bytes, at most {most:,}" in reply.json()["error"]["message"]
+    assert f"the prompt has {most + 1:,} bytes; the maximum is {most:,}" in reply.json()["error"]["message"]
     chat = {"messages": [{"role": "user", "content": long}]}
     reply = await http.post("/tokenize", json=chat)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages")
     reply = await http.post("/v1/messages/count_tokens", json=chat)
-    assert reply.status_code == 400 and f"at most {most:,} are tokenised here" in reply.json()["error"]["message"]
+    assert reply.status_code == 400 and f"bytes; the maximum is {most:,}" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("most", [500, 125_000])
