@@ -51,7 +51,7 @@ class Siblings:
             try:
                 answer = await client.send(request, stream=True)
             except httpx.TransportError as error:
-                log.warning("another process does not answer", extra={"process": index, "why": _reason(error)})
+                log.warning("another process does not answer", extra={"sibling": index, "why": _reason(error)})
                 continue
             if answer.status_code != NOT_MINE:
                 return answer
@@ -69,7 +69,7 @@ class Siblings:
             async with asyncio.timeout(WAIT_S):
                 answer = await self._clients[index].get(path, params=params, headers=_headers(owner))
         except (httpx.TransportError, TimeoutError) as error:
-            log.warning("another process does not answer", extra={"process": index, "why": _reason(error)})
+            log.warning("another process does not answer", extra={"sibling": index, "why": _reason(error)})
             return None
         return answer.content if answer.status_code == HTTPStatus.OK else None
 
