@@ -43,7 +43,7 @@ def _score(name: str, split: str, requester: str, weight: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedName:
     """A name that clients may request: a model's name or alias, or a split, which has no `model`."""
 
     name: str
@@ -66,7 +66,7 @@ class Catalog:
         named = [(entry.name or model_id, entry) for entry, model_id in zip(table.models, model_ids, strict=True)]
         for name, entry in named:
             for each in (name, *entry.aliases):
-                self._take(each, name)
+                self._add_name(each, name)
             self.entries[name] = entry
         for split in table.splits:
             self._check_free(split.name)
@@ -85,15 +85,15 @@ class Catalog:
     def models(self) -> tuple[str, ...]:
         return tuple(self.entries)
 
-    def listed(self, key: ApiKey = ANONYMOUS) -> Iterator[Listed]:
+    def listed(self, key: ApiKey = ANONYMOUS) -> Iterator[ListedName]:
         """Yield all names that clients with this key may request: models, each followed by its aliases, then splits."""
         for name, entry in self.entries.items():
             for each in (name, *entry.aliases):
                 if self.may_use(key, each):
-                    yield Listed(each, name, entry=entry)
+                    yield ListedName(each, name, entry=entry)
         for split in self._splits.values():
             if self.may_use(key, split.name):
-                yield Listed(split.name, "", split=split)
+                yield ListedName(split.name, "", split=split)
 
     def may_use(self, key: ApiKey, name: str) -> bool:
         """Whether this key may request a known name: the key lists it, or everything that it stands for."""
@@ -122,7 +122,7 @@ class Catalog:
             )
         split = self._splits.get(asked)
         first = self._models[asked] if split is None else draw(split.weights, split.name, requester)
-        return (first, *(name for name in self._behind(first) if self.may_use(key, name)))
+        return (first, *(name for name in self._fallbacks_of(first) if self.may_use(key, name)))
 
     def targets(self, asked: str) -> tuple[str, ...]:
         """Return the models that a known name stands for, without fallbacks."""
@@ -132,7 +132,7 @@ class Catalog:
 
     def with_fallbacks(self, model: str) -> tuple[str, ...]:
         """Return the model and its fallbacks."""
-        return (model, *self._behind(model))
+        return (model, *self._fallbacks_of(model))
 
     def own_names(self, model: str) -> frozenset[str]:
         """Return the names that a model itself has, in addition to the configured ones."""
@@ -146,7 +146,7 @@ class Catalog:
         """Whether the name is in use."""
         return name in self._models or name in self._splits
 
-    def _behind(self, first: str) -> list[str]:
+    def _fallbacks_of(self, first: str) -> list[str]:
         """Return the fallbacks of a model, then their fallbacks, without duplicates."""
         found: list[str] = []
         level = [first]
@@ -161,7 +161,7 @@ class Catalog:
         more = f" and {len(names) - MAX_SHOWN_NAMES:,} more" if len(names) > MAX_SHOWN_NAMES else ""
         return (", ".join(names[:MAX_SHOWN_NAMES]) or "none") + more
 
-    def _take(self, name: str, model: str) -> None:
+    def _add_name(self, name: str, model: str) -> None:
         self._check_free(name)
         self._models[name] = model
 

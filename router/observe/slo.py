@@ -41,7 +41,7 @@ class RecentShare:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _GoalShares:
     """Attainment of the goals of one class."""
 
     request_class: RequestClass
@@ -66,10 +66,12 @@ class SLOWindow:
         self, ttft_s: float, tpot_s: float, window_s: float = GOALS_WINDOW_S, others: Iterable[RequestClass] = ()
     ) -> None:
         classes = (RequestClass(ttft_s=ttft_s, tpot_s=tpot_s), *others)
-        self._kept = {one.name: _Kept(one, RecentShare(window_s), RecentShare(window_s)) for one in classes}
+        self._shares = {one.name: _GoalShares(one, RecentShare(window_s), RecentShare(window_s)) for one in classes}
         self.tpot_s = min((one.tpot_s for one in classes if one.tpot_s > 0), default=0.0)
         any_ttft_s = max(one.ttft_s for one in classes)
-        self._all = _Kept(RequestClass("all", any_ttft_s, self.tpot_s), RecentShare(window_s), RecentShare(window_s))
+        self._all = _GoalShares(
+            RequestClass("all", any_ttft_s, self.tpot_s), RecentShare(window_s), RecentShare(window_s)
+        )
 
     @classmethod
     def of(cls, classes: Mapping[str, RequestClass]) -> SLOWindow:
@@ -103,10 +105,10 @@ class SLOWindow:
 
     def class_attainment(self, now: float) -> dict[str, dict[str, float]]:
         """Return the attainment of each class."""
-        return {name: kept.shares(now) for name, kept in self._kept.items()}
+        return {name: kept.shares(now) for name, kept in self._shares.items()}
 
-    def _of(self, name: str) -> _Kept:
-        return self._kept.get(name) or self._kept[DEFAULT]
+    def _of(self, name: str) -> _GoalShares:
+        return self._shares.get(name) or self._shares[DEFAULT]
 
     def _add_ttft(self, name: str, kept: bool, now: float) -> None:
         if (mine := self._of(name)).request_class.ttft_s > 0:

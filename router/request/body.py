@@ -305,7 +305,7 @@ async def read_body(request: Request, lease: BodyLease, max_model_len: Callable[
 
 
 def _counter(max_model_len: Callable[[], int]) -> ValueCounter:
-    """Create a counter for a large body, which may contain as many numbers as a prompt may have tokens."""
+    """Create a counter for a large body. A prompt of token ids may have `max_model_len` numbers."""
     return ValueCounter("the body has", max_numbers=max(MAX_NUMBERS, max_model_len()))
 
 

@@ -132,7 +132,7 @@ class Extensions(CopiedFields):
     allowed_token_ids: AllowedTokens | None = Field(None, description="only these tokens are generated")
     bad_words: BadWords | None = Field(None, description="texts that are never generated as whole tokens")
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
-        None, description="maximum number of prompt tokens to keep; -1: as many as the model's context allows"
+        None, description="maximum number of prompt tokens to keep; -1: up to the model's context length"
     )
     truncation_side: Literal["left", "right"] | None = Field(
         None, description="side from which truncate_prompt_tokens removes tokens; default left"

@@ -279,7 +279,7 @@ class ChatRequest(SamplingFields):
 
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
-        None, description="default: as many as the context allows"
+        None, description="default: up to the context length"
     )
     logprobs: bool | None = None
     top_logprobs: NumAlternatives | None = None

@@ -30,7 +30,7 @@ ADDED = (b"counter", b"histogram", b"summary")
 log = logging.getLogger(__name__)
 NEW = ".new"
 """Suffix of a file that is being written."""
-NUM_TOLD = (
+NUM_PROCESSES = (
     "# HELP diptych_router_processes Number of router processes included in these metrics\n"
     "# TYPE diptych_router_processes gauge\n"
     "diptych_router_processes {}\n"
@@ -108,7 +108,7 @@ class MetricsLedger:
 
     def __init__(self, part: RouterPart, render: Callable[[], bytes]) -> None:
         self._part, self._render = part, render
-        self._complained_at = float("-inf")
+        self._logged_at = float("-inf")
 
     def take_over(self) -> None:
         """Add the last text of the previous process with this number to the counters of ended processes."""
@@ -123,7 +123,7 @@ class MetricsLedger:
                 if file != merged_file:
                     file.unlink()
         except OSError as error:
-            self._complain(error)
+            self._log_failure(error)
             with suppress(OSError):  # renaming requires no disk space
                 latest.rename(self._part.folder / f"{self._part.index}.ended.{secrets.token_hex(4)}")
 
@@ -133,7 +133,7 @@ class MetricsLedger:
         try:
             _write(self._latest(self._part.index), text)
         except OSError as error:
-            self._complain(error)
+            self._log_failure(error)
         return text
 
     def page(self, others: Mapping[int, bytes]) -> bytes:
@@ -142,19 +142,19 @@ class MetricsLedger:
         files += [self._latest(index) for index in self._part.others if index not in others]
         ended = [counters([text]) for text in _contents(files)]
         texts = {self._part.index: self.tell(), **others}
-        return merged(texts, ended) + NUM_TOLD.format(len(texts)).encode()
+        return merged(texts, ended) + NUM_PROCESSES.format(len(texts)).encode()
 
     def _latest(self, index: int) -> Path:
-        return self._part.folder / f"{index}.told"
+        return self._part.folder / f"{index}.latest"
 
     def _ended(self, index: int) -> list[Path]:
         names = (f"{index}.ended", f"{index}.ended.*")
         return [file for name in names for file in self._part.folder.glob(name) if file.suffix != NEW]
 
-    def _complain(self, error: OSError) -> None:
+    def _log_failure(self, error: OSError) -> None:
         now = time.monotonic()
-        if now - self._complained_at >= REMIND_S:
-            self._complained_at = now
+        if now - self._logged_at >= REMIND_S:
+            self._logged_at = now
             log.error("cannot store metrics: counts since the last scrape are lost if this process dies: %s", error)
 
 

@@ -59,17 +59,17 @@ class UsageTable:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(descriptor, NUM_BYTES)
-            has_room = _take_room(descriptor, 0)
-            cells = memoryview(mmap.mmap(descriptor if has_room else -1, NUM_BYTES))
+            is_shared = _allocate(descriptor, 0)
+            cells = memoryview(mmap.mmap(descriptor if is_shared else -1, NUM_BYTES))
         finally:
             os.close(descriptor)
         self.counts, self.ids = cells.cast("d"), cells.cast("Q")
         self._rows: dict[int, int] = {}
         self._num_known = 0
 
-    def begin_anew(self) -> None:
+    def reset_active(self) -> None:
         """Reset the running requests after a restart. What was granted before still counts."""
-        self._look()
+        self._read_rows()
         for row in self._rows.values():
             self.counts[COLUMNS * row + ACTIVE] = 0.0
 
@@ -77,35 +77,35 @@ class UsageTable:
         """Return the row of a key, or 0."""
         row = self._rows.get(key_id, 0)
         if not row and self._num_known < self.ids[0]:
-            self._look()
+            self._read_rows()
             row = self._rows.get(key_id, 0)
         return row
 
     def add_row(self, key_id: int) -> int:
         """Return the row of a key, which is added if necessary; 0 if the table is full. Only for the file's writer."""
         row = self.row_of(key_id)
-        if not row and self._num_known < MAX_KEYS and self._has_room(self._num_known + 1):
+        if not row and self._num_known < MAX_KEYS and self._allocate_row(self._num_known + 1):
             row = self._num_known + 1
             self.ids[COLUMNS * row + ID] = key_id
             self.ids[0] = row  # last, so that readers find the row complete
-            self._look()
+            self._read_rows()
         return row
 
-    def _has_room(self, row: int) -> bool:
+    def _allocate_row(self, row: int) -> bool:
         """Allocate disk space for a row. Return whether that succeeded."""
         descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            return _take_room(descriptor, row)
+            return _allocate(descriptor, row)
         finally:
             os.close(descriptor)
 
-    def _look(self) -> None:
+    def _read_rows(self) -> None:
         for row in range(self._num_known + 1, self.ids[0] + 1):
             self._rows[self.ids[COLUMNS * row + ID]] = row
             self._num_known = row
 
 
-def _take_room(descriptor: int, row: int) -> bool:
+def _allocate(descriptor: int, row: int) -> bool:
     try:
         if hasattr(os, "posix_fallocate"):  # not on macOS
             os.posix_fallocate(descriptor, row * ROW_BYTES, ROW_BYTES)
@@ -167,7 +167,7 @@ class SharedUsage:
     def __init__(self, part: RouterPart) -> None:
         tables = [UsageTable(part.folder / f"{index}.usage") for index in range(part.count)]
         self._own = tables[part.index]
-        self._own.begin_anew()
+        self._own.reset_active()
         self._others = [tables[index] for index in part.others]
 
     def of_key(self, name: str) -> KeyUsage:

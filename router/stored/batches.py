@@ -71,7 +71,7 @@ class BatchStore:
         self._database, self._check_room, self.clock = database, check_room, clock
         self._max_entries, self._max_age_s = max_entries, max_age_s
         self._router = uuid.uuid4().hex
-        self._mine: set[str] = set()  # copied by the store's thread before iteration
+        self._own_ids: set[str] = set()  # copied by the store's thread before iteration
         self.max_claimed = 0
         self.on_news: Callable[[BatchNews], None] = lambda news: None
 
@@ -100,8 +100,8 @@ class BatchStore:
                 f"INSERT INTO batches ({COLUMNS}, router, lease_until) VALUES ({marks})",
                 (*values, *more, self._router, self.clock.now() + LEASE_S),
             )
-            self._mine.add(batch.id)
-            self._make_room(connection)
+            self._own_ids.add(batch.id)
+            self._evict(connection)
 
         await self._database.run(work)
 
@@ -137,7 +137,7 @@ class BatchStore:
         def work(connection: sqlite3.Connection) -> StoredBatch | None:
             batch = self._find(connection, batch_id, owner)
             if batch is not None and batch.status in (VALIDATING, IN_PROGRESS):
-                self._move(connection, batch, CANCELLING)
+                self._set_status(connection, batch, CANCELLING)
             return self._find(connection, batch_id, owner)
 
         return await self._database.run(work)
@@ -152,7 +152,7 @@ class BatchStore:
                 return None
             connection.execute("UPDATE batches SET num_total = ? WHERE id = ?", (num_total, batch.id))
             status = IN_PROGRESS if found.status == VALIDATING else found.status
-            self._move(connection, replace(found, model=model), status)
+            self._set_status(connection, replace(found, model=model), status)
             return self._own(connection, batch.id)
 
         return await self._database.run(work)
@@ -204,7 +204,7 @@ class BatchStore:
         def work(connection: sqlite3.Connection) -> bool:
             found = self._own(connection, batch.id)
             if found is not None and found.status == IN_PROGRESS:
-                self._move(connection, found, FINALIZING)
+                self._set_status(connection, found, FINALIZING)
             return found is not None
 
         return await self._database.run(work)
@@ -220,22 +220,22 @@ class BatchStore:
                 return None
             last = CANCELLED if status == COMPLETED and found.status == CANCELLING else status
             if last in (COMPLETED, EXPIRED) and FINALIZING not in found.times:
-                found = self._move(connection, found, FINALIZING)
+                found = self._set_status(connection, found, FINALIZING)
             has_output = self._publish(connection, found, found.output_file, f"{batch.id}_output.jsonl")
             has_errors = self._publish(connection, found, found.error_file, f"{batch.id}_error.jsonl")
-            self._move(connection, replace(found, problems=problems), last)
+            self._set_status(connection, replace(found, problems=problems), last)
             connection.execute(
                 "UPDATE batches SET has_output = ?, has_errors = ?, router = '', lease_until = 0 WHERE id = ?",
                 (has_output, has_errors, batch.id),
             )
-            self._mine.discard(batch.id)
+            self._own_ids.discard(batch.id)
             return self._find(connection, batch.id, batch.owner)
 
         return await self._database.run(work)
 
     def stop_renewing(self, batch: StoredBatch) -> None:
         """Stop renewing the lease of a batch. Does not wait."""
-        self._mine.discard(batch.id)
+        self._own_ids.discard(batch.id)
 
     async def release(self) -> None:
         """Release all batches, so that other routers claim them. Raises StoreFailed."""
@@ -244,7 +244,7 @@ class BatchStore:
         def work(connection: sqlite3.Connection) -> None:
             statement = "UPDATE batches SET router = '', lease_until = 0 WHERE router = ?"
             connection.execute(statement, (self._router,))
-            self._mine.clear()
+            self._own_ids.clear()
 
         await self._database.run(work)
 
@@ -258,17 +258,17 @@ class BatchStore:
         """Renew leases, claim batches whose lease has expired, and delete expired batches."""
         now = self.clock.now()
         lost = set()
-        for name in list(self._mine):
+        for name in list(self._own_ids):
             renewed = connection.execute(
                 "UPDATE batches SET lease_until = ? WHERE id = ? AND router = ?", (now + LEASE_S, name, self._router)
             )
             if not renewed.rowcount:
                 lost.add(name)
-        self._mine -= lost
+        self._own_ids -= lost
         asked = connection.execute(
             "SELECT id FROM batches WHERE status = ? AND router = ?", (CANCELLING, self._router)
         ).fetchall()
-        claimed = self._claim(connection, now) if self.max_claimed > len(self._mine) else []
+        claimed = self._claim(connection, now) if self.max_claimed > len(self._own_ids) else []
         connection.execute(
             f"DELETE FROM batches WHERE id IN (SELECT id FROM batches WHERE status NOT IN ({MARKS}) "
             "AND created_at <= ? LIMIT ?)",
@@ -280,14 +280,14 @@ class BatchStore:
         rows = connection.execute(
             f"SELECT {COLUMNS} FROM batches WHERE status IN ({MARKS}) AND lease_until NOT BETWEEN ? AND ? "
             "ORDER BY created_at LIMIT ?",
-            (*UNFINISHED, *lease_bounds(self.clock), self.max_claimed - len(self._mine)),
+            (*UNFINISHED, *lease_bounds(self.clock), self.max_claimed - len(self._own_ids)),
         )
         claimed = [_batch(row) for row in rows.fetchall()]
         for batch in claimed:
             connection.execute(
                 "UPDATE batches SET router = ?, lease_until = ? WHERE id = ?", (self._router, now + LEASE_S, batch.id)
             )
-            self._mine.add(batch.id)
+            self._own_ids.add(batch.id)
         return claimed
 
     def _find(self, connection: sqlite3.Connection, batch_id: str, owner: str) -> StoredBatch | None:
@@ -301,7 +301,7 @@ class BatchStore:
         row = connection.execute(statement, (batch_id, self._router)).fetchone()
         return None if row is None else _batch(row)
 
-    def _move(self, connection: sqlite3.Connection, batch: StoredBatch, status: str) -> StoredBatch:
+    def _set_status(self, connection: sqlite3.Connection, batch: StoredBatch, status: str) -> StoredBatch:
         """Store a new status with its time, and the batch's details."""
         times: Mapping[str, float] = batch.times
         if status != batch.status:
@@ -324,7 +324,7 @@ class BatchStore:
         )
         return True
 
-    def _make_room(self, connection: sqlite3.Connection) -> None:
+    def _evict(self, connection: sqlite3.Connection) -> None:
         """Delete the oldest finished batches of the key with the most batches, until the limit is met."""
         (number,) = connection.execute("SELECT count(*) FROM batches").fetchone()
         for _ in range(max(0, number - self._max_entries)):

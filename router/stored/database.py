@@ -120,13 +120,13 @@ class Database:
         self.path, self._on_failure, self._chore, self._chore_s = path, on_failure, chore, chore_s
         self._schema, self._name, self._busy_s = schema, schema.name, busy_s
         self._connection: sqlite3.Connection | None = None
-        self._complained_at = float("-inf")
+        self._logged_at = float("-inf")
         try:
             self._connection = _opened(path, schema, busy_s)
         except (sqlite3.OperationalError, OSError) as error:
-            if not _has_no_room(path, error):
+            if not _is_disk_full(path, error):
                 raise
-            self._closed_by(error)
+            self._open_failure(error)
         self._queue: queue.Queue[_Job | None] = queue.Queue()
         self._lock = threading.Lock()  # protects the two counts
         self._num_waiting = self._num_bytes = 0
@@ -141,9 +141,9 @@ class Database:
         """
         with self._lock:
             if self._closed:
-                raise self._failed("closed", "the store is closed")
+                raise self._failure("closed", "the store is closed")
             if self._num_waiting >= MAX_WAITING or self._num_bytes + num_bytes > MAX_WAITING_BYTES:
-                raise self._failed(
+                raise self._failure(
                     "behind", f"the queue of the store is full: {self._num_waiting:,} operations wait for the disk"
                 )
             self._num_waiting += 1
@@ -158,7 +158,7 @@ class Database:
             async with asyncio.timeout(WAIT_S):
                 return await asyncio.wrap_future(self.submit(work, num_bytes))
         except TimeoutError:
-            raise self._failed("slow", f"the store did not respond within {WAIT_S:g} s") from None
+            raise self._failure("slow", f"the store did not respond within {WAIT_S:g} s") from None
 
     def close(self) -> None:
         """Complete queued work, for up to `CLOSE_S`, and close the file. Idempotent."""
@@ -200,7 +200,7 @@ class Database:
         """Run the chore, and return when it is due again (monotonic seconds). Errors do not end the thread."""
         try:
             if self._connection is None:
-                self._open_again()
+                self._reopen()
             self._transact(self._chore)
         except StoreFailed:  # already counted and logged
             pass
@@ -208,21 +208,21 @@ class Database:
             log.exception("store of %s: maintenance failed", self._name, extra={"path": self.path})
         return time.monotonic() + self._chore_s
 
-    def _open_again(self) -> None:
+    def _reopen(self) -> None:
         try:
             self._connection = _opened(self.path, self._schema, self._busy_s)
         except (sqlite3.Error, OSError) as error:
-            raise self._closed_by(error) from error
+            raise self._open_failure(error) from error
         log.info("store of %s: opened; the disk is no longer full", self._name, extra={"path": self.path})
 
-    def _closed_by(self, error: Exception) -> StoreFailed:
+    def _open_failure(self, error: Exception) -> StoreFailed:
         reason = _reason(error) if isinstance(error, sqlite3.Error) else "error"
-        return self._failed("full" if _has_no_room(self.path, error) else reason, f"cannot open the store: {error}")
+        return self._failure("full" if _is_disk_full(self.path, error) else reason, f"cannot open the store: {error}")
 
     def _transact(self, work: Work[T]) -> T:
         connection = self._connection
         if connection is None:
-            raise self._failed("full", "the store is not open, because the disk was full at startup")
+            raise self._failure("full", "the store is not open, because the disk was full at startup")
         try:
             connection.execute("BEGIN IMMEDIATE")
             try:
@@ -233,14 +233,14 @@ class Database:
                     connection.execute("ROLLBACK")
                 raise
         except sqlite3.Error as error:
-            raise self._failed(_reason(error), f"SQLite error: {error}") from error
+            raise self._failure(_reason(error), f"SQLite error: {error}") from error
         return result
 
-    def _failed(self, reason: str, message: str) -> StoreFailed:
+    def _failure(self, reason: str, message: str) -> StoreFailed:
         self._on_failure(reason)
         now = time.monotonic()
-        if now - self._complained_at >= REMIND_S:
-            self._complained_at = now
+        if now - self._logged_at >= REMIND_S:
+            self._logged_at = now
             log.error("store of %s: %s", self._name, message, extra={"path": self.path, "reason": reason})
         return StoreFailed(reason, message)
 
@@ -329,7 +329,7 @@ def _write_ahead(connection: sqlite3.Connection, busy_s: float) -> str:
             time.sleep(RETRY_S)
 
 
-def _has_no_room(path: str, error: Exception) -> bool:
+def _is_disk_full(path: str, error: Exception) -> bool:
     """Whether a file cannot be opened because its disk is full. SQLite reports this as several different errors."""
     if isinstance(error, OSError):
         return error.errno in NO_ROOM

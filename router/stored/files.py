@@ -167,7 +167,7 @@ class FileStore:
         def work(connection: sqlite3.Connection) -> bool:
             if self._find(connection, file_id, owner) is None:
                 return False
-            if (batch := self._reader(connection, file_id)) is not None:
+            if (batch := self._reading_batch(connection, file_id)) is not None:
                 raise FileInUse(file_id, batch)
             connection.execute("UPDATE files SET state = ? WHERE id = ?", (DELETED, file_id))
             self._purge(connection)
@@ -249,7 +249,7 @@ class FileStore:
         row = connection.execute(statement, (file_id, owner, READY, self._clock.earliest(AGES_S))).fetchone()
         return None if row is None else StoredFile(*row)
 
-    def _reader(self, connection: sqlite3.Connection, file_id: str) -> str | None:
+    def _reading_batch(self, connection: sqlite3.Connection, file_id: str) -> str | None:
         marks = ", ".join("?" * len(UNFINISHED))
         statement = f"SELECT id FROM batches WHERE status IN ({marks}) AND input_file = ?"
         row = connection.execute(statement, (*UNFINISHED, file_id)).fetchone()

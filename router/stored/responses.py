@@ -136,7 +136,7 @@ class ResponseStore:
                     *(record.id, self._router),
                 ),
             )
-            self._make_room(connection)
+            self._evict(connection)
 
         await self._database.run(work, record.num_bytes)
 
@@ -212,9 +212,9 @@ class ResponseStore:
                 record.num_bytes,
             ),
         )
-        self._make_room(connection)
+        self._evict(connection)
 
-    def _make_room(self, connection: sqlite3.Connection) -> None:
+    def _evict(self, connection: sqlite3.Connection) -> None:
         """Delete least recently used responses of the key with the most bytes, until the limits are met."""
         for _ in range(MAX_DELETED):
             size = self._measure(connection)
@@ -282,7 +282,7 @@ class ResponseStore:
             "(SELECT id FROM responses WHERE used_at <= ? AND lease_until NOT BETWEEN ? AND ? LIMIT ?)",
             (self._oldest, *lease_bounds(self._clock), MAX_DELETED),
         )
-        self._make_room(connection)
+        self._evict(connection)
         connection.execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").fetchall()
         if ids:
             self.on_cancel(ids)
