@@ -41,7 +41,7 @@ ENTRY_BYTES = 400
 _Mark = tuple[int, int, int]
 """Start and end of a control token in a text, in bytes, and its id."""
 MIN_HEAD_CHARS = 64
-"""Minimum length of a cached head. Shorter ones are tokenized as quickly as they are found."""
+"""Minimum length of a cached head. Looking up a shorter one takes as long as tokenizing it."""
 MAX_HEADS = 256
 """Maximum number of cached heads (LRU)."""
 _SEEN = array("I")
