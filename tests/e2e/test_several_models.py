@@ -85,7 +85,7 @@ def test_unknown_models_and_keys(two: TwoModels) -> None:
     refused = two.ask("third", [1, 2, 3])
     assert refused.status_code == 404
     assert refused.json()["error"] == {
-        "message": "there is no model 'third' here, only 'first', 'second'",
+        "message": "The model 'third' does not exist. Available models: 'first', 'second'.",
         "type": "invalid_request_error",
         "param": "model",
         "code": "model_not_found",

@@ -345,7 +345,7 @@ async def test_an_answer_that_cannot_be_stored_is_there_for_minutes(held: Any, c
     held.engine.go.set()
     final = await polled(held, name, "incomplete")
     assert final["output"][0]["content"][0]["text"] == "The quick"
-    assert "the store of responses fails" in caplog.text
+    assert "store of responses: the store is closed" in caplog.text
 
 
 async def test_copies_of_ended_answers_are_bounded(start: Any, tools: Any, monkeypatch: Any) -> None:

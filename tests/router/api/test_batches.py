@@ -154,7 +154,7 @@ async def test_a_cancelled_batch_keeps_what_it_answered(start: Any, tools: Any) 
         hold_from(running, 5)
         batch = await made(sdk, [line(f"{i}") for i in range(20)])
         await tools.until(lambda: len(running.engine.requests) >= 7)
-        with pytest.raises(openai.BadRequestError, match="has not ended: cancel that first"):
+        with pytest.raises(openai.BadRequestError, match="cancel the batch first"):
             await sdk.files.delete(batch.input_file_id)
         asked = await sdk.batches.cancel(batch.id)
         assert asked.status == "cancelling" and asked.cancelling_at

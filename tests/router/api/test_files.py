@@ -128,7 +128,7 @@ async def test_a_full_store_says_so_and_frees_what_is_deleted(start: Any, monkey
     reply = await upload(running, b"x" * 700_000)
     error = reply.json()["error"]
     assert reply.status_code == 413 and error["code"] == "file_storage_full"
-    assert "700,000 bytes of 1,048,576" in error["message"]
+    assert "700,000 of 1,048,576 bytes" in error["message"]
     assert (await running.http.delete(f"/v1/files/{first['id']}")).status_code == 200
     assert await settled(running) == 0
     assert [(await upload(running, b"x")).status_code for _ in range(4)] == [200, 200, 200, 413]

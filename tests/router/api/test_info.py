@@ -93,12 +93,12 @@ async def test_a_text_that_is_too_long_to_be_tokenised(start: Any, most: int, mo
     assert (await http.post("/tokenize", json={"prompt": ok})).json()["count"] == most
     reply = await http.post("/tokenize", json={"prompt": long})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt")
-    assert f"a prompt of {most + 1:,} bytes, at most {most:,}" in reply.json()["error"]["message"]
+    assert f"the prompt has {most + 1:,} bytes; the maximum is {most:,}" in reply.json()["error"]["message"]
     chat = {"messages": [{"role": "user", "content": long}]}
     reply = await http.post("/tokenize", json=chat)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages")
     reply = await http.post("/v1/messages/count_tokens", json=chat)
-    assert reply.status_code == 400 and f"at most {most:,} are tokenised here" in reply.json()["error"]["message"]
+    assert reply.status_code == 400 and f"bytes; the maximum is {most:,}" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("most", [500, 125_000])
@@ -108,7 +108,7 @@ async def test_too_many_ids_to_be_made_into_text(start: Any, most: int, monkeypa
     assert (await http.post("/detokenize", json={"tokens": [104] * most})).json() == {"prompt": "h" * most}
     reply = await http.post("/detokenize", json={"tokens": [104] * (most + 1)})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tokens")
-    assert f"{most + 1:,} ids, at most {most:,}" in reply.json()["error"]["message"]
+    assert f"at most {most:,} ids, not {most + 1:,}" in reply.json()["error"]["message"]
 
 
 async def test_what_may_be_tokenised_grows_with_the_model(running: Any, start: Any, tools: Any) -> None:

@@ -98,7 +98,7 @@ def test_token_ids_that_do_not_fit_are_counted_and_not_made(prompt: Any, param: 
 
 def test_a_field_beside_the_prompt_has_a_bound() -> None:
     data = json.dumps(chat("hi", chat_template_kwargs={"x": "a" * MAX_FIELD_BYTES})).encode()
-    with pytest.raises(InvalidRequest, match="chat_template_kwargs: may have at most 1,048,576 bytes"):
+    with pytest.raises(InvalidRequest, match="chat_template_kwargs: must have at most 1,048,576 bytes"):
         parse_large(data, ChatRequest, MAX_LEN, MAX_IDS)
 
 

@@ -381,7 +381,7 @@ async def test_a_stream_that_breaks_says_so(start: Any, tools: Any) -> None:
 
 
 async def test_errors_are_openais(sdk: openai.AsyncOpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="no model"):
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
         await sdk.responses.create(model="gpt", input="hi")
 
 

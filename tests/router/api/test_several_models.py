@@ -62,7 +62,7 @@ async def test_an_unknown_model_is_a_404_that_says_what_there_is(several: Start,
         reply = await (await several()).running.http.post(path, json={"model": "huge"} | fields)
     assert reply.status_code == 404, reply.text
     error = reply.json()["error"]
-    assert "no model 'huge' here, only 'small', 'fast', 'large', 'chat'" in error["message"]
+    assert "The model 'huge' does not exist. Available models: 'small', 'fast', 'large', 'chat'" in error["message"]
     if path != "/v1/messages":
         assert (error["code"], error["param"]) == ("model_not_found", "model")
 
@@ -317,4 +317,4 @@ async def test_top_shows_all_models_or_one(several: Start) -> None:
         numbers[model] = ([one["id"] for one in load["models"]], load["traffic"]["ttft"]["num"])
     assert numbers == {"": (["small", "large"], 1), "small": (["small"], 0), "large": (["large"], 1)}
     unknown = await asyncio.to_thread(LoadSource.of(served.running.url, model="a b&c").ask)
-    assert "there is no model 'a b&c' here, only 'small', 'fast', 'large', 'chat'" in unknown.problem
+    assert "The model 'a b&c' does not exist. Available models: 'small', 'fast', 'large', 'chat'." in unknown.problem

@@ -147,18 +147,18 @@ async def test_models_are_planned_by_settings_of_their_own_within_one_budget(
         (
             PLANNED,
             {"decode_deployment": "d", "max_decode": 4},
-            "decode_deployment='d' is refused: left out with several",
+            "decode_deployment='d' is refused: empty with several",
         ),
-        (FILE, {}, "a decode_deployment for a model, with --planner kubernetes"),
+        (FILE, {}, "a decode_deployment for a model, for --planner kubernetes"),
         (
             PLANNED.replace("max_decode = 4", "max_decode = 0"),
             {},
-            "small, max_decode: at least 1 with --planner kubernetes",
+            "a valid small: max_decode must be at least 1 with --planner kubernetes",
         ),
         (
             PLANNED,
             {"max_cost": 3.0},
-            "max_cost=3.0 is refused: at least 3.5, the cost of the fewest workers of all models",
+            "max_cost=3.0 is refused: 0 or at least 3.5, the cost of the minimum number of workers",
         ),
     ],
 )
@@ -202,7 +202,7 @@ async def test_no_prefill_pool_is_planned_for_a_model_that_has_none(serving: Any
 
 def test_several_models_name_their_own_deployments() -> None:
     config = RouterConfig(models_file="m.toml", planner="kubernetes", decode_deployment="decode", max_decode=4)
-    with pytest.raises(ConfigError, match="--models-file names those of each"):
+    with pytest.raises(ConfigError, match="for each model in --models-file"):
         check_planned(config, [config, config])
 
 
