@@ -145,4 +145,4 @@ def test_the_command_draws_a_key_and_its_entry(path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize("name", ["", 'a"b', "a b", "x" * 65])
 def test_the_command_refuses_a_bad_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name]) == 2
-    assert "refused" in capsys.readouterr().err
+    assert "must be up to 64 letters" in capsys.readouterr().err
