@@ -32,11 +32,29 @@ class DiptychError(Exception):
 
 
 class ConfigError(DiptychError):
-    """A setting is refused. The message names the field, the value and what is allowed."""
+    """An invalid setting. `allowed` describes the valid values and follows "must be" in the message."""
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
-        super().__init__(f"{field}={value!r} is refused: {allowed}")
+        super().__init__(f"invalid {field}={value!r}: must be {allowed}")
         self.field, self.value, self.allowed = field, value, allowed
+        self.is_located = False
+
+    def located(self, place: str) -> ConfigError:
+        """Return this error with a message that begins with `place`, such as "invalid --port 99999"."""
+        error = ConfigError(self.field, self.value, self.allowed)
+        error.args, error.is_located = (f"{place}: must be {self.allowed}",), True
+        return error
+
+
+class UsageError(ConfigError):
+    """An unknown or incomplete option, variable or key. `message` is the whole sentence."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(field, "", message)
+        self.args, self.is_located = (message,), True
+
+    def located(self, place: str) -> ConfigError:
+        return self
 
 
 class ModelError(DiptychError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from benchmarks.load.config import BenchConfig
 from common.config import (
     CommonConfig,
@@ -13,55 +15,83 @@ from common.config import (
     WorkerConfig,
 )
 from common.config.field import Config, Field, fields_of
-from common.config.sources import group_order
+from common.config.flags import default_of, group_order
 
 INTRODUCTION = """\
 # Configuration
 
-`make docs` writes this page from the settings' own help texts.
+This page lists all settings. `make docs` generates it from their definitions.
 
-Every setting has one name in three spellings:
+Each setting is a command-line option, an environment variable and a key of a TOML file:
 
-| where | spelling of `max_num_seqs` | holds for |
+| source | example | applies to |
 |---|---|---|
 | command line | `--max-num-seqs 8` | this process |
 | environment | `DIPTYCH_DECODE_MAX_NUM_SEQS=8` | decode workers |
-| | `DIPTYCH_MAX_NUM_SEQS=8` | every process that has the setting |
+| | `DIPTYCH_MAX_NUM_SEQS=8` | all processes with this setting |
 | TOML file (`--config FILE`) | `max_num_seqs = 8` under `[decode_worker]` | decode workers |
-| | the same above all sections | every process that has the setting |
+| | `max_num_seqs = 8` above all sections | all processes with this setting |
 
-A flag wins over the environment, the environment over the file, and within each the narrower name over the general
-one. The prefixes are `DIPTYCH_ROUTER_`, `DIPTYCH_PREFILL_`, `DIPTYCH_DECODE_`, `DIPTYCH_RANK_HOST_`,
-`DIPTYCH_SERVE_` and `DIPTYCH_BENCH_`; the sections `[router]`, `[prefill_worker]`, `[decode_worker]`, `[rank_host]`,
-`[serve]` and `[bench]`. Switches take `true` or `false` outside the command line, where they are `--log-json` and
-`--no-log-json`; lists are separated by commas, in TOML they are arrays.
+Options take precedence over the environment, and the environment over the file. Within the environment and the file,
+the specific name takes precedence over the general one.
 
-A value out of range, an unknown flag, key, section or `DIPTYCH_*` variable stops the process at start with exit status
-2 and one line that names the setting, the value and the allowed values. (In Kubernetes, switch `enableServiceLinks`
-off: a Service whose name begins with `diptych` would otherwise inject variables of that kind.)
+| process | variables | section |
+|---|---|---|
+| `diptych serve` | `DIPTYCH_SERVE_*` | `[serve]` |
+| `diptych router` | `DIPTYCH_ROUTER_*` | `[router]` |
+| `diptych prefill-worker` | `DIPTYCH_PREFILL_*` | `[prefill_worker]` |
+| `diptych decode-worker` | `DIPTYCH_DECODE_*` | `[decode_worker]` |
+| `diptych rank-host` | `DIPTYCH_RANK_HOST_*` | `[rank_host]` |
+| `diptych bench` | `DIPTYCH_BENCH_*` | `[bench]` |
 
-`DIPTYCH_CACHE` is the folder of fetched models (default `~/.cache/diptych`). `DIPTYCH_MARCH` is the kind of CPU that
-kernels are compiled for, as compilers name it (default `native`, this machine's): `x86-64-v3`, for example, is an older
-one. A wheel that was built with `DIPTYCH_KERNELS=all` (`make wheel`) brings them for every instruction set, and calls a
-compiler only where this is set.
+A boolean setting is `--log-json` or `--no-log-json` on the command line, and `true` or `false` elsewhere. Lists are
+separated by commas. In TOML they are arrays.
 
-`diptych serve` takes every setting of the router and of the workers except those it sets itself (worker sockets and
-addresses), and passes them on. `--prefill-NAME` and `--decode-NAME` set a worker's setting for one pool alone, such as
-`--decode-cores 1`. By default each worker may use every core, and workers that compute at the same time share them.
+An invalid value, or an unknown option, variable, key or section, stops the process at start with exit status 2 and an
+error such as `invalid --port 99999: must be 0 to 65535`. On Kubernetes, set `enableServiceLinks: false`: a Service
+whose name begins with `diptych` would otherwise add unknown variables.
+
+Two variables have no option. `DIPTYCH_CACHE` is the folder of downloaded models (default `~/.cache/diptych`).
+`DIPTYCH_MARCH` is the CPU type that kernels are compiled for, in the notation of compilers (default `native`). A wheel
+built with `DIPTYCH_KERNELS=all` (`make wheel`) contains kernels for all CPU types and calls a compiler only if
+`DIPTYCH_MARCH` is set.
+
+`diptych serve` accepts all settings of the router and of the workers, except addresses and discovery, and passes them
+to its processes. `--prefill-NAME` and `--decode-NAME` set a worker setting for one pool, such as `--decode-cores 1`.
+
+## Tab completion
+
+Install the extra with `pip install "diptych[completion]"`, and add one of these lines to the configuration of your
+shell:
+
+| shell | file | line |
+|---|---|---|
+| bash | `~/.bashrc` | `eval "$(diptych completion bash)"` |
+| zsh | `~/.zshrc`, after `compinit` | `eval "$(diptych completion zsh)"` |
+| fish | `~/.config/fish/config.fish` | `diptych completion fish \\| source` |
 """
 
 
+CODE = re.compile(r"(?<![`\w-])(--[a-z]+(-[a-z]+)*|</?think>|DIPTYCH_\w+|OTEL_\*)(?![\w`])")
+"""Names in help texts that the page shows as code."""
+
+
 def _row(field: Field) -> str:
-    default = field.render(field.default)
-    shown = f"`{default}`" if default else ("empty" if field.type is str else "none")
-    cells = (f"`{field.flag}`", field.rule.help, shown, field.allowed)
+    rule = field.rule
+    flag = f"`{field.flag}`, `{field.shown_flag}`" if field.default is True else f"`{field.flag}`"
+    default = default_of(field)
+    shown = f"`{default}`" if default else "none"
+    if rule.default_note and rule.default_note != shown:
+        shown = f"{shown}: {rule.default_note}" if default else rule.default_note
+    text = CODE.sub(r"`\g<0>`", f"{rule.help[:1].upper()}{rule.help[1:]}. {rule.details}".strip())
+    cells = (flag, text, shown, field.allowed)
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
 
 def _table(title: str, fields: list[Field]) -> str:
     ordered = sorted(fields, key=group_order)
     rows = "\n".join(_row(field) for field in ordered)
-    return f"## {title}\n\n| flag | what it does | default | allowed |\n|---|---|---|---|\n{rows}\n"
+    return f"## {title}\n\n| option | description | default | allowed |\n|---|---|---|---|\n{rows}\n"
 
 
 def _own(cls: type[Config], *bases: type[Config]) -> list[Field]:
@@ -70,18 +100,18 @@ def _own(cls: type[Config], *bases: type[Config]) -> list[Field]:
 
 
 def render() -> str:
-    """The whole page."""
+    """Return the whole page."""
     return "\n".join(
         (
             INTRODUCTION,
-            _table("Every process", _own(CommonConfig)),
+            _table("All processes", _own(CommonConfig)),
             _table("One machine (`diptych serve`)", _own(ServeConfig)),
             _table("Router (`diptych router`)", _own(RouterConfig, CommonConfig)),
-            _table("Both kinds of worker", _own(WorkerConfig, CommonConfig)),
+            _table("Prefill and decode workers", _own(WorkerConfig, CommonConfig)),
             _table("Prefill worker (`diptych prefill-worker`)", _own(PrefillWorkerConfig, WorkerConfig)),
             _table("Decode worker (`diptych decode-worker`)", _own(DecodeWorkerConfig, WorkerConfig)),
-            _table("Further host of a worker's ranks (`diptych rank-host`)", _own(RankHostConfig)),
-            _table("Load generator (`diptych bench`)", _own(BenchConfig)),
+            _table("Rank host (`diptych rank-host`)", _own(RankHostConfig)),
+            _table("Benchmark (`diptych bench`)", _own(BenchConfig)),
         )
     )
 

@@ -10,6 +10,7 @@ import secrets
 import sys
 from collections.abc import Sequence
 
+from common.arguments import CommandParser
 from router.access.keys import NAME, digest_of
 
 PROG = "diptych api-key"
@@ -28,21 +29,25 @@ def entry(name: str, key: str) -> str:
     return f'[[key]]\nname = "{name}"\nsha256 = "{digest_of(key.encode()).hex()}"\n'
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print a new key. Returns exit status 0, or 2 for an invalid name."""
-    parser = argparse.ArgumentParser(
-        prog=PROG,
-        description="Generate an API key. Prints its entry for --api-key-file to stdout, and the key once to stderr.",
-        allow_abbrev=False,
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of `diptych api-key`."""
+    parser = CommandParser(
+        PROG,
+        description="Create an API key. Prints its entry for --api-key-file to stdout and the key itself to stderr.",
     )
     parser.add_argument("name", help="name of the key in logs and metrics: up to 64 letters, digits and . _ -")
-    name = parser.parse_args(argv).name
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a new key. Returns exit status 0, or 2 for a name that is refused."""
+    name = build_parser().parse_args(argv).name
     if not NAME.fullmatch(name):
         print(f"{PROG}: invalid name {name!r}: must be up to 64 letters, digits and . _ -", file=sys.stderr)
         return 2
     key = draw()
     print(entry(name, key))
-    print(f"API key of {name} (shown only once): {key}", file=sys.stderr)
+    print(f"API key of {name}, shown only once: {key}", file=sys.stderr)
     return 0
 
 

@@ -111,7 +111,7 @@ def test_both_roles_of_a_worker_are_on_one_device(
         cpus = command._on_found_device(DecodeWorkerConfig(), PrefillWorkerConfig(quantization="int8"), "diptych")
     assert [one.device for one in (*both, *cpus) if one is not None] == ["cuda", "cuda", "cpu", "cpu"]
     assert "--device auto: a GPU" in caplog.messages
-    assert "the CPU, because quantization='int8' is refused: auto or none on cuda" in caplog.text
+    assert "the CPU, because quantization='int8': must be auto or none on cuda" in caplog.text
 
 
 def test_a_refused_start_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,7 +47,7 @@ def test_a_file_may_name_none(text: str) -> None:
     ],
 )
 def test_what_is_refused(text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=rf"lora_file='f' is refused: .*{message}"):
+    with pytest.raises(ConfigError, match=rf"lora_file='f': must be .*{message}"):
         adapters_of("f", text.encode())
 
 

@@ -111,5 +111,5 @@ def test_a_key_for_another_routers_models_gets_nothing_here() -> None:
 def test_a_name_that_is_taken_or_unknown_is_refused(
     models: tuple[ModelEntry, ...], splits: tuple[Split, ...], what: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"={what!r} is refused"):
+    with pytest.raises(ConfigError, match=f"={what!r}: must be"):
         Catalog(ModelTable(models, splits), [entry.model for entry in models])

@@ -75,7 +75,7 @@ def test_each_name_makes_a_policy_with_the_settings(name: str) -> None:
 def test_the_default_is_the_built_in_policy_and_the_help_names_all() -> None:
     field = next(field for field in fields_of(RouterConfig) if field.name == "routing_policy")
     assert POLICIES[field.default] is RoutingPolicy
-    assert all(name in field.rule.help for name in POLICIES)
+    assert all(name in field.rule.details for name in POLICIES)
 
 
 def test_a_class_of_a_module_is_a_policy(module: str) -> None:
@@ -95,7 +95,7 @@ def test_a_class_of_a_module_is_a_policy(module: str) -> None:
     ),
 )
 def test_what_is_no_policy_is_refused(module: str, name: str, words: str) -> None:
-    with pytest.raises(ConfigError, match="routing_policy=.*is refused: one of diptych") as refusal:
+    with pytest.raises(ConfigError, match="routing_policy=.*must be one of diptych") as refusal:
         load_policy(name, 64)
     assert words in str(refusal.value)
 
@@ -112,7 +112,7 @@ def test_a_router_refuses_to_start_with_an_unknown_policy(processes: str, capsys
     with pytest.raises(SystemExit) as exit:
         main(argv)
     assert exit.value.code == 2
-    assert "routing_policy='best' is refused: one of diptych, random" in capsys.readouterr().err
+    assert "invalid --routing-policy best: must be one of diptych, random" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -253,8 +253,8 @@ def test_what_a_rank_cannot_load_is_said(folder: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("settings", "kind", "message"),
     [
-        ({"task": "embed"}, ModelError, "is served to embed, which only prefill workers do"),
-        ({"kv_memory_gib": 1e-6}, ConfigError, "kv_memory_gib=1e-06 is refused: at least"),
+        ({"task": "embed"}, ModelError, "is served to embed, which prefill workers do alone"),
+        ({"kv_memory_gib": 1e-6}, ConfigError, "kv_memory_gib=1e-06: must be at least"),
     ],
 )
 def test_what_ranks_do_not_do_is_refused(
