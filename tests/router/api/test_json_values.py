@@ -46,6 +46,7 @@ def values_in(value: Any) -> tuple[int, int]:
     return others, numbers
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize("step", [1, 2, 3, 7, 64, 10**6])
 @pytest.mark.parametrize("indent", [None, 1])
 @pytest.mark.parametrize("ascii_only", [True, False])
