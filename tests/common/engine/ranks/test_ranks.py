@@ -253,7 +253,7 @@ def test_what_a_rank_cannot_load_is_said(folder: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("settings", "kind", "message"),
     [
-        ({"task": "embed"}, ModelError, "is served to embed, which prefill workers do alone"),
+        ({"task": "embed"}, ModelError, "is served to embed, which only prefill workers do"),
         ({"kv_memory_gib": 1e-6}, ConfigError, "kv_memory_gib=1e-06: must be at least"),
     ],
 )
