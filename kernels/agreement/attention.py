@@ -1,6 +1,6 @@
 """Compare decode and prefill attention with plain torch. Keys that must not be read are NaN.
 
-Values at both ends of a row's visible range are larger than the others, so that off-by-one errors in masks are detected.
+Values at both ends of a row's visible range are larger than the others, which exposes off-by-one errors in masks.
 """
 
 from __future__ import annotations

@@ -20,10 +20,10 @@ class AttentionRule(NamedTuple):
     """How attention scores become weights of values.
 
     Scores are q.k * scale, then softcap * tanh(scores / softcap) when `softcap` > 0. `window` > 0 lets a query see that
-    many tokens, itself included. `sinks` (float32 [num_heads]) are one more logit a head in the softmax's denominator.
-    A cache of float8_e4m3fn holds keys divided by `k_scale` and values divided by `v_scale`. With `latent_dim` the
-    cache holds keys alone, whose first `latent_dim` numbers are their values. With `batch_invariant` a row's bits do
-    not depend on how a prompt is cut into chunks of several rows.
+    many tokens, itself included. `sinks` (float32 [num_heads]) add one logit per head to the softmax denominator.
+    A cache of float8_e4m3fn stores keys divided by `k_scale` and values divided by `v_scale`. With `latent_dim`, the
+    cache stores only keys; the first `latent_dim` elements of a key are its value. With `batch_invariant`, results are
+    bitwise independent of how a prompt is split into chunks of several rows.
     """
 
     scale: float
@@ -109,8 +109,8 @@ class Kernels(Protocol):
         qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]; cos and sin float32 [T, head_dim / 2] rotate element i with
         element i + head_dim / 2; slots int64 [T] are block * block_size + offset. `norms` normalise each head first.
 
-        In a float8_e4m3fn cache, keys and values are divided by `scales`, saturated to 448 and rounded to nearest. In an
-        int8 cache, each key and value is rounded to one of 255 multiples of its own scale. NaN is preserved. Other
+        In a float8_e4m3fn cache, keys and values are divided by `scales`, saturated to 448 and rounded to nearest. In
+        an int8 cache, each key and value is rounded to one of 255 multiples of its own scale. NaN is preserved. Other
         caches do not use `scales`.
         """
         ...

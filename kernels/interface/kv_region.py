@@ -70,7 +70,7 @@ def packed(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def unpacked(kv: Tensor) -> Tensor:
-    """Convert all or part of an 8-bit cache to float32 [..., block_size, 2, head_dim]. Returns other types unchanged."""
+    """Convert (part of) an 8-bit cache to float32 [..., block_size, 2, head_dim]. Returns other types unchanged."""
     if kv.dtype == torch.int8:
         return numbers_of(kv).float() * scales_of(kv).transpose(-1, -2)[..., None]
     return kv.float() if kv.dtype == torch.float8_e4m3fn else kv

@@ -61,7 +61,7 @@ class Loan:
 
 
 class PinnedPiece(NamedTuple):
-    """A piece of pinned memory, uint8. Returns to the ring when this array and all its views and tensors are dropped."""
+    """A piece of pinned memory, uint8. Returned to the ring when this array and all views and tensors are dropped."""
 
     memory: np.ndarray
     loan: Loan
@@ -92,7 +92,7 @@ class PinnedRing:
         """Return an uninitialised piece.
 
         If the ring is full, waits for the copies of older pieces. If the piece does not fit, or would have to wait for
-        a piece that the host still references, allocates separate memory. Raises CopyLate, or the device's RuntimeError.
+        a piece that the host still references, allocates separate memory. Raises CopyLate or the device's RuntimeError.
         """
         size = -(-max(1, num_bytes) // PIECE_ALIGN_BYTES) * PIECE_ALIGN_BYTES
         with self._lock:

@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.interface.draws import SamplingTensors
 
 POSITION, BEFORE, TOKEN, ADAPTER, SEED, TOP_P, TEMPERATURE, MIN_P, TOP_K, TABLE = range(10)
-"""Word offsets in a seat. BEFORE is the sequence's row in the previous step, whose sampled token is used; -1: use TOKEN.
+"""Word offsets in a seat. BEFORE is the row in the previous step whose sampled token is used; -1: use TOKEN.
 TOP_P contains the bits of a float64, TEMPERATURE and MIN_P those of a float32. The block table starts at TABLE."""
 RUN_TOKEN, RUN_POSITION, RUN_SLOT, RUN_ADAPTER, DRAW_SEED, DRAW_POSITION, DRAW_TOP_P = range(7)
 NUM_WIDE = 7
