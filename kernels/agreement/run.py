@@ -25,8 +25,8 @@ HOST_TOKENS = 192
 def check_kernels(shape: CheckedShape, kv: Tensor, more: Iterable[Check] = ()) -> list[Finding]:
     """Compare each kernel with plain torch on random inputs, at the shapes of `kv` and `shape`.
 
-    Uses blocks of `kv`, which must be an unused KV cache, and zeroes them afterwards. If a kernel raises, its finding is
-    the last one, and the cache must not be used any more. The inputs are the same in every run.
+    Uses blocks of `kv`, which must be an unused KV cache, and zeroes them afterwards. If a kernel raises, its finding
+    is the last one, and the cache must not be used any more. The inputs are the same in every run.
     """
     random = torch.Generator().manual_seed(SEED)
     windows = [kind.rule.window for kind in shape.rules]

@@ -23,8 +23,8 @@ NUM_SEATS, NUM_TAKEN = 21, 18
 def seats_check(
     fill: FillRows, block_size: int, longest: int, device: torch.device, random: torch.Generator
 ) -> Finding:
-    """Check the device function `fill` with padding and sequences of up to `longest` tokens, some of which continue from
-    the previous step."""
+    """Check the device function `fill` with padding and sequences of up to `longest` tokens, some of which continue
+    from the previous step."""
     positions = [min(position, longest - 1) for position in (0, block_size - 1, block_size, longest)]
     positions += torch.randint(longest, (NUM_SEATS - len(positions),), generator=random).tolist()
     layout, vocab = SeatLayout(NUM_SEATS, -(-longest // block_size), block_size), 1000

@@ -33,8 +33,8 @@ def num_places(tokens: int) -> int:
 class DecodeWork:
     """Work list in device memory.
 
-    items int32 [spans + places, 4], of which the first total[0] are valid. splits int32 [S, 2]: number of splits of each
-    span, and index of its first partial result; the others follow.
+    items int32 [spans + places, 4], of which the first total[0] are valid. splits int32 [S, 2]: number of splits of
+    each span, and index of its first partial result; the others follow.
     """
 
     def __init__(self, num_spans: int, places: int, window: int, device: torch.device) -> None:
