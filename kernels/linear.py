@@ -39,9 +39,9 @@ class Linear:
     """y = x W^T + b for W [out, in] in the model's dtype, or quantised to 8 to 4 bits.
 
     On a CPU, weights are packed for the native kernels, or for oneDNN if these cannot be built, and results do not
-    depend on the batch. Only the packed copy is kept; `weight` unpacks it. On a GPU with kernels, quantised weights stay
-    quantised in `held` and are widened when read. Without kernels for them, they are dequantised to `dtype`. On a GPU,
-    `batch_invariant` makes results independent of the batch, at the cost of slower products.
+    depend on the batch. Only the packed copy is kept; `weight` unpacks it. On a GPU with kernels, quantised weights
+    stay quantised in `held` and are widened when read. Without kernels for them, they are dequantised to `dtype`. On a
+    GPU, `batch_invariant` makes results independent of the batch, at the cost of slower products.
     """
 
     alternates: ClassVar[bool] = False

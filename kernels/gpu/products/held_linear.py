@@ -2,10 +2,9 @@
 
     y [rows, out] = x [rows, in] W^T        W = scale * numbers + offset, rounded to the type of x
 
-The inputs are cut into SPLITS parts where there are too few outputs to keep every multiprocessor reading; parts are
-added in order. How often depends on the shape of W alone, so a row's sum has the same terms in every batch. Steps of
-many rows read a weight often: they widen the matrix once, into memory, and leave the product to cuBLAS. The kernel
-also accepts floats, for batch-invariant products: see `invariant`.
+If there are too few outputs to keep all multiprocessors busy, the inputs are divided into SPLITS parts, which are added
+in order. The number of parts depends only on the shape of W, so a row's sum has the same terms in every batch. Steps of
+many rows would read each weight often: they widen the matrix once, into memory, and use cuBLAS. The kernel also accepts floats, for batch-invariant products: see `invariant`.
 """
 
 from __future__ import annotations
