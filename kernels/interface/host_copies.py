@@ -1,4 +1,4 @@
-"""Asynchronous copies between the host and a device. Arrays are combined in one copy, through pinned memory on a GPU."""
+"""Asynchronous copies between the host and a device. Combines arrays in one copy; uses pinned memory on a GPU."""
 
 from __future__ import annotations
 
