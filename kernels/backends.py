@@ -56,7 +56,7 @@ def look_up(kind: str) -> Backend:
     except ImportError as error:
         missing = f"Triton ({error})"
     if missing:
-        logger.warning("kernels of %s: plain torch, several times slower, for want of %s", kind, missing)
+        logger.warning("kernels of %s: plain torch (several times slower), missing %s", kind, missing)
         return plain_backend
     logger.info("kernels of %s: Triton", kind)
     return found

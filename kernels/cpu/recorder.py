@@ -251,7 +251,7 @@ class ProgramRecorder:
         last = slot_of(result)
         if self._ops[-1].output != last.buffer:
             raise NotRecordable("the last operation does not make the result")
-        # A separate buffer: the result has only the sampled rows, but the slot's buffer may have been used for all rows.
+        # A separate buffer: the result has only the sampled rows; the slot's buffer may have been used for all rows.
         self._row_bytes.append(last.width * last.dtype.itemsize)
         self._ops[-1].output = len(self._row_bytes) - 1
         ops = (OpStruct * len(self._ops))(*self._ops)

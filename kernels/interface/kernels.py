@@ -110,8 +110,8 @@ class Kernels(Protocol):
         element i + head_dim / 2; slots int64 [T] are block * block_size + offset. `norms` normalise each head first.
 
         In a float8_e4m3fn cache, keys and values are divided by `scales`, saturated to 448 and rounded to nearest. In
-        an int8 cache, each key and value has a scale and is rounded to one of its 255 multiples. NaN is preserved. Other
-        caches do not use `scales`.
+        an int8 cache, each key and value has a scale and is rounded to one of its 255 multiples. NaN is preserved.
+        Other caches do not use `scales`.
         """
         ...
 

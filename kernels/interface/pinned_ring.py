@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 PIECE_ALIGN_BYTES = 64
 """Alignment of pieces, sufficient for views of any type."""
 WAIT_S = 60.0
-"""Maximum time, in seconds, to wait for the copies of older pieces. These follow at most two steps."""
+"""Maximum time, in seconds, to wait for the copies of older pieces, which queue after at most two steps."""
 POLL_S = 5e-5
 
 

@@ -4,7 +4,8 @@
 
 If there are too few outputs to keep all multiprocessors busy, the inputs are divided into SPLITS parts, which are added
 in order. The number of parts depends only on the shape of W, so a row's sum has the same terms in every batch. Steps of
-many rows would read each weight often: they widen the matrix once, into memory, and use cuBLAS. The kernel also accepts floats, for batch-invariant products: see `invariant`.
+many rows would read each weight often: they widen the matrix once, into memory, and use cuBLAS. The kernel also accepts
+floats, for batch-invariant products: see `invariant`.
 """
 
 from __future__ import annotations
