@@ -128,7 +128,9 @@ class DecodeDuty(Duty):
             return HeadDrafter(loaded.runner, drafting, sampler, hidden)
         if draft is None:
             if self.settings.draft_model:
-                log.warning("worker decodes without a draft model: it was started as a prefill worker, which does not load one")
+                log.warning(
+                    "worker decodes without a draft model: it was started as a prefill worker, which does not load one"
+                )
             return None
         kv, caching = draft.runner.kv, self.settings.enable_prefix_caching
         cache = DraftCache(kv.num_blocks, kv.block_size, enable_prefix_caching=caching)

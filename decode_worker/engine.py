@@ -48,7 +48,7 @@ class DecodeLimits:
 
 
 class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
-    """Decode engine. Owns the block pool (through its scheduler) and the model. The KV receiver writes only lent blocks."""
+    """Decode engine. Owns the model, and the block pool through its scheduler. The KV receiver borrows blocks."""
 
     role = "decode"
     scheduler: DecodeScheduler

@@ -39,7 +39,7 @@ class IncomingTransfers:
         """Return why this worker must not receive from the sender, or ""."""
         message = event.message
         if message.decode_epoch != self._epoch:
-            return f"sent to boot epoch {message.decode_epoch} of this worker, which has restarted with {self._epoch}"
+            return f"sent to boot epoch {message.decode_epoch}, but this worker has restarted with {self._epoch}"
         if message.fingerprint != self._fingerprint:
             return f"KV layout {message.fingerprint} differs from this worker's {self._fingerprint}"
         if self._required and event.memory is None:

@@ -123,7 +123,7 @@ class Handovers:
                 self._pause(handover, now)
 
     def stepped(self) -> None:
-        """After a step, pass full blocks to the sender, and end hand-overs that outgrew their blocks without a grant."""
+        """After a step, send full blocks, and end hand-overs that outgrew their blocks without a grant."""
         for handover in list(self._by_key.values()):
             sequence = handover.sequence
             if not handover.granted and self._outruns(handover):
@@ -210,7 +210,12 @@ class Handovers:
 
     def _stay(self, handover: Handover, reason: str) -> None:
         """End a hand-over. The sequence is decoded here."""
-        log.info("request %s stays on this worker, hand-over to %s failed: %s", handover.order.request_id, handover.order.target, reason)
+        log.info(
+            "request %s stays on this worker, hand-over to %s failed: %s",
+            handover.order.request_id,
+            handover.order.target.worker_id,
+            reason,
+        )
         sequence = handover.sequence
         self._forget(handover, reason)
         if handover.paused_at:

@@ -90,7 +90,7 @@ class DecodeReports(Reports):
         sequence.num_reported += len(new)
 
     def report_prompt_logits(self, sequence: DecodeSequence, start: int, logits: Tensor) -> None:
-        """Queue log probabilities of the prompt tokens after `start`. `logits` are those of the tokens from `start` on."""
+        """Queue log probabilities of the prompt tokens after `start`, from the `logits` of those from `start` on."""
         prompt = sequence.token_ids[: sequence.num_request_tokens]
         found = chunk_logprobs(logits, prompt, start, sequence.params.prompt_logprobs)
         self.report_prompt_logprobs(sequence, start, found)

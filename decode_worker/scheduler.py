@@ -28,8 +28,8 @@ from decode_worker.sequence import DecodeSequence, RequestStatus
 class DecodeChunk(NamedTuple):
     """Compute `num_tokens` tokens of `sequence` from `start` on, and sample if they include its last token.
 
-    With `all_logits`, logits of all tokens are kept for prompt log probabilities. A single token may have a `draft`: the
-    step computes its tokens as if they were the sequence's, and samples after each.
+    With `all_logits`, logits of all tokens are kept for prompt log probabilities. A single token may have a `draft`:
+    the step computes its tokens as if they were the sequence's, and samples after each.
     """
 
     sequence: DecodeSequence
@@ -207,9 +207,9 @@ class DecodeScheduler(DecodeQueue):
     ) -> SchedulerOutput:
         """Return the next step. Granted sequences own blocks for their whole prompt from now on.
 
-        `model` predicts step times for the order of prompts (`prompt_order`). `withdraw` revokes the blocks of a sequence
-        from any transfer or read before it is preempted. `restore` may start to read blocks of a prompt that is computed
-        here; none of it is computed while its `read` is in progress.
+        `model` predicts step times for the order of prompts (`prompt_order`). `withdraw` revokes the blocks of a
+        sequence from any transfer or read before it is preempted. `restore` may start to read blocks of a prompt that
+        is computed here; none of it is computed while its `read` is in progress.
         """
         self._now = now
         self.batch_cap = batch_cap(model, self._mean_context, self.goal, self.max_num_seqs, self._usual_num_seqs)
@@ -256,7 +256,9 @@ class DecodeScheduler(DecodeQueue):
     def room_for(self, sequence: DecodeSequence, num_tokens: int) -> int:
         """Return how many of `num_tokens` draft tokens after the next one fit. Allocates blocks if enough are free."""
         wanted = self.blocks_for(sequence.num_planned + num_tokens) - len(sequence.blocks)
-        kept = max(self.num_watermark_blocks, len(self.running))  # each sequence may need another block for its next token
+        kept = max(
+            self.num_watermark_blocks, len(self.running)
+        )  # each sequence may need another block for its next token
         if wanted > 0 and self.pool.num_available - wanted >= kept:
             sequence.blocks += self.pool.allocate(wanted)
         return min(num_tokens, len(sequence.blocks) * self.block_size - sequence.num_planned)

@@ -24,9 +24,9 @@ AGE_OF_A_LEVEL_S = 2.0
 class RequestStatus(Enum):
     """State of a request.
 
-        EXPECTING ──KVOpen──> OPENED ──KVGrant──> TRANSFERRING ──KVDone, all received──> RUNNING ──> (gone)
-        WAITING (local prefill) ──blocks──> RUNNING <──blocks── PREEMPTED <──out of blocks── RUNNING
-        RUNNING ──hand-over: its last blocks are sent──> LEAVING ──KVAck──> (gone), or ──failed──> RUNNING
+    EXPECTING ──KVOpen──> OPENED ──KVGrant──> TRANSFERRING ──KVDone, all received──> RUNNING ──> (gone)
+    WAITING (local prefill) ──blocks──> RUNNING <──blocks── PREEMPTED <──out of blocks── RUNNING
+    RUNNING ──hand-over: its last blocks are sent──> LEAVING ──KVAck──> (gone), or ──failed──> RUNNING
     """
 
     EXPECTING = "expecting"
@@ -42,13 +42,13 @@ class RequestStatus(Enum):
 class DecodeSequence(WorkerSequence):
     """A request from reservation to its last token.
 
-    Steps in flight are sampling `num_pending` more tokens. Their KV counts as computed, because only later steps read it.
-    Such a step may yield `num_drafted` more tokens. A step in flight that `deferred` the sequence samples nothing for it;
-    its last token is computed again. Rows from `plain_from` tokens on are sampled from parameters and position only
-    (infinity: never).
+    Steps in flight are sampling `num_pending` more tokens. Their KV counts as computed, because only later steps read
+    it. Such a step may yield `num_drafted` more tokens. A step in flight that `deferred` the sequence samples nothing
+    for it; its last token is computed again. Rows from `plain_from` tokens on are sampled from parameters and position
+    only (infinity: never).
 
-    Announced KV starts with block `first_block`; earlier blocks are outside of the model's window. Younger requests that
-    were admitted while it waits for blocks own `num_passing_blocks`.
+    Announced KV starts with block `first_block`; earlier blocks are outside of the model's window. Younger requests
+    that were admitted while it waits for blocks own `num_passing_blocks`.
 
     With prompt log probabilities, the router has those of the first `num_logprobs_sent` tokens. Output token i (from
     `num_prompt_tokens` on) is reported to the router once; `num_reported` counts those of the current attempt.
@@ -96,7 +96,7 @@ class DecodeSequence(WorkerSequence):
 
     @property
     def num_announced_tokens(self) -> int:
-        """Tokens whose KV may arrive. In a hand-over, includes tokens that the other worker samples during the transfer."""
+        """Tokens whose KV may arrive. In a hand-over, includes those that the other worker samples until then."""
         return self.num_request_tokens + self.request.num_reserved_tokens
 
     @property
@@ -166,7 +166,7 @@ class DecodeSequence(WorkerSequence):
         return self.num_tokens > self.num_request_tokens
 
     def is_continued_by(self, request: DecodeRequest) -> bool:
-        """Whether `request` is another attempt at the same work. Never with prompt log probabilities, which would be lost."""
+        """Whether `request` is another attempt at this one. False with prompt logprobs, which would be lost."""
         mine = self.request
         if mine.params.prompt_logprobs >= 0:
             return False

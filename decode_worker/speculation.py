@@ -62,7 +62,7 @@ class Speculation:
         return self._model.counts if self._model is not None else BlockCounts(0, 0, 0)
 
     def wants_tokens(self, running: Sequence[DecodeSequence]) -> bool:
-        """Whether the next step should start from known tokens, because a model may draft or a grammar may force some."""
+        """Whether the next step should start from known tokens, so that a model drafts or a grammar forces some."""
         if self._model is not None and self._model.wants_tokens(running):
             return True
         is_possible = self._max_tokens and len(running) <= min(MAX_SEQUENCES, self._max_rows - 1)

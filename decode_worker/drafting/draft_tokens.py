@@ -3,7 +3,8 @@
 Each draft token is one more row of the step. The step computes it as if all tokens before it were certain, and samples
 a token after each row. A draft token that equals the sampled one is accepted: the row after it was computed as it would
 have been one step later, so its token counts too. Tokens after the first rejected draft token are dropped. The logits
-of a row depend only on its sequence, and its sample on logits, seed and position, so draft tokens do not change answers.
+of a row depend only on its sequence, and its sample on logits, seed and position, so draft tokens do not change
+answers.
 
 A step thus yields several tokens where an answer copies text (names, code, quotations) or its grammar leaves no choice
 (members of JSON). `speculation.py` decides how many tokens to draft, from recent acceptance rates and the cost of rows.
@@ -112,7 +113,7 @@ class Lookup:
         self._length = length
 
     def _best_match(self) -> tuple[int, int]:
-        """Return (end, length) of the longest earlier match with the end of the text, the last if equal. Length 0 if none."""
+        """Return (end, length) of the longest and latest earlier match with the text's end. Length 0 if none."""
         text = self._text[: self._length]
         first = max(0, self._length - MOST_SEARCHED)
         ends = np.flatnonzero(text[first:-1] == text[-1])[-MOST_COMPARED:] + (first + 1)

@@ -1,8 +1,8 @@
 """Draft model and its KV: drafts the next tokens of sequences, and computes the KV that this needs.
 
-Draft KV has its own block pool. It is never sent to other workers, so sequences have none after a transfer, hand-over or
-preemption. Blocks of certain tokens are published by their hashes, like those of the served model, and are reused for
-prompts with the same prefix and later turns of a conversation.
+Draft KV has its own block pool. It is never sent to other workers, so sequences have none after a transfer, hand-over
+or preemption. Blocks of certain tokens are published by their hashes, like those of the served model, and are reused
+for prompts with the same prefix and later turns of a conversation.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class DraftCache:
         return len(self._held)
 
     def num_behind(self, sequence: DecodeSequence) -> int:
-        """Return the number of the sequence's tokens without KV. It is at least 1: a draft starts with the last token."""
+        """Return the number of tokens without KV, at least 1: a draft starts with the last token."""
         held = self._held.get(sequence)
         if held is None:
             return sequence.num_tokens - self.pool.block_size * len(self._cached_prefix(sequence))
@@ -170,7 +170,7 @@ class Drafter:
         token_s: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`step_s` and `token_s` are the measured times of a step of one row and of a token of a small chunk (0: unknown)."""
+        """`step_s` and `token_s`: measured times of a step of one row and a token of a small chunk (0: unknown)."""
         self.cache, self.costs = cache, RowCosts()
         if step_s:
             self.costs.add(1, step_s)
@@ -210,7 +210,7 @@ class Drafter:
     def draft(
         self, wanted: Sequence[tuple[DecodeSequence, int]], rules: DecodeRules
     ) -> dict[DecodeSequence, tuple[int, ...]]:
-        """Draft up to the given number of tokens for each sequence, whose tokens must all be known. Some may get none."""
+        """Draft up to the given number of tokens per sequence. All their tokens must be known. Some may get none."""
         chains = [chain for sequence, limit in wanted if (chain := self._chain(sequence, limit)) is not None]
         active = chains
         while active:

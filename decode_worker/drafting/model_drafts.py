@@ -76,7 +76,7 @@ class TokenDrafter(Protocol):
     def draft(
         self, wanted: Sequence[tuple[DecodeSequence, int]], rules: DecodeRules
     ) -> dict[DecodeSequence, tuple[int, ...]]:
-        """Draft up to the given number of tokens for each sequence, whose tokens must all be known. Some may get none."""
+        """Draft up to the given number of tokens per sequence. All their tokens must be known. Some may get none."""
 
     def retain(self, is_here: Callable[[DecodeSequence], bool]) -> None:
         """Forget sequences for which `is_here` is False."""
@@ -269,7 +269,7 @@ class ModelDrafts:
         except BlockError:
             raise  # block ownership is corrupt
         except Exception:
-            log.exception("the draft model failed, this worker continues without draft tokens from it until it is restarted")
+            log.exception("the draft model failed, this worker decodes without it until it is restarted")
             self._has_failed = True
             return nothing
         finally:

@@ -30,7 +30,8 @@ class RowCosts:
 
     SMOOTHING = 0.1
     FORGETTING = 0.002
-    """Times of larger sizes drift to those of smaller ones, so that a slow size is tried again after some hundred steps."""
+    """Times of larger sizes drift to those of smaller ones, so that a slow size is tried again after some hundred
+    steps."""
     RELAXING = 0.0005
     LARGEST_JUMP = 2.0
     """Maximum ratio of a step's time to the expected one. The excess has other causes."""

@@ -1,4 +1,4 @@
-"""Detection of stopped ranks by rank 0, and deadlines of its own waits for them.
+"""Detection of stopped ranks by rank 0, and the deadlines of its waits for them.
 
 A stopped process keeps its sockets open, so its peers notice only silence. Each rank therefore sends a sign of life
 once per second, on the channel of steps in the reverse direction.

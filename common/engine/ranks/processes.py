@@ -3,7 +3,7 @@
     rank 0   start ── RankPlan ─>     load a shard                               ─ step ─> ─ step ─>   close
     rank r         <─ RankReport ──   load a shard  <─ RankReport, KV memory ─   run steps until rank 0 is gone
 
-If the number of blocks is to be measured, each rank sends one more RankReport after loading, and waits for MEASURE.
+If the number of blocks must be measured, each rank sends one more RankReport after loading, and waits for MEASURE.
 """
 
 from __future__ import annotations

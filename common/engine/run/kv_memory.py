@@ -4,7 +4,7 @@ The number of KV blocks is measured, because no formula covers what kernels allo
 
     load the weights ─> run the largest steps on a small cache ─> use the rest of the worker's share for KV blocks
 
-Ranks of a worker measure together, each on its own device. All get as many blocks as fit on the smallest.
+Ranks of a worker measure together, each on its own device. All get the number of blocks that fits on the smallest.
 """
 
 from __future__ import annotations

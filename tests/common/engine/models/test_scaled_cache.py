@@ -130,7 +130,7 @@ def test_a_worker_says_that_there_are_no_scales(tiny_folder: Path, caplog: pytes
 
 def test_frames_are_not_made_smaller_again(scaled: Path) -> None:
     with pytest.raises(
-        ConfigError, match="kv_wire_dtype='fp8' is refused: native, as the checkpoint's kv_cache_scheme"
+        ConfigError, match="kv_wire_dtype='fp8' is refused: native, because the checkpoint's kv_cache_scheme"
     ):
         loaded(scaled, kv_wire_dtype="fp8")
     assert loaded(scaled, kv_wire_dtype="fp8", kv_cache_dtype="native").kv_dtype == "float32"
