@@ -107,8 +107,8 @@ class DecodeReports(Reports):
             decode_s=now - sequence.first_token_at,
             num_preemptions=sequence.num_preemptions,
             transfer_bytes=sequence.transfer_bytes,
-            num_drafts=sequence.tally.num_drafts,
-            num_draft_tokens=sequence.tally.num_tokens,
-            accepted_places=tuple(sequence.tally.accepted),
+            num_drafts=sequence.draft_stats.num_drafts,
+            num_draft_tokens=sequence.draft_stats.num_tokens,
+            accepted_places=tuple(sequence.draft_stats.accepted),
         )
         self.add(sequence, reason, timeline)

@@ -350,7 +350,7 @@ class DecodeScheduler(DecodeQueue):
         Preempts the lowest priority first, and the youngest among equals.
         """
         preempted: list[DecodeSequence] = []
-        for sequence in sorted(filter(self._num_missing, self.running), key=_last_to_go):
+        for sequence in sorted(filter(self._num_missing, self.running), key=_preemption_key):
             while sequence.status is RequestStatus.RUNNING:
                 missing = self._num_missing(sequence)
                 if not missing:
@@ -358,7 +358,7 @@ class DecodeScheduler(DecodeQueue):
                 if missing <= self.pool.num_available:
                     sequence.blocks += self.pool.allocate(missing)
                     break
-                victim = max(self.running, key=_last_to_go)
+                victim = max(self.running, key=_preemption_key)
                 withdraw(victim)
                 self._preempt(victim)
                 preempted.append(victim)
@@ -413,6 +413,6 @@ def _position(sequence: DecodeSequence) -> int:
     return sequence.num_computed - sequence.num_pending
 
 
-def _last_to_go(sequence: DecodeSequence) -> tuple[int, float]:
+def _preemption_key(sequence: DecodeSequence) -> tuple[int, float]:
     """Sort key of preemption: highest priority first, and oldest first among equals. The last is preempted."""
     return (-sequence.priority, sequence.accepted_at)

@@ -12,12 +12,12 @@ from common.engine.sequences import WorkerSequence
 from common.engine.transfer import SenderMemory
 from common.wire import SampledToken, TokenLogprobs
 from common.wire.messages import DecodeRequest, KVOpen
-from decode_worker.drafting.draft_tokens import DraftTally, Lookup
+from decode_worker.drafting.draft_tokens import DraftStats, PromptLookup
 
 if TYPE_CHECKING:  # loads torch, which simulations do not need
     from common.engine.sampling import TokenCounts
 
-AGE_OF_A_LEVEL_S = 2.0
+PRIORITY_LEVEL_S = 2.0
 """Seconds of waiting that one level of priority is worth. Every sequence eventually gets its turn."""
 
 
@@ -80,8 +80,8 @@ class DecodeSequence(WorkerSequence):
     transfer_bytes: int = 0
     clock_offset_s: float = 0.0
     counts: TokenCounts | None = None
-    lookup: Lookup | None = None
-    tally: DraftTally = field(default_factory=DraftTally)
+    lookup: PromptLookup | None = None
+    draft_stats: DraftStats = field(default_factory=DraftStats)
 
     def __post_init__(self) -> None:
         WorkerSequence.__post_init__(self)  # `super()` fails in a dataclass with slots
@@ -92,7 +92,7 @@ class DecodeSequence(WorkerSequence):
     @property
     def rank(self) -> float:
         """Sort key in the queue for blocks, lowest first: arrival time, minus a bonus for priority."""
-        return self.accepted_at - AGE_OF_A_LEVEL_S * self.priority
+        return self.accepted_at - PRIORITY_LEVEL_S * self.priority
 
     @property
     def num_announced_tokens(self) -> int:

@@ -11,7 +11,7 @@ from common.engine.sampling import UNSAMPLED, SamplingRow
 from common.engine.sequences import NO_PARTS, EngineParts, Reports, RequestEngine, RequestRules
 from common.engine.transfer import KVSender, TransferEnded
 from common.engine.worker import EngineConfig, EngineStatus, RequestReceived, Send, WorkerMetrics
-from common.grammar import unsampled
+from common.grammar import sampling_failure
 from common.latency import StepShape
 from common.wire import SampledToken
 from common.wire.messages import KVDone, PrefillRequest, Timeline, TokenDelta
@@ -226,7 +226,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
             self._fail(sequence, "sampling", sequence.problems[0], retryable=False)
             return
         if sampled.token_id >= self._launcher.vocab_size:
-            self._fail(sequence, *unsampled(sequence.params, sequence.constraint, "prefill"), retryable=False)
+            self._fail(sequence, *sampling_failure(sequence.params, sequence.constraint, "prefill"), retryable=False)
             return
         reason = self._rules.finish_reason(sequence, sampled.token_id, num_more=1)
         self._report_result(sequence, sampled, reason)

@@ -183,7 +183,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         progress.
         """
         prompts = [*(sequence for sequence in self.running if sequence.num_remaining), *self.waiting]
-        self.step_tokens = self._size_of_step(prompts, model)
+        self.step_tokens = self._step_size(prompts, model)
         order = prompt_order(prompts, now, model, self.max_step_tokens)
         admitted = self._admit(order, now, restore)
         ready = [sequence for sequence in order.prompts if sequence.blocks and self._is_ready(sequence)]
@@ -263,7 +263,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         self._owned[sequence.priority] -= sequence.num_owned
         self._release(sequence)
 
-    def _size_of_step(self, prompts: Sequence[PrefillSequence], model: StepModel) -> Knob:
+    def _step_size(self, prompts: Sequence[PrefillSequence], model: StepModel) -> Knob:
         start = max((sequence.num_computed for sequence in self.running), default=0)
         has_goals = any(sequence.due_at < math.inf for sequence in prompts)
         return prefill_step(model, start, self.most_step_tokens, has_goals=has_goals)
@@ -320,7 +320,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         """Return the number of blocks to allocate at admission in addition to `prefix`."""
         return self._table_end(prefix.end * self.block_size, sequence.num_tokens) - prefix.end
 
-    def _room_beside(self, prefix: CachedPrefix) -> int:
+    def _num_allocatable(self, prefix: CachedPrefix) -> int:
         """Return the number of blocks that a prompt may allocate in addition to `prefix`."""
         if not self.window:
             return self._num_available(prefix.blocks)
@@ -328,27 +328,27 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
 
     def _plan(self, sequence: PrefillSequence) -> CachedPrefix | None:
         """Return the cached blocks that `sequence` starts with, or None if it cannot be admitted now."""
-        if self._has_no_place or not self.pool.num_available:
+        if self._is_at_capacity or not self.pool.num_available:
             return None
         prefix = self._cached_prefix(sequence)
-        if self._is_coming(sequence, prefix.end):
+        if self._is_in_flight(sequence, prefix.end):
             return None
         num_new = self._num_new(sequence, prefix)
-        if num_new > self._room_beside(prefix) or self._exceeds_share(sequence):
+        if num_new > self._num_allocatable(prefix) or self._exceeds_share(sequence):
             return None
         oldest = self.waiting[0]
         if sequence is oldest or self._exceeds_share(oldest) or not self._counts_passing(oldest):
             return prefix
-        return prefix if num_new <= self._most_of(oldest) - oldest.num_passing_blocks else None
+        return prefix if num_new <= self._max_owned(oldest) - oldest.num_passing_blocks else None
 
     @property
-    def _has_no_place(self) -> bool:
+    def _is_at_capacity(self) -> bool:
         """Whether the maximum number of prompts is admitted and not yet computed, or in a step in flight."""
         if len(self.running) < self.max_num_seqs:
             return False
         return sum(sequence.num_remaining > 0 for sequence in self.running) >= self.max_num_seqs
 
-    def _is_coming(self, sequence: PrefillSequence, index: int) -> bool:
+    def _is_in_flight(self, sequence: PrefillSequence, index: int) -> bool:
         """Whether a step in flight computes block `index` of a waiting prompt, which can then share it."""
         is_shared = self.pool.enable_prefix_caching and index < sequence.num_cacheable // self.block_size
         if not self._in_flight or not is_shared:
@@ -356,7 +356,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         block_hash = sequence.hasher.hashes[index]
         return any(block_hash in hashes for hashes in self._in_flight.values())
 
-    def _most_of(self, sequence: PrefillSequence) -> int:
+    def _max_owned(self, sequence: PrefillSequence) -> int:
         """Return the maximum number of blocks that a prompt owns at once."""
         return min(self._most_owned, self.blocks_for(sequence.num_tokens))
 
@@ -365,9 +365,9 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         if sequence.priority >= self._top_priority:
             return False
         owned = sum(num_blocks for priority, num_blocks in self._owned.items() if priority < self._top_priority)
-        return owned > 0 and owned + self._most_of(sequence) > LOW_SHARE * self.pool.num_blocks
+        return owned > 0 and owned + self._max_owned(sequence) > LOW_SHARE * self.pool.num_blocks
 
     def _counts_passing(self, oldest: PrefillSequence) -> bool:
         """Whether to count blocks that others get: the oldest waiting prompt does not fit, or did not before."""
         prefix = self._cached_prefix(oldest)
-        return oldest.num_passing_blocks > 0 or self._num_new(oldest, prefix) > self._room_beside(prefix)
+        return oldest.num_passing_blocks > 0 or self._num_new(oldest, prefix) > self._num_allocatable(prefix)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from decode_worker.rules import DecodeRules
     from decode_worker.sequence import DecodeSequence
 
-MOST_BEHIND = 8
+MAX_BEHIND = 8
 """Maximum number of tokens without draft KV at which a sequence may draft. They are rows of the first draft step."""
 SMOOTHING = 0.1
 """Weight of a new chunk in the average time of a token when catching up."""
@@ -185,7 +185,7 @@ class Drafter:
 
     def is_ready(self, sequence: DecodeSequence) -> bool:
         """Whether it can draft for the sequence immediately."""
-        return sequence not in self._foreign and self.cache.num_behind(sequence) <= MOST_BEHIND
+        return sequence not in self._foreign and self.cache.num_behind(sequence) <= MAX_BEHIND
 
     def num_behind(self, sequence: DecodeSequence) -> int:
         """Return the number of tokens to catch up before drafting, or 0 if it is ready or can never draft."""

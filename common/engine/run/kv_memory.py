@@ -44,7 +44,7 @@ CHANGED_LOGITS, CHANGE_BYTES = 1024, 12
 and then allocate separately."""
 PIECES = 32
 """Copies per step. Each is aligned for any type."""
-MOST_BYTES = 64 * 2**20
+MAX_BYTES = 64 * 2**20
 
 
 def alone(number: int) -> int:
@@ -159,7 +159,7 @@ def _try_steps(model: RunnableModel, largest: LargestSteps, kv_dtype: str, num_b
 
 
 def step_copy_bytes(largest: LargestSteps, shape: ModelConfig) -> int:
-    """Return the pinned memory for `STEPS` of the largest steps, at most `MOST_BYTES`.
+    """Return the pinned memory for `STEPS` of the largest steps, at most `MAX_BYTES`.
 
     A token takes TOKEN_BYTES. A row takes its span (12 bytes), block table (4 bytes per entry), and seat if steps are
     recorded (pairs of place and word, 16 bytes per word), its sampling parameters, a mask of allowed tokens (a bit
@@ -175,7 +175,7 @@ def step_copy_bytes(largest: LargestSteps, shape: ModelConfig) -> int:
         row += DRAW_BYTES + 8 + -(-shape.vocab_size // 8) + CHANGED_LOGITS * CHANGE_BYTES + 8 + logprobs
     step = largest.num_tokens * TOKEN_BYTES + largest.num_rows * row
     step += max_prompt_logprobs(shape.vocab_size) * logprobs + PIECES * PIECE_ALIGN_BYTES
-    return min(MOST_BYTES, STEPS * step)
+    return min(MAX_BYTES, STEPS * step)
 
 
 def reserve_step_copies(largest: LargestSteps, shape: ModelConfig, device: torch.device) -> None:

@@ -41,7 +41,7 @@ from kernels.interface import (
 )
 
 log = logging.getLogger(__name__)
-Spread = Callable[[Tensor], None]
+Broadcast = Callable[[Tensor], None]
 """Broadcasts the numbers of rank 0 in this tensor to all ranks, in place."""
 FINE_STEP, COARSE_STEP, FINE_UP_TO = 8, 64, 256
 """Bucket spacing in rows. With 8, at most 7 rows are padding; above 256, padding with 64 is less than a quarter."""
@@ -203,7 +203,7 @@ class RecordedSteps:
         recorder: StepRecorder,
         sizes: StepSizes,
         *,
-        spread: Spread | None = None,
+        spread: Broadcast | None = None,
         samples: bool = True,
     ) -> None:
         """Record all steps, largest first. Takes seconds on a GPU, and memory for one step of the largest size.
