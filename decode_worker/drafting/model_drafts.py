@@ -269,7 +269,7 @@ class ModelDrafts:
         except BlockError:
             raise  # block ownership is corrupt
         except Exception:
-            log.exception("the draft model failed, this worker decodes without it until it is restarted")
+            log.exception("draft model failed, this worker decodes without it until it is restarted")
             self._has_failed = True
             return nothing
         finally:

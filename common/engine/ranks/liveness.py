@@ -19,7 +19,7 @@ from common.engine.ranks.channel import Channel
 HEARTBEAT_S = 1.0
 SILENT_S = 60.0
 """Silence, in seconds, after which the worker stops: the timeout of a collective."""
-SUSPECT_S = 5.0
+SUSPECT_SILENCE_S = 5.0
 """Silence, in seconds, after which a rank is named in other failures."""
 LOOK_S = 5.0
 """Maximum silence counted between two checks, in seconds, because rank 0 may have been stopped itself."""

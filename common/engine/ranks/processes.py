@@ -22,7 +22,7 @@ import msgspec
 
 from common.engine.ranks.admission import LINKS
 from common.engine.ranks.channel import RANK_END_S, Channel
-from common.engine.ranks.liveness import SILENT_S, SUSPECT_S, HeartbeatMonitor
+from common.engine.ranks.liveness import SILENT_S, SUSPECT_SILENCE_S, HeartbeatMonitor
 from common.engine.ranks.rank_hosts import JoinedHost, links_of
 from common.engine.run import LargestSteps, MemoryNeed
 from common.errors import ModelError, RankLost
@@ -210,7 +210,7 @@ class RankProcesses:
 
     def with_silent_ranks(self, why: str) -> str:
         """Return a failure with the ranks that have been silent for a while. Thread-safe."""
-        return "; ".join(filter(None, (why, self._silence(SUSPECT_S))))
+        return "; ".join(filter(None, (why, self._silence(SUSPECT_SILENCE_S))))
 
     @property
     def is_leaving(self) -> bool:

@@ -33,7 +33,7 @@ from common.wire import DropLog, in_url
 log = logging.getLogger(__name__)
 MOST_HANDSHAKES = 64
 """Maximum number of unauthenticated connections. Further ones are closed at once."""
-POLL_S = 0.5
+ACCEPT_POLL_S = 0.5
 SESSION_BYTES = 16
 
 
@@ -83,7 +83,7 @@ class RankHosts:
                 left_s = until - time.monotonic()
                 if left_s <= 0:
                     raise RankLost(self._missing_hosts(timeout_s))
-                if waiting.poll(min(left_s, POLL_S) * 1000):
+                if waiting.poll(min(left_s, ACCEPT_POLL_S) * 1000):
                     self._accept()
                 joined = self._all_complete()
         finally:

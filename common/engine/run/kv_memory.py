@@ -139,7 +139,7 @@ def measure(
     own = max(0, room // per_block)
     num_blocks = least(own)
     log.info(
-        "memory of %s: %.2f GiB, %.2f GiB free, steps take %.2f GiB, %.2f GiB left for KV: %d blocks fit, using %d",
+        "memory on %s: %.2f GiB, %.2f GiB free, steps take %.2f GiB, %.2f GiB left for KV: %d blocks fit, %d used",
         *(model.device, total / GIB, free / GIB, steps / GIB, max(0, room) / GIB, own, num_blocks),
     )
     if num_blocks < 2:
@@ -183,4 +183,4 @@ def reserve_step_copies(largest: LargestSteps, shape: ModelConfig, device: torch
     if device.type != "cuda":
         return
     pinned().reserve_ring(step_copy_bytes(largest, shape))
-    log.info("pinned %.1f MiB of host memory for copies of steps", pinned().ring.num_bytes / 2**20)
+    log.info("worker pinned %.1f MiB of host memory for copies of steps", pinned().ring.num_bytes / 2**20)

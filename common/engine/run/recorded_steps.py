@@ -228,7 +228,7 @@ class RecordedSteps:
                 for adapted in ((True, False) if sizes.adapts else (False,))
             }
         self._last = self._steps[largest, False]
-        log.info("recorded %d decode steps as graphs in %.1f s", len(self._steps), time.perf_counter() - began)
+        log.info("worker recorded %d decode steps as graphs in %.1f s", len(self._steps), time.perf_counter() - began)
 
     def plan(self, size: int) -> StepPlan:
         """Return the plan of a recorded step of `size` rows."""
