@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install $(if $(MAKE_TERM
 NEWER := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve fetch bench compare sla gpu check test test-all clients chaos soak lint format docs wheel images release lock clean
+.PHONY: help serve fetch bench compare sla gpu check test test-all clients chaos soak lint format docs docs-site docs-serve wheel images release lock clean
 
 help:
 	@echo "make serve      a service on this machine (PORT=8000 MODEL=smollm2-135m ARGS='--prefill 2 --decode 2')"
@@ -33,10 +33,11 @@ help:
 	@echo "make check      lint and the tests of what is pure, in a minute"
 	@echo "make test       lint and every quick test; says which 30 were slowest"
 	@echo "make test-all   lint and every test that this machine can run, but for make clients"
-	@echo "make clients    every client of docs/compatibility.md, in environments of their own (ARGS='-k aider')"
+	@echo "make clients    every client of docs/reference/clients.md, in environments of their own (ARGS='-k aider')"
 	@echo "make chaos      kills, freezes and cuts off workers for minutes (SEED=1 DURATION=180)"
 	@echo "make soak       half an hour of load, to see what grows (DURATION=1800 PLOT=build/soak.png)"
-	@echo "make lint       ruff and mypy;  make format  rewrites as ruff wants it;  make docs  rewrites docs/configuration.md and helm/"
+	@echo "make lint       ruff and mypy;  make format  rewrites as ruff wants it;  make docs  rewrites docs/reference/configuration.md and helm/"
+	@echo "make docs-site  the documentation with search in build/site;  make docs-serve  shows it while you write"
 	@echo "make wheel      wheel and sdist into dist/, with CPU kernels for KERNELS=all instruction sets or those named"
 	@echo "make images     router, and workers for cpu, cuda and rocm (REGISTRY=ghcr.io/acme PUSH=yes IMAGES=router,worker-cpu)"
 	@echo "make release    wheel, sdist, bills of materials, images, chart, signatures into dist/ (REGISTRY=...; IMAGES=none)"
@@ -59,6 +60,10 @@ $(VENV)/.serve: $(NEWER) | $(BIN)/python
 
 $(VENV)/.bench: $(NEWER) | $(BIN)/python
 	@$(PIP) -c constraints.txt -e ".[bench]"
+	@touch $@
+
+$(VENV)/.docs: $(NEWER) | $(BIN)/python
+	@$(PIP) -c constraints.txt -e ".[docs]"
 	@touch $@
 
 $(VENV)/.dev: $(NEWER) | $(BIN)/python
@@ -103,8 +108,16 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 docs: $(VENV)/.dev
-	$(BIN)/python docs/write_configuration.py > docs/configuration.md
+	$(BIN)/python docs/reference/write_configuration.py > docs/reference/configuration.md
 	@for page in schema readme dashboards; do $(BIN)/python helm/write_$$page.py; done
+
+# The site, with search: build/site/index.html. docs-serve shows pages while they are written.
+docs-site: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "open build/site/index.html"
+
+docs-serve: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 check: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --hypothesis-profile quick -m "not slow" $(PURE) $(ARGS)

@@ -1,3 +1,3 @@
-"""Code of at least two Diptych processes: configuration, errors, messages, transport, blocks and the model."""
+"""Code shared by several Diptych processes: configuration, errors, messages, transport, blocks and the model."""
 
 __version__ = "0.1.0"

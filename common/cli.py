@@ -1,4 +1,4 @@
-"""The program `diptych`, which also starts where another distribution has taken the name of a package."""
+"""The program `diptych`. Starts even if another distribution has installed a package of the same name."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def end_at_sigterm() -> None:
-    """End at SIGTERM from the start, until the command installs a handler of its own.
+    """Exit at SIGTERM until the command installs its own handler.
 
-    The first process of a container has no default handlers: a signal that comes while Python imports would be lost,
-    and the container would run on until its grace period is over.
+    The first process of a container has no default handlers. A signal during the imports would be lost, and the
+    container would keep running until its grace period ends.
     """
     if os.getpid() == 1:
         signal.signal(signal.SIGTERM, _end)
 
 
 def main() -> int:
-    """Entry point of the console script: the exit status, unless the command ends the process itself."""
+    """Run the command and return its exit status, unless it ends the process itself."""
     end_at_sigterm()
     warn_of_foreign_packages()
     status: int = resolve_name(COMMANDS)()

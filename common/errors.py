@@ -1,65 +1,83 @@
-"""Every error that Diptych raises on purpose.
+"""Exceptions of Diptych.
 
 DiptychError
-├── ConfigError          a setting is unknown, of the wrong type or out of range: the process refuses to start
-├── ModelError           a model is missing, damaged, unsupported, of the wrong dtype or too large: refuses to start
-├── WireError            a frame is not one of our messages, or exceeds a bound: counted and dropped
-├── BlockError           a block was used against its ownership: a bug, never user input
-├── RankLost             a rank of a tensor parallel worker is gone or out of step: the worker ends
-└── RequestError         a request cannot be served; carries the HTTP status and the OpenAI error type
-    ├── InvalidRequest       400  the request itself is wrong: never retried
+├── ConfigError          a setting is unknown, of the wrong type or out of range: the process does not start
+├── ModelError           a model is missing, damaged, unsupported, of the wrong dtype or too large: does not start
+├── WireError            a frame is not a valid message or exceeds a limit: counted and dropped
+├── BlockError           a block was used without owning it: a bug, never caused by input
+├── RankLost             a rank of a tensor-parallel worker is gone or out of step: the worker exits
+└── RequestError         a request cannot be served; has the HTTP status and the OpenAI error type
+    ├── InvalidRequest       400  the request is invalid: not retried
     │   ├── ContextLengthExceeded
-    │   └── FatalRequest          every worker that took it died: a 5xx would have clients send it again
+    │   └── FatalRequest          every worker that ran it died; not a 5xx, which clients would retry
     ├── ModelNotFound        404
-    ├── Overloaded           429  Retry-After is set
-    ├── Unavailable          503  no worker, draining, or a queue bound was hit; Retry-After is set
-    ├── DeadlineExceeded     504  one of our own deadlines passed; names the phase
+    ├── Overloaded           429  with Retry-After
+    ├── Unavailable          503  no worker, draining, or a full queue; with Retry-After
+    ├── DeadlineExceeded     504  a deadline of Diptych passed; names the phase
     └── InternalError        500
 """
 
 from __future__ import annotations
 
 RETRY_AFTER_S = 1.0
-"""The hint of a refusal for lack of room that cannot tell when there will be some: soon, and not at once."""
+"""Default of `Retry-After` for capacity errors without an estimate, in seconds."""
 MAX_RETRY_AFTER_S = 60.0
-"""The longest hint: no prediction of a queue holds for longer."""
+"""Maximum of `Retry-After` in seconds. Predictions of a queue are not valid for longer."""
 MAX_SHOWN_CHARS = 80
-"""Of what a client sent, that an error repeats."""
+"""Maximum number of characters of client input in an error."""
 
 
 class DiptychError(Exception):
-    """Base of everything raised on purpose."""
+    """Base class of all exceptions of Diptych."""
 
 
 class ConfigError(DiptychError):
-    """A setting is refused. The message names the field, the value and what is allowed."""
+    """An invalid setting. `allowed` describes the valid values and follows "must be" in the message."""
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
-        super().__init__(f"{field}={value!r} is refused: {allowed}")
+        super().__init__(f"invalid {field}={value!r}: must be {allowed}")
         self.field, self.value, self.allowed = field, value, allowed
+        self.is_located = False
+
+    def located(self, place: str) -> ConfigError:
+        """Return this error with a message that begins with `place`, such as "invalid --port 99999"."""
+        error = ConfigError(self.field, self.value, self.allowed)
+        error.args, error.is_located = (f"{place}: must be {self.allowed}",), True
+        return error
+
+
+class UsageError(ConfigError):
+    """An unknown or incomplete option, variable or key. `message` is the whole sentence."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(field, "", message)
+        self.args, self.is_located = (message,), True
+
+    def located(self, place: str) -> ConfigError:
+        return self
 
 
 class ModelError(DiptychError):
-    """A model cannot be loaded. The message says what to do about it."""
+    """A model cannot be loaded. The message contains the remedy."""
 
 
 class WireError(DiptychError):
-    """A frame is not one of our messages, or exceeds a bound."""
+    """A frame is not a valid message, or exceeds a limit."""
 
 
 class BlockError(DiptychError):
-    """A KV block was used against its ownership."""
+    """A KV block was used without owning it."""
 
 
 class RankLost(DiptychError):
-    """A rank of this worker died, froze, or computed something else: no further step can run."""
+    """A rank of this worker died, hung or diverged, so no further step can run."""
 
 
 class RequestError(DiptychError):
     """A request that cannot be served.
 
-    `status` is the HTTP status, `type` and `code` are OpenAI's, `param` the offending field, `retry_after_s` the hint
-    sent in `Retry-After`.
+    `status` is the HTTP status, `type` and `code` are OpenAI's, `param` is the offending field, `retry_after_s` is sent
+    as `Retry-After`.
     """
 
     status = 500
@@ -81,10 +99,10 @@ class InvalidRequest(RequestError):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """A prompt, with the `max_tokens` of its answer, has more tokens than the model takes.
+    """The prompt plus `max_tokens` exceeds the model's maximum length.
 
-    The text is OpenAI's to the letter, numbers without separators: litellm and others recognise the error by it.
-    `where` is the field that holds the prompt. With `at_least` only a part of the prompt was counted.
+    The text is exactly OpenAI's, including numbers without separators: litellm and others match it. `where` is the
+    field that contains the prompt. With `at_least`, only a part of the prompt was counted.
     """
 
     code = "context_length_exceeded"
@@ -109,7 +127,7 @@ class ContextLengthExceeded(InvalidRequest):
 
     @property
     def prompt_alone(self) -> bool:
-        """Whether the prompt leaves no room for an answer of any length."""
+        """Whether the prompt leaves no space for an answer of any length."""
         return self.num_prompt_tokens >= self.max_model_len
 
 
@@ -148,7 +166,7 @@ class InternalError(RequestError):
 
 
 def quoted(text: str, most: int = MAX_SHOWN_CHARS) -> str:
-    """A client's word as an error repeats it, in quotes: at most so many characters."""
+    """Quote client input for an error message, with up to `most` characters."""
     return repr(text if len(text) <= most else text[:most] + "…")
 
 

@@ -1,4 +1,4 @@
-"""Public APIs of packages: the module of a name is imported when the name is first used."""
+"""Public APIs of packages, whose modules are imported when a name is first used."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 
 def lazy_exports(package: str, file: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
-    """`__getattr__`, `__dir__` and `__all__` of a package, from the imports of the stub `__init__.pyi` beside `file`.
+    """Return `__getattr__`, `__dir__` and `__all__` of a package from the stub `__init__.pyi` next to `file` (PEP 562).
 
-    The stub is the one list of the package's names, which type checkers read too (PEP 562). A process so imports only
-    what it uses: the router no torch, a worker that prints its help neither.
+    The stub is the only list of the package's names, and is also read by type checkers. A process imports only what it
+    uses: neither a router nor `--help` of a worker imports torch.
     """
     stub = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
     homes = {

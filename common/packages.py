@@ -1,7 +1,7 @@
-"""Warns when Python would import another project's package of the same name, such as `kernels`, instead of ours.
+"""Detects that Python would import another distribution's package of the same name, such as `kernels`.
 
-Diptych should have an environment of its own. Where it has none and another package comes first on the path, an
-ImportError would follow that explains nothing.
+Diptych should have its own environment. If another package comes first on the path, the resulting ImportError would be
+misleading.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ROOT: Final = Path(__file__).resolve().parents[1]
 
 
 def foreign_packages(root: Path = _ROOT) -> Iterator[tuple[str, str]]:
-    """(name, place) of each package that Python would import from elsewhere than `root`. Imports nothing."""
+    """Iterate over (name, location) of packages that Python would not import from `root`. Imports nothing."""
     for name in PACKAGES:
         spec = find_spec(name)
         if spec is None:
@@ -29,10 +29,10 @@ def foreign_packages(root: Path = _ROOT) -> Iterator[tuple[str, str]]:
 
 
 def warn_of_foreign_packages() -> None:
-    """Print a line on stderr for each name that another package has taken."""
+    """Print a warning on stderr for each package name used by another distribution."""
     for name, place in foreign_packages():
         print(
-            f"diptych: warning: the package {name} comes from {place}, not from {_ROOT / name}: another one of that "
-            "name is installed here or on PYTHONPATH. Give Diptych an environment of its own.",
+            f"diptych: warning: the package {name} would be imported from {place} instead of {_ROOT / name}, because "
+            "another package of this name is installed or on PYTHONPATH. Install Diptych into its own environment.",
             file=sys.stderr,
         )

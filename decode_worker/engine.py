@@ -29,7 +29,7 @@ from decode_worker.sequence import DecodeSequence, RequestStatus
 from decode_worker.speculation import Speculation
 
 FEW_SEQUENCES = 4
-"""Steps of fewer sequences read the weights with one core nearly as fast as with two (docs/performance.md)."""
+"""Steps of fewer sequences read the weights with one core nearly as fast as with two (docs/measurements.md)."""
 EXPIRE_INTERVAL_S = 0.05
 """Interval between checks of deadlines. Each check visits all requests."""
 

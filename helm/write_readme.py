@@ -14,8 +14,8 @@ INTRODUCTION = """\
 # Diptych on Kubernetes
 
 A Helm chart for routers, prefill pools and decode pools that scale independently. `make docs` writes this page from
-`values.yaml`. [docs/kubernetes.md](../docs/kubernetes.md) explains how to install, scale and upgrade,
-[docs/operations.md](../docs/operations.md) what to do when an alert fires.
+`values.yaml`. [docs/guides/kubernetes.md](../docs/guides/kubernetes.md) explains how to install, scale and upgrade,
+[docs/guides/operate.md](../docs/guides/operate.md) what to do when an alert fires.
 
     make images REGISTRY=ghcr.io/acme PUSH=yes
     helm install demo helm --set images.registry=ghcr.io/acme --set models.smollm2-135m.source.id=smollm2-135m

@@ -20,10 +20,10 @@ from common.engine.kv.staging import outgoing_blocks
 from common.engine.kv.tiers.block_file import BlockFile
 from common.engine.kv.tiers.block_tiers import BlockTiers
 from common.engine.kv.tiers.copies import copied_incoming, copied_outgoing
-from common.engine.kv.tiers.host_slots import HostSlots
+from common.engine.kv.tiers.host_slots import HostSlotStore
 from common.engine.kv.tiers.tier import BlockTier
 from common.engine.models.decoder import Decoder
-from common.engine.transfer.lender import KVLender, Lendable, LenderIdentity
+from common.engine.transfer.lender import KVLender, LendableBlocks, LenderIdentity
 from common.engine.transfer.puller import KVPuller, PeerCaches
 from common.engine.transfer.transports.shm import SharedBlocks, SharedReads
 from common.engine.transfer.transports.tcp import Frames
@@ -206,7 +206,9 @@ def peer_caches(
     transport = SharedReads() if share else None
     puller = KVPuller(context, LAYOUT, kv.block_bytes, copied_incoming(kv), notify, transport=transport)
     offer = KVOffer.of("shm", kv.shared.offer) if kv.shared is not None else None
-    lender.start(LenderIdentity(*identity, LAYOUT, offer), Lendable(pool, outgoing_blocks(kv), kv.block_bytes, tiers))
+    lender.start(
+        LenderIdentity(*identity, LAYOUT, offer), LendableBlocks(pool, outgoing_blocks(kv), kv.block_bytes, tiers)
+    )
     puller.start()
     return PeerCaches(lender, puller)
 
@@ -262,7 +264,7 @@ class DiskTier(BlockTiers):
         self, path: Path, kv: KVCache, pool: BlockPool, notify: Callable[[object], None], num_host: int = 0
     ) -> None:
         self.file = SlowFile(path, kv.block_bytes)
-        tiers = [BlockTier("host", HostSlots(kv.block_bytes, num_host))] if num_host else []
+        tiers = [BlockTier("host", HostSlotStore(kv.block_bytes, num_host))] if num_host else []
         tiers.append(BlockTier("disk", self.file))
         super().__init__(tiers, pool, copied_outgoing(kv), copied_incoming(kv), notify)
         self.start()

@@ -47,53 +47,54 @@ def check_named(names: set[str], page: Path) -> None:
 
 
 def test_the_configuration_page_is_what_make_docs_writes(repository: Path) -> None:
-    page = runpy.run_path(str(repository / "docs" / "write_configuration.py"))
-    assert (repository / "docs" / "configuration.md").read_text(encoding="utf-8") == page["render"](), "run `make docs`"
+    page = runpy.run_path(str(repository / "docs" / "reference" / "write_configuration.py"))
+    written = (repository / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
+    assert written == page["render"](), "run `make docs`"
 
 
 @pytest.mark.parametrize("cls", (*CONFIG_CLASSES, BenchConfig))
 def test_every_flag_is_documented(repository: Path, cls: type[Config]) -> None:
-    check_named({field.flag for field in fields_of(cls)}, repository / "docs" / "configuration.md")
+    check_named({field.flag for field in fields_of(cls)}, repository / "docs" / "reference" / "configuration.md")
 
 
 def test_every_endpoint_is_documented(repository: Path) -> None:
     routes = {path for name, path in calls_in(repository) if name in ROUTE_METHODS and path.startswith("/")}
     paths = {path.replace(":path}", "}") for path in routes}
     assert {"/health", "/ready", "/metrics"} <= paths
-    check_named(paths, repository / "docs" / "api.md")
+    check_named(paths, repository / "docs" / "reference" / "api.md")
 
 
 def test_every_metric_is_documented(repository: Path) -> None:
     names = {text for _, text in calls_in(repository) if METRIC.fullmatch(text)}
     assert {"vllm:num_requests_running", "diptych_kv_blocks"} <= names
-    check_named(names, repository / "docs" / "metrics.md")
+    check_named(names, repository / "docs" / "reference" / "metrics.md")
 
 
-def test_every_command_is_in_the_readme(repository: Path) -> None:
-    check_named(set(COMMANDS), repository / "README.md")
+def test_every_command_is_documented(repository: Path) -> None:
+    check_named(set(COMMANDS), repository / "docs" / "reference" / "command-line.md")
 
 
 def test_the_clients_that_were_tried_are_those_that_tests_pin(repository: Path) -> None:
-    """Each row of docs/compatibility.md has the versions that are installed, and names a test that exists."""
-    page = (repository / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    """Each row of docs/reference/clients.md has the versions that are installed, and names a test that exists."""
+    page = (repository / "docs" / "reference" / "clients.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| [^|]+ \| ([^|]+) \| [^|]+ \| `(\w+\.py)::(\w+)` \|$", page, re.MULTILINE)
     pinned = tomllib.loads((repository / "tests" / "clients" / "versions.toml").read_text(encoding="utf-8"))
     wanted = [
         ", ".join(re.sub(r"\[\w+\]", "", one).replace("==", " ") for one in row["requires"]) for row in pinned.values()
     ]
     versions = [version for version, _, _ in rows if not version.startswith("requests of ")]
-    hint = "name the versions of tests/clients/versions.toml in docs/compatibility.md, after a run of `make clients`"
+    hint = "run `make clients`, and name the versions of tests/clients/versions.toml in docs/reference/clients.md"
     assert sorted(versions) == sorted(wanted), hint
     for _, file, name in rows:
         tree = ast.parse((repository / "tests" / "clients" / file).read_text(encoding="utf-8"))
         assert any(name in names_defined_by(node) for node in tree.body), (
-            f"docs/compatibility.md names {name}, which {file} does not define"
+            f"docs/reference/clients.md names {name}, which {file} does not define"
         )
 
 
 def test_the_map_names_what_exists(repository: Path) -> None:
-    """Each row of the questions in docs/architecture.md has a file and a name that is defined in it."""
-    page = (repository / "docs" / "architecture.md").read_text(encoding="utf-8")
+    """Each row of the questions in docs/concepts/architecture.md has a file and a name that is defined in it."""
+    page = (repository / "docs" / "concepts" / "architecture.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| .*\? \| `([\w/]+\.py)` \| `([\w.]+)` \|$", page, re.MULTILINE)
     assert len(rows) >= 20
     wrong = []
@@ -103,7 +104,7 @@ def test_the_map_names_what_exists(repository: Path) -> None:
             found = [node for node in scope if part in names_defined_by(node)]
             scope = found[0].body if found and isinstance(found[0], ast.ClassDef) else []
             if not found:
-                wrong.append(f"docs/architecture.md names {name}, which {path} does not define")
+                wrong.append(f"docs/concepts/architecture.md names {name}, which {path} does not define")
                 break
     assert not wrong, "\n".join(wrong)
 
@@ -163,3 +164,47 @@ def names_defined_by(node: ast.stmt) -> set[str]:
         return {node.name}
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
     return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def test_every_error_code_is_documented(repository: Path) -> None:
+    assigned = re.compile(r"""\bcode(?:: [\w |]+)? ?= ?"([a-z_]+)\"""")
+    texts = [
+        file.read_text(encoding="utf-8") for top in ("common", "router") for file in (repository / top).rglob("*.py")
+    ]
+    codes = {
+        code for text in texts if "RequestError" in text or "InvalidRequest" in text for code in assigned.findall(text)
+    }
+    assert len(codes) > 15
+    check_named(codes, repository / "docs" / "reference" / "errors.md")
+
+
+NAMES_OTHERS = {"CHANGELOG.md", "configuration.md", "migrate-from-vllm.md"}
+OTHER_PROGRAMS = {"--enable-helm", "--set", "--api-versions", "--require-hashes", "--endpoint-type", "--model_args"}
+"""Options of helm, Argo CD, pip, vLLM's bench and lm-eval."""
+
+
+def test_options_that_pages_name_exist(repository: Path) -> None:
+    known = {"--prefill-NAME", "--decode-NAME", "--help-all", *OTHER_PROGRAMS}
+    for top in (*PACKAGES, "benchmarks", "helm"):
+        for file in (repository / top).rglob("*.py"):
+            known |= set(re.findall(r'"(--[a-z][\w-]*)', file.read_text(encoding="utf-8")))
+    for cls in (*CONFIG_CLASSES, BenchConfig):
+        for field in fields_of(cls):
+            name = field.flag.removeprefix("--")
+            known |= {field.flag, f"--no-{name}", f"--prefill-{name}", f"--decode-{name}"}
+    wrong = []
+    for page in pages(repository):
+        if page.parent.name != "decisions" and page.name not in (
+            "CHANGELOG.md",
+            "configuration.md",
+            "migrate-from-vllm.md",
+        ):
+            for code in re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8")):
+                if not code.startswith("--") and "diptych" not in code.split():
+                    continue  # a command of another program
+                wrong += [
+                    f"{page.relative_to(repository)} names {option}"
+                    for option in re.findall(r"(?<![\w-])(--[a-z][\w-]*)", code)
+                    if option not in known
+                ]
+    assert not wrong, "\n".join(wrong)

@@ -1,4 +1,4 @@
-"""The workflow of a release: linted, and it calls only what the Makefile has."""
+"""The workflows of pull requests and releases: linted, and they call only targets of the Makefile."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 
-@pytest.fixture
-def workflow(repository: Path) -> dict[str, Any]:
-    text = (repository / ".github" / "workflows" / "release.yaml").read_text(encoding="utf-8")
+@pytest.fixture(params=["ci.yaml", "release.yaml"])
+def workflow(repository: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
+    text = (repository / ".github" / "workflows" / request.param).read_text(encoding="utf-8")
     found: dict[str, Any] = yaml.safe_load(text)
     return found
 
@@ -23,21 +23,21 @@ def test_the_linter_finds_nothing(repository: Path) -> None:
     actionlint = Path(sys.executable).with_name("actionlint")
     if not actionlint.exists():
         pytest.skip("actionlint is not installed")
-    command = (str(actionlint), "-shellcheck=", ".github/workflows/release.yaml")
+    command = (str(actionlint), "-shellcheck=")  # every workflow of the repository
     done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_target_is_one_of_the_makefile(repository: Path, workflow: dict[str, Any]) -> None:
     lines = [step.get("run", "") for job in workflow["jobs"].values() for step in job["steps"]]
-    called = set(re.findall(r"\bmake (\w+)", "\n".join(lines)))
+    called = set(re.findall(r"\bmake ([\w-]+)", "\n".join(lines)))
     makefile = (repository / "Makefile").read_text(encoding="utf-8")
     for target in called:
-        assert re.search(rf"(?m)^{target}:", makefile), f"release.yaml runs `make {target}`: add it to the Makefile"
-    assert "release" in called
+        assert re.search(rf"(?m)^{target}:", makefile), f"a workflow runs `make {target}`: add it to the Makefile"
+    assert called
     given = {name for job in workflow["jobs"].values() for step in job["steps"] for name in step.get("env", ())}
     for name in given & {"TORCH_INDEX", "IMAGES", "PYTHON_IMAGE", "REGISTRY"}:
-        assert re.search(rf"(?m)^{name} \?=", makefile), f"release.yaml sets {name}: write `{name} ?=` in the Makefile"
+        assert re.search(rf"(?m)^{name} \?=", makefile), f"a workflow sets {name}: write `{name} ?=` in the Makefile"
 
 
 def test_every_job_says_what_it_may(workflow: dict[str, Any]) -> None:

@@ -10,10 +10,10 @@ from typing import ClassVar
 from benchmarks.load.arrivals import BURST, RAMP, STEPS, RateProfile
 from benchmarks.load.workload import LengthRange
 from common.config.field import Config, setting
-from common.errors import ConfigError
+from common.errors import ConfigError, UsageError
 
 # Headings of the help, in its order.
-_SERVER, _LOAD, _REQUESTS, _TRACE, _GOALS, _OUTPUT = "Server", "Load", "Requests", "Trace", "Goals", "Output"
+_SERVER, _LOAD, _REQUESTS, _TRACE, _GOALS, _OUTPUT = "Target", "Load", "Requests", "Trace", "Latency goals", "Output"
 
 _LENGTH = r"[0-9]+(-[0-9]+)?"
 _LENGTH_WORDS = "a length such as 128, or a range such as 64-512"
@@ -24,45 +24,68 @@ DEFAULT_NUM_REQUESTS = 100
 
 @dataclass(frozen=True)
 class BenchConfig(Config):
-    """A load on one OpenAI-compatible URL, and the outputs of the measurement."""
+    """Settings of `diptych bench`: the server, the load and the outputs."""
 
     section: ClassVar[str] = "bench"
     env_prefix: ClassVar[str] = "BENCH"
     about: ClassVar[str] = (
-        "Loads any OpenAI-compatible server and measures time to first token (TTFT), time per output token (TPOT),\n"
-        "inter-token and end-to-end latency, throughput and goodput. The load is closed (--concurrency), open\n"
-        "(--rate, --rates, --ramp, --burst) or a trace's (--trace); --find-rate finds the highest rate within goals."
+        "Benchmark an OpenAI-compatible server: time to first token (TTFT), time per output token (TPOT), throughput "
+        "and goodput."
+    )
+    examples: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("diptych bench --concurrency 32", "closed loop"),
+        ("diptych bench --rate 4 --duration-s 60", "open loop"),
+        ("diptych bench --find-rate --slo-ttft-ms 500", "highest rate within a goal"),
     )
 
     url: str = setting(
         "http://127.0.0.1:8000",
-        "server to load, without the /v1",
+        "URL of the server, without /v1",
         group=_SERVER,
+        common=True,
         pattern=r"https?://[^/\s]+[^\s]*",
         expects="an http:// or https:// URL",
     )
-    model: str = setting("", "model to ask for; empty: the first one that /v1/models lists", group=_SERVER)
+    model: str = setting(
+        "",
+        "model name to request",
+        group=_SERVER,
+        default_note="the first model of /v1/models",
+        common=True,
+        metavar="NAME",
+    )
     endpoint: str = setting(
         "completions",
-        "completions sends token ids, so lengths are exact; chat sends words, so lengths are about right",
+        "API to use",
         group=_SERVER,
+        details="completions sends token IDs, so that prompt lengths are exact. chat sends words, so that they are "
+        "approximate.",
+        common=True,
         choices=("completions", "chat"),
     )
-    api_key: str = setting("", "sent as Authorization: Bearer", group=_SERVER, secret=True, metavar="KEY")
-    timeout_s: float = setting(600.0, "seconds after which one request has failed", group=_SERVER, ge=0.01, le=86400)
-    keep_alive: bool = setting(True, "reuse connections", group=_SERVER)
+    api_key: str = setting(
+        "", "API key to send as a bearer token", group=_SERVER, common=True, secret=True, metavar="KEY"
+    )
+    timeout_s: float = setting(600.0, "maximum time for a request, in seconds", group=_SERVER, ge=0.01, le=86400)
+    keep_alive: bool = setting(
+        True,
+        "reuse connections for several requests",
+        off="open a new connection for each request",
+        group=_SERVER,
+    )
 
     rate: str = setting(
         "",
-        "open loop: requests a second on average, arriving at random (Poisson); inf: all at once",
+        "open loop: mean rate of Poisson arrivals in requests per second; inf sends all requests at once",
         group=_LOAD,
+        common=True,
         pattern=rf"({_POSITIVE_NUMBER}|inf)?",
         expects="a number above 0, or inf",
         metavar="R",
     )
     rates: str = setting(
         "",
-        "open loop: rates over time, as RATExSECONDS for a step and RATE-RATExSECONDS for an even change: 2x30,8-2x60",
+        "open loop: rates over time, as RATExSECONDS or RATE-RATExSECONDS, such as 2x30,8-2x60",
         group=_LOAD,
         pattern=rf"({STEPS})?",
         expects="parts such as 2x30 or 2-8x30, separated by commas",
@@ -70,7 +93,7 @@ class BenchConfig(Config):
     )
     ramp: str = setting(
         "",
-        "open loop: from one rate evenly to another in --duration-s: 2:8",
+        "open loop: linear change of the rate during --duration-s, such as 2:8",
         group=_LOAD,
         pattern=rf"({RAMP})?",
         expects="two rates such as 2:8",
@@ -78,7 +101,7 @@ class BenchConfig(Config):
     )
     burst: str = setting(
         "",
-        "open loop: one rate, and another for some seconds in the middle of --duration-s: 2:20x10",
+        "open loop: a rate, and a second rate for S seconds in the middle of --duration-s, such as 2:20x10",
         group=_LOAD,
         pattern=rf"({BURST})?",
         expects="two rates and seconds such as 2:20x10",
@@ -86,86 +109,157 @@ class BenchConfig(Config):
     )
     concurrency: int = setting(
         0,
-        f"closed loop: requests in flight at all times; 0: {DEFAULT_CONCURRENCY}, unless a rate or --trace is given",
+        "closed loop: number of concurrent requests",
         group=_LOAD,
+        default_note=f"{DEFAULT_CONCURRENCY}, unless a rate or --trace is set",
+        common=True,
         ge=0,
         le=65536,
     )
     num_requests: int = setting(
         0,
-        f"requests to send; 0: {DEFAULT_NUM_REQUESTS}, the whole trace, or as many as fit --duration-s",
+        "number of requests to send",
         group=_LOAD,
+        default_note=f"{DEFAULT_NUM_REQUESTS}, the whole trace, or as --duration-s allows",
+        common=True,
         ge=0,
         le=10**9,
     )
     duration_s: float = setting(
-        0.0, "seconds after which no more requests are sent; 0: no limit", group=_LOAD, ge=0, le=10**7
+        0.0,
+        "time after which no more requests are sent, in seconds",
+        group=_LOAD,
+        default_note="no limit",
+        common=True,
+        ge=0,
+        le=10**7,
     )
     find_rate: bool = setting(
         False,
-        "find the highest rate at which --slo-quantile of requests meet the goals, from --rate on (else from that of"
-        " one request at a time); each rate gets --num-requests or more, and at most --duration-s",
+        "find the highest rate at which --slo-quantile of the requests meet the goals",
         group=_LOAD,
+        details="The search starts at --rate, or at the rate of one request at a time. Each rate gets at least "
+        "--num-requests requests, for at most --duration-s.",
+        common=True,
     )
     rate_tolerance: float = setting(
         0.05,
-        "end the search when the lowest rate that misses is higher by at most this share",
+        "relative precision of --find-rate",
         group=_LOAD,
         ge=0.001,
         le=0.9,
     )
-    warmup: int = setting(2, "requests sent, one by one, before measuring starts", group=_LOAD, ge=0, le=10**6)
+    warmup: int = setting(2, "number of sequential requests before the measurement", group=_LOAD, ge=0, le=10**6)
     trace: str = setting(
-        "", "take lengths, shared prefixes and arrivals from this Azure CSV or Mooncake JSON-lines file, plain or .gz;"
-        " with --rate or --concurrency only lengths and prefixes", group=_TRACE, metavar="FILE",
-    )  # fmt: skip
-    speedup: float = setting(1.0, "replay a trace's arrivals this many times as fast", group=_TRACE, ge=1e-6, le=1e9)
-    jitter_s: float = setting(
-        0.0, "delay each of a trace's arrivals by up to so many seconds", group=_TRACE, ge=0, le=3600
+        "",
+        "trace of lengths, shared prefixes and arrivals: Azure CSV or Mooncake JSON lines, optionally .gz",
+        group=_TRACE,
+        details="With --rate or --concurrency, only its lengths and prefixes are used.",
+        common=True,
+        metavar="FILE",
     )
-    trace_scale: float = setting(1.0, "multiply a trace's lengths, for small models", group=_TRACE, ge=1e-4, le=100)
-    max_input_len: int = setting(0, "cut a trace's prompts to so many tokens; 0: no limit", group=_TRACE, ge=0)
-    max_output_len: int = setting(0, "cut a trace's outputs to so many tokens; 0: no limit", group=_TRACE, ge=0)
+    speedup: float = setting(1.0, "replay speed of the arrivals of a trace", group=_TRACE, ge=1e-6, le=1e9)
+    jitter_s: float = setting(
+        0.0, "maximum random delay of each arrival of a trace, in seconds", group=_TRACE, ge=0, le=3600
+    )
+    trace_scale: float = setting(1.0, "factor for the lengths of a trace", group=_TRACE, ge=1e-4, le=100)
+    max_input_len: int = setting(
+        0, "maximum prompt length of a trace in tokens", group=_TRACE, default_note="no limit", ge=0
+    )
+    max_output_len: int = setting(
+        0, "maximum output length of a trace in tokens", group=_TRACE, default_note="no limit", ge=0
+    )
 
     input_len: str = setting(
-        "128", "prompt length in tokens, or a range a-b", group=_REQUESTS, pattern=_LENGTH, expects=_LENGTH_WORDS
+        "128",
+        "prompt length in tokens, or a range such as 64-512",
+        group=_REQUESTS,
+        common=True,
+        pattern=_LENGTH,
+        expects=_LENGTH_WORDS,
+        metavar="N[-M]",
     )
     output_len: str = setting(
-        "128", "tokens to generate, or a range a-b", group=_REQUESTS, pattern=_LENGTH, expects=_LENGTH_WORDS
+        "128",
+        "output length in tokens, or a range such as 64-512",
+        group=_REQUESTS,
+        common=True,
+        pattern=_LENGTH,
+        expects=_LENGTH_WORDS,
+        metavar="N[-M]",
     )
-    shared_prefix_len: int = setting(
-        0, "leading tokens that all prompts have in common, part of their length", group=_REQUESTS, ge=0, le=10**7
-    )
+    shared_prefix_len: int = setting(0, "tokens at the start that all prompts share", group=_REQUESTS, ge=0, le=10**7)
     prompt_text: bool = setting(
-        False, "send words instead of token ids, for servers that take none (always so for chat)", group=_REQUESTS
+        False,
+        "send words instead of token IDs, for servers without support for token IDs",
+        group=_REQUESTS,
     )
     vocab_size: int = setting(
-        0, "draw token ids below this; 0: from what /tokenize returns, else 1000 to 9999", group=_REQUESTS, ge=0
+        0,
+        "upper limit of random token IDs",
+        group=_REQUESTS,
+        default_note="IDs from /tokenize, else 1000 to 9999",
+        ge=0,
     )
-    ignore_eos: bool = setting(True, "generate the full length, past end tokens", group=_REQUESTS)
-    temperature: float = setting(0.0, "sampling temperature; 0 is greedy", group=_REQUESTS, ge=0, le=2)
+    ignore_eos: bool = setting(
+        True,
+        "generate the full length, regardless of end-of-sequence tokens",
+        off="stop at end-of-sequence tokens",
+        group=_REQUESTS,
+    )
+    temperature: float = setting(0.0, "sampling temperature; 0 selects greedy sampling", group=_REQUESTS, ge=0, le=2)
     seed: int = setting(
         -1,
-        "same seed, same requests; -1: a new one, so that no earlier run has filled a cache",
+        "random seed of the requests; -1 selects a new one, which avoids cached prompts",
         group=_REQUESTS,
         ge=-1,
     )
 
-    slo_ttft_ms: float = setting(0.0, "goodput counts requests with at most this TTFT; 0: any", group=_GOALS, ge=0)
-    slo_tpot_ms: float = setting(0.0, "goodput counts requests with at most this TPOT; 0: any", group=_GOALS, ge=0)
+    slo_ttft_ms: float = setting(
+        0.0,
+        "goal for the TTFT, in milliseconds, for goodput",
+        group=_GOALS,
+        default_note="no goal",
+        common=True,
+        ge=0,
+    )
+    slo_tpot_ms: float = setting(
+        0.0,
+        "goal for the TPOT, in milliseconds, for goodput",
+        group=_GOALS,
+        default_note="no goal",
+        common=True,
+        ge=0,
+    )
 
     slo_quantile: float = setting(
-        0.95, "share of requests that should meet both goals, for --find-rate", group=_GOALS, ge=0.01, le=0.9999
+        0.95,
+        "fraction of requests that must meet both goals, for --find-rate",
+        group=_GOALS,
+        ge=0.01,
+        le=0.9999,
     )
-    price_prefill: float = setting(0.0, "price of a prefill worker for an hour, in any currency", group=_GOALS, ge=0)
-    price_decode: float = setting(0.0, "price of a decode worker for an hour", group=_GOALS, ge=0)
+    price_prefill: float = setting(0.0, "hourly price of a prefill worker, in any currency", group=_GOALS, ge=0)
+    price_decode: float = setting(0.0, "hourly price of a decode worker, in any currency", group=_GOALS, ge=0)
 
     config: str = setting(
-        "", "TOML file with settings; flags and environment win over it", group=_OUTPUT, metavar="FILE", in_file=False
+        "",
+        "TOML file with settings",
+        group=_OUTPUT,
+        details="Flags and environment variables take precedence over it.",
+        metavar="FILE",
+        in_file=False,
     )
-    output: str = setting("", "write everything measured to this JSON file", group=_OUTPUT, metavar="FILE")
-    plot: str = setting("", "draw the distributions and a timeline into this PNG file", group=_OUTPUT, metavar="FILE")
-    progress: bool = setting(True, "show a progress bar on a terminal", group=_OUTPUT)
+    output: str = setting("", "JSON file for all results", group=_OUTPUT, common=True, metavar="FILE")
+    plot: str = setting(
+        "", "PNG file for plots of the latencies and a timeline", group=_OUTPUT, common=True, metavar="FILE"
+    )
+    progress: bool = setting(
+        True,
+        "show a progress bar on a terminal",
+        off="do not show a progress bar",
+        group=_OUTPUT,
+    )
 
     def check(self) -> None:
         self._check_load()
@@ -181,23 +275,23 @@ class BenchConfig(Config):
     def _check_load(self) -> None:
         loads = [name for name in ("rate", "rates", "ramp", "burst", "concurrency") if getattr(self, name)]
         if len(loads) > 1:
-            raise ConfigError(loads[0], getattr(self, loads[0]), f"not together with {loads[1]}: a load has one form")
+            raise ConfigError(loads[0], getattr(self, loads[0]), f"omitted with --{loads[1].replace('_', '-')}")
         if self.rate and float(self.rate) <= 0:
             raise ConfigError("rate", self.rate, "a number above 0, or inf")
         if math.isinf(float(self.rate or 0)) and not self.num_requests and not self.trace:
-            raise ConfigError("num_requests", self.num_requests, "at least 1 when rate is inf")
+            raise ConfigError("num_requests", self.num_requests, "at least 1 with --rate inf")
         for name in ("ramp", "burst"):
             if getattr(self, name) and not self.duration_s:
-                raise ConfigError("duration_s", self.duration_s, f"above 0 with {name}")
+                raise ConfigError("duration_s", self.duration_s, f"above 0 with --{name}")
         try:
             _ = self.profile
         except ValueError as error:
-            raise ConfigError(loads[0], getattr(self, loads[0]), str(error)) from error
+            raise UsageError(loads[0], f"invalid --{loads[0]} {getattr(self, loads[0])}: {error}") from error
         if self.find_rate:
             if not self.slo_ttft_ms and not self.slo_tpot_ms:
-                raise ConfigError("slo_ttft_ms", self.slo_ttft_ms, "above 0 with find_rate, or slo_tpot_ms")
+                raise ConfigError("slo_ttft_ms", self.slo_ttft_ms, "above 0 with --find-rate, unless --slo-tpot-ms is")
             if loads not in ([], ["rate"]) or math.isinf(float(self.rate or 0)):
-                raise ConfigError(loads[0], getattr(self, loads[0]), "with find_rate only a finite rate to begin with")
+                raise ConfigError(loads[0], getattr(self, loads[0]), "omitted with --find-rate, except a finite --rate")
 
     @property
     def profile(self) -> RateProfile | None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from common.errors import ConfigError
+from common.errors import ConfigError, UsageError
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -34,8 +34,11 @@ def converted(values: Any, kind: type[T], name: str) -> T:
     try:
         return msgspec.convert(values, kind, strict=True)
     except msgspec.ValidationError as error:
-        allowed, _, where = str(error).partition(" - at `")
+        problem, _, where = str(error).partition(" - at `")
         field = where.rstrip("`").removeprefix("$").lstrip(".") or name
+        if not problem.startswith("Expected "):  # an unknown or missing field
+            raise UsageError(field, f"invalid {field}: {problem[:1].lower()}{problem[1:]}") from error
+        allowed = problem.removeprefix("Expected ").partition(", got ")[0]
         raise ConfigError(field, _value_at(values, field), allowed) from error
 
 

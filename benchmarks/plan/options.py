@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.load.input_file import read_table
-from benchmarks.plan.running import ask_load, kinds_in
 from benchmarks.plan.spec import merged
+from common.arguments import CommandParser, number
 from common.errors import ConfigError
 
 PROG = "diptych plan"
 ABOUT = """\
-Which numbers of prefill and decode workers, one pool or two, and which flags meet goals for a load at the least cost?
-Candidates are simulated with the router's and the workers' own code in virtual time, on the same requests.
-Flags win over the file; coefficients of steps come from it, or from one of --coefficients, --from and --profile.
+Find the cheapest numbers of prefill and decode workers and the flags that meet latency goals for a load.
+Candidates are simulated with the code of the router and the workers in virtual time.
+Flags take precedence over the file. Step times come from the file, --coefficients, --from or --profile.
 """
 EXAMPLES = """\
 examples:
@@ -27,7 +27,7 @@ examples:
   diptych plan --from http://127.0.0.1:8000 --trace mooncake.jsonl.gz --speedup 0.5 --duration-s 600 --slo-ttft-ms 2000
   diptych plan --profile smollm2-135m --rate 2 --slo-ttft-ms 800 --slo-tpot-ms 60
 
-docs/plan.md describes the file, the method and its limits. The command only plans: nothing is deployed.
+The command does not deploy anything. See docs/guides/plan.md.
 """
 FIELDS = {
     "trace": ("load", "trace"),
@@ -55,83 +55,125 @@ FIELDS = {
 LISTS = ("local_prefill_threshold", "max_num_batched_tokens", "max_num_seqs", "local_prefill_chunk")
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=PROG, description=ABOUT, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of `diptych plan`."""
+    parser = CommandParser(
+        PROG, description=ABOUT, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("plan", type=Path, nargs="?", help="TOML or JSON file: load, goals, workers, prices, bounds")
+    parser.add_argument(
+        "plan", type=Path, nargs="?", help="TOML or JSON file with the load, goals, workers, prices and limits"
+    )
     _add_load(parser.add_argument_group("load"))
     _add_goals(parser.add_argument_group("goals, prices and bounds"))
     _add_workers(parser.add_argument_group("workers"))
     _add_search(parser.add_argument_group("search"))
     _add_results(parser.add_argument_group("results"))
-    return parser.parse_args(argv)
+    return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line."""
+    return build_parser().parse_args(argv)
 
 
 def _add_load(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--trace", metavar="FILE", help="replay this trace: Azure CSV or Mooncake JSON lines")
-    group.add_argument("--speedup", type=float, help="replay it so many times as fast")
-    group.add_argument("--jitter-s", type=float, help="move each of its arrivals by up to so many seconds")
-    group.add_argument("--rate", type=float, help="requests a second, at random times, instead of a trace")
-    group.add_argument("--input-len", metavar="N[-M]", help="tokens of a prompt (512)")
-    group.add_argument("--output-len", metavar="N[-M]", help="tokens of an answer (128)")
-    group.add_argument("--shared-prefix-len", type=int, help="leading tokens that all prompts share")
+    group.add_argument("--trace", metavar="FILE", help="trace to replay: Azure CSV or Mooncake JSON lines")
+    group.add_argument("--speedup", type=float, metavar="X", help="replay speed of the trace (default 1)")
     group.add_argument(
-        "--duration-s", type=float, help="requests arrive for so long; default: until 600 came, or of a trace 1,200"
+        "--jitter-s", type=float, metavar="X", help="maximum delay of each arrival of the trace, in seconds (default 0)"
+    )
+    group.add_argument("--rate", type=float, metavar="X", help="rate of Poisson arrivals in requests per second")
+    group.add_argument("--input-len", metavar="N[-M]", help="prompt length in tokens (default 512)")
+    group.add_argument("--output-len", metavar="N[-M]", help="output length in tokens (default 128)")
+    group.add_argument(
+        "--shared-prefix-len", type=int, metavar="N", help="tokens at the start that all prompts share (default 0)"
+    )
+    group.add_argument(
+        "--duration-s",
+        type=float,
+        metavar="X",
+        help="duration of the arrivals in seconds (default: 600 requests, or 1200 s of a trace)",
     )
 
 
 def _add_goals(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--slo-ttft-ms", type=float, help="goal for the first token")
-    group.add_argument("--slo-tpot-ms", type=float, help="goal for each later token")
-    group.add_argument("--slo-quantile", type=float, help="share of requests that should meet both (0.95)")
-    group.add_argument("--price-prefill", type=float, help="price of a prefill worker's hour (1)")
-    group.add_argument("--price-decode", type=float, help="price of a decode worker's hour (1)")
-    group.add_argument("--max-prefill", type=int, help="most prefill workers (64)")
-    group.add_argument("--max-decode", type=int, help="most decode workers (64)")
-    group.add_argument("--max-workers", type=int, help="most workers together (16)")
-    group.add_argument("--max-cost", type=float, help="most that an hour may cost; 0: no limit")
+    group.add_argument("--slo-ttft-ms", type=float, metavar="X", help="goal for the TTFT, in milliseconds")
+    group.add_argument("--slo-tpot-ms", type=float, metavar="X", help="goal for the TPOT, in milliseconds")
+    group.add_argument(
+        "--slo-quantile", type=float, metavar="X", help="fraction of requests that should meet the goals (default 0.95)"
+    )
+    group.add_argument("--price-prefill", type=float, metavar="X", help="hourly price of a prefill worker (default 1)")
+    group.add_argument("--price-decode", type=float, metavar="X", help="hourly price of a decode worker (default 1)")
+    group.add_argument("--max-prefill", type=int, metavar="N", help="maximum number of prefill workers (default 64)")
+    group.add_argument("--max-decode", type=int, metavar="N", help="maximum number of decode workers (default 64)")
+    group.add_argument("--max-workers", type=int, metavar="N", help="maximum number of workers in total (default 16)")
+    group.add_argument("--max-cost", type=float, metavar="X", help="maximum hourly cost (default: no limit)")
 
 
 def _add_workers(group: argparse._ArgumentGroup) -> None:
     source = group.add_mutually_exclusive_group()
-    source.add_argument("--coefficients", type=Path, metavar="FILE", help="JSON with prefill, decode and kv_bytes")
-    source.add_argument(
-        "--from", dest="url", metavar="URL", help="coefficients and sizes of a running router's workers"
+    source.add_argument("--coefficients", type=Path, metavar="FILE", help="JSON file with prefill, decode and kv_bytes")
+    source.add_argument("--from", dest="url", metavar="URL", help="URL of a running router whose workers to plan for")
+    source.add_argument("--profile", metavar="MODEL", help="model to measure on this machine")
+    group.add_argument("--api-key", default="", metavar="KEY", help="API key for --from")
+    group.add_argument(
+        "--profile-s",
+        type=number(1, 3600),
+        default=120.0,
+        metavar="X",
+        help="duration of the measurement of --profile, in seconds (default 120)",
     )
-    source.add_argument("--profile", metavar="MODEL", help="start a worker of each kind here and measure them")
-    group.add_argument("--api-key", default="", help="for --from")
-    group.add_argument("--profile-s", type=float, default=120.0, help="seconds of measuring, start not included (120)")
-    group.add_argument("--dtype", default="auto", help="for --profile: as of the workers")
-    group.add_argument("--quantization", default="none", help="for --profile: as of the workers")
-    group.add_argument("--kv-memory-gib", type=float, default=1.0, help="for --profile: KV memory of a worker (1)")
-    group.add_argument("--kv-bytes", type=int, help="bytes of a token's KV, which links carry (131072)")
-    group.add_argument("--link-rate", type=float, help="bytes a second of each worker's link (12.5e9)")
+    group.add_argument("--dtype", default="auto", metavar="TYPE", help="--dtype for --profile (default auto)")
+    group.add_argument(
+        "--quantization",
+        default="none",
+        metavar="FORMAT",
+        help="--quantization for --profile (default none)",
+    )
+    group.add_argument(
+        "--kv-memory-gib",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="--kv-memory-gib for --profile, in GiB (default 1)",
+    )
+    group.add_argument("--kv-bytes", type=int, metavar="N", help="bytes of KV per token (default 131072)")
+    group.add_argument(
+        "--link-rate", type=float, metavar="X", help="network bandwidth per worker in bytes per second (default 12.5e9)"
+    )
 
 
 def _add_search(group: argparse._ArgumentGroup) -> None:
     for name in LISTS:
         flag = f"--{name.replace('_', '-')}"
-        group.add_argument(flag, type=_numbers, metavar="N[,N...]", help="values to try; the first with all pools")
-    group.add_argument("--seeds", type=int, help="most runs of a candidate (5)")
-    group.add_argument("--seed", type=int, help="of the first run (1): the same seed gives the same plan")
-    group.add_argument("--exhaustive", action="store_true", help="simulate every candidate instead of a search")
-    group.add_argument("--jobs", type=int, default=0, help="processes that simulate; 0: one for each core")
+        group.add_argument(flag, type=_numbers, metavar="N[,N...]", help=f"values of {flag} to try")
+    group.add_argument("--seeds", type=int, metavar="N", help="maximum number of simulations per candidate (default 5)")
+    group.add_argument("--seed", type=int, metavar="N", help="random seed of the first simulation (default 1)")
+    group.add_argument("--exhaustive", action="store_true", help="simulate every candidate instead of searching")
+    group.add_argument(
+        "--jobs",
+        type=number(0, 1024, whole=True),
+        default=0,
+        metavar="N",
+        help="number of processes (default: one per core)",
+    )
 
 
 def _add_results(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--json", type=Path, metavar="FILE", help="write everything")
-    group.add_argument("--values", type=Path, metavar="FILE", help="write Helm values for the pick")
-    group.add_argument("--model", default="smollm2-135m", help="the model in the values: built-in name or hub id")
-    group.add_argument("--plot", type=Path, metavar="FILE", help="draw cost against attainment as a PNG")
-    group.add_argument("--no-progress", action="store_true", help="show no progress bar")
+    group.add_argument("--json", type=Path, metavar="FILE", help="JSON file for all results")
+    group.add_argument("--values", type=Path, metavar="FILE", help="YAML file for Helm values of the best candidate")
+    group.add_argument(
+        "--model", default="smollm2-135m", metavar="NAME", help="model in the Helm values (default smollm2-135m)"
+    )
+    group.add_argument("--plot", type=Path, metavar="FILE", help="PNG file for a plot of cost and attainment")
+    group.add_argument("--no-progress", action="store_true", help="do not show a progress bar")
 
 
 def _numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 64,512") from error
+        raise argparse.ArgumentTypeError(f"{text}: must be whole numbers such as 64,512") from error
 
 
 def values_of(
@@ -142,6 +184,8 @@ def values_of(
     if options.coefficients:
         values = _coefficients(options.coefficients)
     elif options.url:
+        from benchmarks.plan.running import ask_load, kinds_in  # imports httpx, which --help must not need
+
         values = kinds_in(ask_load(options.url, options.api_key), options.url)
     elif options.profile:
         values = dict(measure(options))
@@ -203,7 +247,5 @@ def with_prompts(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def num_jobs(options: argparse.Namespace) -> int:
-    """How many processes simulate. Raises ConfigError."""
-    if not 0 <= options.jobs <= 1024:
-        raise ConfigError("jobs", options.jobs, "from 0 to 1024")
+    """Return the number of processes for simulations."""
     return int(options.jobs) or len(os.sched_getaffinity(0))

@@ -1,7 +1,7 @@
 """What formulas say before anything is simulated: which pools cannot hold the load, and how near others come. Pure.
 
 The bounds are strict: they count the cheapest share of the requests that may meet the goals, full steps, and prompts
-where they take the least. The forecasts are those of the router's planner (docs/sla.md).
+where they take the least. The forecasts are those of the router's planner (docs/guides/goals.md).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The input of a plan: a load, goals, two kinds of workers with their prices, bounds, and flags to try.
 
-A TOML or JSON file; docs/plan.md describes it. Load, model and coefficients are those of `diptych simulate`.
+A TOML or JSON file; docs/guides/plan.md describes it. Load, model and coefficients are those of `diptych simulate`.
 """
 
 from __future__ import annotations

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -14,32 +12,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.load.conditions import conditions
 from benchmarks.load.report import open_console, write_json
 from benchmarks.load.trace import TraceError
+from benchmarks.simulator.options import PROG, build_parser
 from benchmarks.simulator.report import Findings, as_json, print_findings
 from benchmarks.simulator.simulation import Run, Simulation
 from benchmarks.simulator.world.scenario import Scenario, read_scenario
 from common.config.sources import exit_refused
 from common.errors import ConfigError
-from router.policy import POLICIES
-
-PROG = "diptych simulate"
-
-
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=PROG,
-        description="Simulates a scenario in virtual time: real routers and schedulers, modelled steps and links.",
-    )
-    parser.add_argument("scenario", type=Path, help="TOML or JSON file; docs/simulator.md describes it")
-    parser.add_argument(
-        "--policy",
-        default="",
-        metavar="NAME[,NAME...]",
-        help=f"instead of the scenario's: {', '.join(POLICIES)}, or module:Class",
-    )
-    parser.add_argument("--seed", type=int, default=-1, help="instead of the scenario's")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write scenario and numbers to this file")
-    parser.add_argument("--no-progress", action="store_true", help="show no progress bar")
-    return parser.parse_args(argv)
 
 
 def simulated(scenario: Scenario, console: Console, *, progress: bool) -> Run:
@@ -63,7 +41,7 @@ def simulated(scenario: Scenario, console: Console, *, progress: bool) -> Run:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0, or 2 for a refused scenario."""
     argv = sys.argv[1:] if argv is None else argv
-    arguments = parse(argv)
+    arguments = build_parser().parse_args(argv)
     console = open_console()
     try:
         scenario = read_scenario(arguments.scenario)

@@ -20,11 +20,11 @@ from common.wire.messages import (
     WorkerHeartbeat,
 )
 from router.dispatch.core import Actions, DispatchCore
+from router.dispatch.request_scheduler import Cancel
 from router.dispatch.request_state import RequestState
-from router.dispatch.turns import Cancel
-from router.fleet.lives import WorkerLives
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
+from router.fleet.worker_monitor import WorkerMonitor
 from router.planner.split import SizingForecaster
 from router.policy import Policy
 
@@ -55,7 +55,7 @@ class SimulatedRouter:
         self.index = PrefixIndex()
         actions = Actions(self._send, self._abort, self._later, self._wake)
         self.core = DispatchCore(config, self.registry, self.index, actions, policy, SizingForecaster.of(config))
-        self._lives = WorkerLives(self.registry, self.index, self, self.on_up, self._send)
+        self._lives = WorkerMonitor(self.registry, self.index, self, self.on_up, self._send)
         self._hello = RouterHello(router_id=name.decode(), epoch=1, changes_roles=config.role_change)
         self._config = config
         self._woken: list[str] = []

@@ -1,4 +1,4 @@
-"""How well goals are met, and at what cost: every table and plot of docs/sla.md in one command.
+"""How well goals are met, and at what cost: every table and plot of docs/guides/goals.md in one command.
 
     python -m benchmarks.sla --traces FOLDER
 

@@ -1,4 +1,4 @@
-"""The part of the Kubernetes API that Diptych uses."""
+"""Kubernetes API client, as far as Diptych needs it, and scaling signals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The address of a Kubernetes cluster's API server, and a pod's credentials for it."""
+"""Address of a Kubernetes API server, and a pod's credentials for it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ CREDENTIALS = "/var/run/secrets/kubernetes.io/serviceaccount"
 
 @dataclass(frozen=True, slots=True)
 class ClusterAccess:
-    """`folder` holds `token`, `ca.crt` and `namespace`, as Kubernetes mounts them. The first two change at any time."""
+    """API server and credentials. `folder` contains `token`, `ca.crt` (both may change at any time) and `namespace`."""
 
     url: str
     folder: Path
 
     @classmethod
     def find(cls, api: str, folder: str, environ: Mapping[str, str] | None = None) -> ClusterAccess:
-        """The server that `api` names, else that of the environment of every container. Raises ConfigError."""
+        """Use the server `api`, or that of the container's environment if empty. Raises ConfigError."""
         environ = os.environ if environ is None else environ
         host, port = environ.get("KUBERNETES_SERVICE_HOST", ""), environ.get("KUBERNETES_SERVICE_PORT", "443")
         if not api and not host:
-            raise ConfigError("kubernetes_api", api, "the API server's URL, where KUBERNETES_SERVICE_HOST is not set")
+            raise ConfigError("kubernetes_api", api, "the API server's URL, because KUBERNETES_SERVICE_HOST is not set")
         access = cls((api or f"https://{f'[{host}]' if ':' in host else host}:{port}").rstrip("/"), Path(folder))
         try:
             urlsplit(access.url).port  # noqa: B018 - reading it is the check
@@ -49,11 +49,11 @@ class ClusterAccess:
         return self.folder / "ca.crt"
 
     def namespace(self, configured: str, field: str) -> str:
-        """The configured namespace, else the pod's own. Raises ConfigError, naming `field`, if there is neither."""
+        """Return the configured namespace, or the pod's own. Raises ConfigError for `field` if there is neither."""
         try:
             name = configured or (self.folder / "namespace").read_text(encoding="utf-8").strip()
         except (OSError, ValueError):
             name = ""
         if not name:
-            raise ConfigError(field, configured, f"a namespace, where {self.folder} holds none")
+            raise ConfigError(field, configured, f"a namespace, because {self.folder} contains none")
         return name

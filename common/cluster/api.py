@@ -1,4 +1,4 @@
-"""The few requests that Diptych makes to the Kubernetes API, in plain HTTP: get, watch, create, merge-patch."""
+"""Minimal client of the Kubernetes API over HTTP: get, watch, create, merge-patch."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ from common.errors import DiptychError
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 10.0
-"""For a whole answer. A watch has a limit of its own."""
+"""Timeout of a whole answer, in seconds. Watches have their own."""
 MAX_BODY_BYTES = 64 * 1024 * 1024
-"""A list of objects of a page, some times over: a proxy that answers without an end is cut off."""
+"""Maximum size of an answer: several pages of a list. Protects against proxies with endless answers."""
 MAX_LINE_BYTES = 4 * 1024 * 1024
-"""The API server keeps objects of at most 1.5 MiB; their JSON with managed fields is larger."""
+"""Maximum size of a line. The API server stores objects of up to 1.5 MiB, which are larger as JSON."""
 MAX_SHOWN = 300
-"""Characters of an API server's own words that an error repeats."""
+"""Maximum length of the API server's message in an error."""
 
 
 class KubernetesError(DiptychError):
-    """The API server does not answer, refuses, or answers nonsense. `status` is the HTTP status, or 0."""
+    """The API server does not answer, rejects the request, or its answer is invalid.
+
+    `status` is the HTTP status or 0.
+    """
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -40,9 +43,9 @@ class _Status(msgspec.Struct):
 
 
 class KubernetesClient:
-    """One event loop's connection to the API server. Every method raises KubernetesError and has a deadline.
+    """Client for one event loop. Every method raises KubernetesError and has a deadline.
 
-    The kubelet replaces token and CA while a pod runs: the client reads the token for each request, and the CA when its
+    The kubelet replaces token and CA while a pod runs. The client reads the token for each request, and the CA when its
     file has changed.
     """
 
@@ -52,14 +55,14 @@ class KubernetesClient:
         self._ca_seen: object = None
 
     async def get(self, path: str, params: Mapping[str, str]) -> bytes:
-        """The whole body of an object or a list."""
+        """Return the body of an object or a list."""
         async with self._answer("GET", path, self._timeout_s, params=dict(params)) as response:
             return await _read(response, MAX_BODY_BYTES)
 
     async def watch(
         self, path: str, params: Mapping[str, str], on_line: Callable[[bytes], None], wait_s: float
     ) -> None:
-        """Hand each line of the answer to `on_line` until the server ends it or `wait_s` seconds have passed."""
+        """Call `on_line` with each line of the answer, until the server ends it or `wait_s` seconds have passed."""
         async with self._answer("GET", path, wait_s, params=dict(params)) as response:
             rest = b""
             async for chunk in response.aiter_bytes():
@@ -68,7 +71,7 @@ class KubernetesClient:
                     if line.strip():
                         on_line(line)
                 if len(rest) > MAX_LINE_BYTES:
-                    raise KubernetesError(f"a line of more than {MAX_LINE_BYTES} bytes")
+                    raise KubernetesError(f"a line exceeds {MAX_LINE_BYTES} bytes")
 
     async def merge_patch(self, path: str, body: object) -> None:
         """Change the named fields of an object."""
@@ -78,13 +81,13 @@ class KubernetesClient:
             await _read(response, MAX_BODY_BYTES)
 
     async def create(self, path: str, body: object) -> None:
-        """Make an object in a collection."""
+        """Create an object in a collection."""
         headers, content = {"content-type": "application/json"}, msgspec.json.encode(body)
         async with self._answer("POST", path, self._timeout_s, headers=headers, content=content) as response:
             await _read(response, MAX_BODY_BYTES)
 
     async def close(self) -> None:
-        """Close every connection."""
+        """Close all connections."""
         http, self._http = self._http, None
         if http is not None:
             await http.aclose()
@@ -100,7 +103,7 @@ class KubernetesClient:
         headers: Mapping[str, str] | None = None,
         content: bytes | None = None,
     ) -> AsyncIterator[httpx.Response]:
-        """The answer to a request, its body unread. Every failure is a KubernetesError."""
+        """Send a request. The body of the response is unread. Every failure is a KubernetesError."""
         try:
             async with asyncio.timeout(wait_s):
                 http = await self._connection()
@@ -113,17 +116,17 @@ class KubernetesClient:
             raise KubernetesError(f"no answer from {self._access.url} within {wait_s:g} s") from error
         except httpx.HTTPError as error:
             raise KubernetesError(f"{self._access.url}: {str(error) or type(error).__name__}") from error
-        except (OSError, httpx.InvalidURL) as error:  # token or CA cannot be read
+        except (OSError, httpx.InvalidURL) as error:  # token or CA is unreadable
             raise KubernetesError(f"{self._access.url}: {error}") from error
 
     def _authorization(self) -> dict[str, str]:
-        """The header with the token; empty without a token, as behind `kubectl proxy`. Raises OSError."""
+        """Return the header with the token; empty without a token, as with `kubectl proxy`. Raises OSError."""
         try:
             token = self._access.token_file.read_text(encoding="ascii").strip()
         except FileNotFoundError:
             return {}
         except ValueError as error:
-            raise KubernetesError(f"{self._access.token_file} is no token: {error}") from error
+            raise KubernetesError(f"invalid token in {self._access.token_file}: {error}") from error
         return {"authorization": f"Bearer {token}"}
 
     async def _connection(self) -> httpx.AsyncClient:
@@ -137,7 +140,7 @@ class KubernetesClient:
             self._http = httpx.AsyncClient(
                 base_url=self._access.url,
                 verify=verify,
-                timeout=httpx.Timeout(self._timeout_s, read=None),  # reads are bounded by the whole request's deadline
+                timeout=httpx.Timeout(self._timeout_s, read=None),  # reads are bounded by the request's deadline
                 headers={"user-agent": f"diptych/{__version__}"},
                 trust_env=False,
             )
@@ -158,16 +161,16 @@ async def _read(response: httpx.Response, limit: int) -> bytes:
     async for chunk in response.aiter_bytes():
         body += chunk
         if len(body) > limit:
-            raise KubernetesError(f"an answer of more than {limit} bytes")
+            raise KubernetesError(f"the answer exceeds {limit} bytes")
     return bytes(body)
 
 
 def _refusal(status: int, body: bytes) -> KubernetesError:
-    """A refusal of the server, in words for people."""
+    """Convert an error response into an exception."""
     try:
         said = msgspec.json.decode(body, type=_Status).message
     except (msgspec.MsgspecError, ValueError):
         said = body.decode("utf-8", "replace")
-    hint = {401: "the token is refused", 403: "the service account may not do this", 410: "too old"}.get(status, "")
+    hint = {401: "the token was rejected", 403: "the service account lacks permission", 410: "too old"}.get(status, "")
     words = ": ".join(part for part in (f"HTTP {status}", hint, said.strip()[:MAX_SHOWN]) if part)
     return KubernetesError(words, status)

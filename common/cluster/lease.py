@@ -1,10 +1,10 @@
-"""One leader among several processes, by a Lease of the Kubernetes API.
+"""Leader election among several processes with a Lease of the Kubernetes API.
 
-    no process holds it, or its holder did not renew it in its duration ──> try to take it ──> renew it at each `hold`
+    no process holds it, or its holder did not renew it in time ──> try to take it ──> renew it at each `hold`
 
-Each process measures with its own clock how long it has seen the same renewal, so that clocks need not agree (as in
-Kubernetes' own client, client-go/tools/leaderelection). An update names the version that it was made from: of two that
-try at once the API server refuses one.
+Each process measures with its own clock how long it has seen the same renewal, so clocks do not have to agree (as in
+Kubernetes' own client, client-go/tools/leaderelection). An update contains the version it is based on: of two
+concurrent updates the API server rejects one.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Lease:
         self.is_held = False
 
     async def hold(self) -> bool:
-        """Take or renew the Lease; whether this process is the leader now. Raises KubernetesError."""
-        held, self.is_held = self.is_held, False  # a renewal that fails ends it
+        """Take or renew the Lease. Returns whether acquired leadership. Raises KubernetesError."""
+        held, self.is_held = self.is_held, False  # a failed renewal ends it
         lease = await self._read()
         if lease is None:
             self.is_held = await self._write(None, num_transitions=0)
@@ -73,11 +73,11 @@ class Lease:
                 num = (spec.lease_transitions or 0) + (not own)
                 self.is_held = await self._write(lease.metadata.resource_version, num_transitions=num)
         if self.is_held is not held:
-            log.info("%s the lease %s", "holds" if self.is_held else "does not hold", self._name)
+            log.info("lease %s: %s", self._name, "acquired leadership" if self.is_held else "lost leadership")
         return self.is_held
 
     async def release(self) -> None:
-        """Let another process take the Lease at once. Raises KubernetesError."""
+        """Release the Lease, so that another process can take it immediately. Raises KubernetesError."""
         if self.is_held and (lease := await self._read()) is not None and lease.spec.holder_identity == self._holder:
             body = {"metadata": {"resourceVersion": lease.metadata.resource_version}, "spec": {"holderIdentity": ""}}
             await self._client.merge_patch(f"{self._folder}/{self._name}", body)
@@ -94,10 +94,10 @@ class Lease:
                 return None
             raise
         except msgspec.MsgspecError as error:
-            raise KubernetesError(f"the lease {self._name} cannot be read: {error}") from error
+            raise KubernetesError(f"the lease {self._name} is invalid: {error}") from error
 
     async def _write(self, version: str | None, num_transitions: int) -> bool:
-        """Create the Lease, or change the one of that version. False when another process was sooner."""
+        """Create the Lease, or update this version of it. Returns False if another process was faster."""
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         spec = {
             "holderIdentity": self._holder,

@@ -1,9 +1,9 @@
-"""The signals of a worker that autoscalers read. Pure.
+"""Signals of a worker for autoscalers. Pure.
 
-The sum of a signal over a pool, divided by the value that one worker may have, is the number of workers that the pool
-needs. A mean would never ask for more workers than there are. Each signal is work that is there now: when a worker
-joins, the same work is spread over one more, and the sum stays. A signal that multiplies the number of workers by how
-slow they were a minute ago asks for more again and again while the first ones still start.
+The sum of a signal over a pool, divided by its target value per worker, is the number of workers that the pool needs. A
+mean could never ask for more workers than exist. Each signal measures present work, so its sum stays the same when a
+worker joins. A signal that multiplied the number of workers by their recent slowness would keep asking for more while
+new workers start.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from dataclasses import dataclass
 from common.latency import StepModel, StepShape
 
 KV_TARGET = 0.8
-"""Share of the KV blocks in use at which a decode worker counts as full: above it, bursts end in preemption."""
+"""Fraction of used KV blocks at which a decode worker counts as full. Above it, bursts cause preemptions."""
 ASSUMED_TOKENS_PER_S = 1000.0
-"""The assumed prefill rate of a worker before its first full step."""
+"""Assumed prefill rate of a worker before its first full step."""
 UNLOADED_SLACK = 1.25
-"""A goal below what a lone row takes cannot be met by any number of workers: then the goal is so many times that."""
+"""If a single sequence misses the goal, no number of workers meets it. Then this multiple of its time is the goal."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeLoad:
-    """What a decode worker has: requests that own blocks (`num_held`) and that wait for some, and their context.
+    """Load of a decode worker. `num_held` requests own blocks, `num_waiting` wait for some.
 
-    `kv_usage`: the share of its KV blocks that requests own. `num_context_tokens` are those of `num_running` rows.
+    `kv_usage` is the fraction of its KV blocks owned by requests. `num_context_tokens` is the context of `num_running`
+    rows.
     """
 
     kv_usage: float
@@ -40,32 +41,32 @@ class DecodeLoad:
 
 
 def backlog_s(num_tokens: float, tokens_per_s: float) -> float:
-    """Seconds that a worker needs to compute `num_tokens` of prompts; 0 when nothing waits."""
+    """Return the seconds that a worker needs to compute `num_tokens` of prompts."""
     return num_tokens / (tokens_per_s if tokens_per_s > 0 else ASSUMED_TOKENS_PER_S)
 
 
 def unblocked_share(kv_usage: float, num_running: int, num_transferring: int) -> float:
-    """The share of a prefill worker's waiting prompts that wait for its computing.
+    """Return the fraction of a prefill worker's queued prompts that wait for computation.
 
-    The others wait for memory that computed prompts hold until a decode worker takes them: more prefill workers would
-    not help them. Computed prompts are taken to be about as long as those that run.
+    The others wait for memory held by computed prompts until a decode worker takes them, which more prefill workers
+    would not change. Computed prompts are assumed to be as long as running ones.
     """
     num_owners = num_running + num_transferring
     return 1.0 - kv_usage * num_transferring / num_owners if num_owners else 1.0
 
 
 def reachable_goal_s(model: StepModel, context_each: float, goal_s: float) -> float:
-    """The goal for the time of a token; where a lone row takes longer, `UNLOADED_SLACK` times what that takes."""
+    """Return the goal for the time per token, or `UNLOADED_SLACK` times that of a single sequence if that is longer."""
     return max(goal_s, UNLOADED_SLACK * model.seconds(StepShape.of_rows(1, round(context_each))))
 
 
 def pressure(work: DecodeLoad, slo_tpot_s: float) -> float:
-    """How many decode workers the work fills: by memory, or by speed where there is a goal for that (not 0).
+    """Return how many decode workers the work fills, by memory or, with a goal, by speed (`slo_tpot_s` of 0: no goal).
 
-    By speed: tokens a second over those of the largest step that meets the goal, by the worker's own model of its
-    steps. A sum of rows would shrink by itself when a worker joins, because steps become shorter. Beyond that step it
-    is rows over its rows: a worker that falls behind makes hardly more tokens. Requests that wait count like those that
-    run, so a full pool asks for more than there is.
+    By speed: tokens per second relative to those of the largest step that meets the goal, by the worker's step model.
+    The number of rows would shrink when a worker joins, because steps become shorter. Beyond that step, the number of
+    rows is used, because an overloaded worker generates hardly more tokens. Waiting requests count like running ones,
+    so a full pool asks for more workers.
     """
     coming = 1.0 + work.num_waiting / work.num_held if work.num_held else 1.0
     by_memory = work.kv_usage * coming / KV_TARGET

@@ -1,11 +1,11 @@
-"""Every setting of every Diptych process. docs/configuration.md lists them; a test compares the two.
+"""Settings of all Diptych processes, as docs/reference/configuration.md lists them.
 
-    ServeConfig                      one machine: how many of each worker
+    ServeConfig                      `diptych serve`
     CommonConfig <- RouterConfig
                  <- WorkerConfig     <- PrefillWorkerConfig, DecodeWorkerConfig
-    RankHostConfig                   ranks of a worker on another host
+    RankHostConfig                   `diptych rank-host`
 
-`cluster` and `scaling` hold groups of settings that these classes inherit.
+`cluster` and `scaling` define settings that these classes inherit.
 """
 
 from __future__ import annotations

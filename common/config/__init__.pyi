@@ -1,12 +1,23 @@
 from common.config.common import CommonConfig
 from common.config.decode_worker import USUAL_SEQS, DecodeWorkerConfig
 from common.config.field import AUTO, GOAL_MS, Config, Field, fields_of, to_argv, to_env
+from common.config.flags import FlagParser, describe, group_order
 from common.config.prefill_worker import PrefillWorkerConfig
 from common.config.rank_host import RankHostConfig
 from common.config.request_class import BATCH_CLASSES, COMMON_SHARE, DEFAULT, NO_LANE, RequestClass
 from common.config.router import MEMORY, OFF, RouterConfig
 from common.config.serve import ServeConfig
-from common.config.sources import CONFIG_CLASSES, FlagParser, Sources, counterpart, counterpart_env, exit_refused, load
+from common.config.sources import (
+    CONFIG_CLASSES,
+    Sources,
+    as_flag,
+    command_parser,
+    counterpart,
+    counterpart_env,
+    exit_refused,
+    load,
+    located,
+)
 from common.config.worker import ADAPTER_NAME, WorkerConfig, is_loopback, parse_cores
 
 __all__ = [
@@ -33,12 +44,17 @@ __all__ = [
     "Sources",
     "USUAL_SEQS",
     "WorkerConfig",
+    "as_flag",
+    "command_parser",
     "counterpart",
     "counterpart_env",
+    "describe",
     "exit_refused",
     "fields_of",
+    "group_order",
     "is_loopback",
     "load",
+    "located",
     "parse_cores",
     "to_argv",
     "to_env",

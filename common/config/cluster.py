@@ -1,4 +1,4 @@
-"""Settings of where processes run: how a router finds workers, and what autoscalers read."""
+"""Settings of worker discovery and Kubernetes."""
 
 from __future__ import annotations
 
@@ -17,101 +17,122 @@ _NAMESPACE = r"([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?"
 
 @dataclass(frozen=True)
 class ClusterSettings(Config):
-    """How to reach the API server of the Kubernetes cluster that a process runs in."""
+    """Access to the API server of the Kubernetes cluster that the process runs in."""
 
     kubernetes_api: str = setting(
         "",
-        "URL of the Kubernetes API server; empty: the one that the environment of every container names",
+        "URL of the Kubernetes API server",
         group="Kubernetes",
+        default_note="from the environment of the container",
         pattern=r"(https?://[^\s/]+(/[^\s]*)?)?",
         expects="a URL such as https://10.0.0.1:443",
         metavar="URL",
     )
     kubernetes_credentials: str = setting(
         CREDENTIALS,
-        "folder with a service account's token, ca.crt and namespace; read anew as they change",
+        "folder with the token, ca.crt and namespace of a service account",
         group="Kubernetes",
+        details="Diptych rereads the files when they change.",
         metavar="FOLDER",
     )
 
     @property
     def cluster(self) -> ClusterAccess:
-        """Raises ConfigError."""
+        """Access with these settings. Raises ConfigError."""
         return ClusterAccess.find(self.kubernetes_api, self.kubernetes_credentials)
 
 
 @dataclass(frozen=True)
 class DiscoverySettings(ClusterSettings):
-    """How a router learns which workers there are."""
+    """How a router finds its workers, and the latency goals."""
 
     discovery: str = setting(
         "static",
-        "how workers are found; static: --prefill and --decode list them; dns: host names are looked up again and "
-        "again; file: --discovery-file lists them and is read again when it changes; kubernetes: the EndpointSlices of "
-        "Services are watched",
+        "method of finding workers",
         group="Workers",
+        details="`static` uses the addresses of --prefill and --decode. `dns` resolves the host names of "
+        "--prefill-services and --decode-services repeatedly. `file` reads --discovery-file when it changes. "
+        "`kubernetes` watches the EndpointSlices of the Services.",
+        common=True,
         choices=("static", "dns", "file", "kubernetes"),
     )
     prefill_services: tuple[str, ...] = setting(
         (),
-        "where prefill workers are found: names of Services (kubernetes) or HOST:PORT (dns); none: decode workers do "
-        "everything",
+        "Services (kubernetes) or HOST:PORT (dns) of prefill workers",
         group="Workers",
+        details="Without prefill workers, decode workers compute all prompts.",
+        default_note="none",
+        common=True,
         pattern=_SERVICE,
         expects="names such as diptych-prefill (kubernetes) or diptych-prefill:7001 (dns)",
         metavar="NAME",
     )
     decode_services: tuple[str, ...] = setting(
         (),
-        "where decode workers are found: names of Services (kubernetes) or HOST:PORT (dns)",
+        "Services (kubernetes) or HOST:PORT (dns) of decode workers",
         group="Workers",
+        default_note="none",
+        common=True,
         pattern=_SERVICE,
         expects="names such as diptych-decode (kubernetes) or diptych-decode:7001 (dns)",
         metavar="NAME",
     )
     discovery_file: str = setting(
         "",
-        'with --discovery file: JSON such as {"prefill": ["tcp://10.0.0.7:7001"], "decode": ["tcp://10.0.0.8:7001"]}, '
-        "to be replaced as a whole (written beside, then renamed)",
+        "JSON file with the addresses of the workers, for --discovery file",
         group="Workers",
+        details='An example is {"prefill": ["tcp://10.0.0.7:7001"], "decode": ["tcp://10.0.0.8:7001"]}. Replace the '
+        "file atomically: write a new file and rename it.",
         **FILE,
     )
     discovery_namespace: str = setting(
         "",
-        "namespace of the Services; empty: the router's own",
+        "namespace of the Services, for --discovery kubernetes",
         group="Workers",
+        default_note="the namespace of the router",
         pattern=_NAMESPACE,
-        expects="a namespace's name",
+        expects="the name of a namespace",
         metavar="NAMESPACE",
     )
     prefill: tuple[str, ...] = setting(
         (),
-        "control addresses of the prefill workers; none: decode workers do everything",
+        "control addresses of prefill workers",
         group="Workers",
+        details="Without prefill workers, decode workers compute all prompts.",
+        default_note="none",
+        common=True,
         pattern=_ADDRESS,
         expects="addresses such as tcp://127.0.0.1:7001",
         metavar="ADDRESS",
     )
     decode: tuple[str, ...] = setting(
         (),
-        "control addresses of the decode workers; a model that embeds or scores (--task) needs none",
+        "control addresses of decode workers",
         group="Workers",
+        details="A model for embeddings or scores (--task) needs none.",
+        default_note="none",
+        common=True,
         pattern=_ADDRESS,
-        expects="at least one address such as tcp://127.0.0.1:7002",
+        expects="addresses such as tcp://127.0.0.1:7002",
         metavar="ADDRESS",
     )
     slo_ttft_ms: float = setting(
         0.0,
-        "milliseconds within which a first token should come: a request that would wait longer behind others gets 429 "
-        "at once; 0: no such goal, --max-wait-s alone limits the wait",
-        group="Scaling",
+        "goal for the time to first token (TTFT), in milliseconds",
+        group="Goals",
+        details="The router rejects a request with status 429 if its predicted TTFT exceeds the goal. Without a goal, "
+        "only --max-wait-s limits the wait.",
+        default_note="no goal",
+        common=True,
         **GOAL_MS,
     )
     slo_tpot_ms: float = setting(
         0.0,
-        "milliseconds that a token after the first should take: a request whose tokens would take longer beside those "
-        "that run gets 429 at once; 0: no such goal",
-        group="Scaling",
+        "goal for the time per output token after the first (TPOT), in milliseconds",
+        group="Goals",
+        details="The router rejects a request with status 429 if its predicted TPOT exceeds the goal.",
+        default_note="no goal",
+        common=True,
         **GOAL_MS,
     )
 
@@ -121,18 +142,24 @@ class DiscoverySettings(ClusterSettings):
         for address in addresses:
             if addresses.count(address) > 1:
                 field = "decode" if address in self.decode else "prefill"
-                raise ConfigError(field, address, "each worker address once")
+                raise ConfigError(field, address, "an address that is listed once")
         services = (*self.prefill_services, *self.decode_services)
         if self.discovery == "static":
             if services:
-                raise ConfigError("discovery", "static", "dns or kubernetes, for --prefill-services, --decode-services")
+                raise ConfigError(
+                    "discovery", "static", "dns or kubernetes with --prefill-services or --decode-services"
+                )
         elif addresses:
-            raise ConfigError("discovery", self.discovery, "static, where --prefill or --decode list addresses")
+            raise ConfigError("discovery", self.discovery, "static with --prefill or --decode")
         if bool(self.discovery_file) != (self.discovery == "file"):
-            allowed = "the name of a file with --discovery file" if self.discovery == "file" else "empty otherwise"
+            allowed = (
+                "the name of a file with --discovery file"
+                if self.discovery == "file"
+                else "empty without --discovery file"
+            )
             raise ConfigError("discovery_file", self.discovery_file, allowed)
         if self.discovery == "file" and services:
-            raise ConfigError("discovery", "file", "dns or kubernetes, for --prefill-services, --decode-services")
+            raise ConfigError("discovery", "file", "dns or kubernetes with --prefill-services or --decode-services")
         if self.discovery_namespace and self.discovery != "kubernetes":
             raise ConfigError("discovery_namespace", self.discovery_namespace, "empty without --discovery kubernetes")
         for name in services:
@@ -143,17 +170,17 @@ class DiscoverySettings(ClusterSettings):
             if self.discovery == "kubernetes" and (colon or name.startswith("[")):
                 raise ConfigError(field, name, "the name of a Service with --discovery kubernetes, without a port")
             if services.count(name) > 1:
-                raise ConfigError(field, name, "each name once")
+                raise ConfigError(field, name, "a name that is listed once")
 
     def check_start(self) -> None:
         super().check_start()
-        if not (self.prefill or self.prefill_services):  # else a model may be served that needs no decode workers
+        if not (self.prefill or self.prefill_services):  # models for embeddings or scores need no decode workers
             self.check_workers("decode")
         if self.discovery == "kubernetes":
             self.cluster.namespace(self.discovery_namespace, "discovery_namespace")
 
     def check_workers(self, role: Role) -> None:
-        """Refuse settings by which no worker of a role that is needed can be found. Raises ConfigError."""
+        """Raise ConfigError if no worker of a required role can be found."""
         services, port = f"{role}_services", 7001 if role == "prefill" else 7002
         if self.discovery == "static":
             if not getattr(self, role):
@@ -164,18 +191,19 @@ class DiscoverySettings(ClusterSettings):
 
 @dataclass(frozen=True)
 class PodSettings(ClusterSettings):
-    """Settings of a worker in a pod."""
+    """Settings of a worker in a Kubernetes pod."""
 
     pod_deletion_cost: bool = setting(
         False,
-        "keep controller.kubernetes.io/pod-deletion-cost on the worker's own pod at its number of requests, so that a "
-        "pool that shrinks loses its least busy pod; needs POD_NAME and the right to patch pods",
+        "annotate the worker's pod with its number of requests, so that Kubernetes removes the least busy pod first",
         group="Kubernetes",
+        details="The annotation is controller.kubernetes.io/pod-deletion-cost. It requires POD_NAME in the environment "
+        "and permission to patch pods.",
     )
 
     def check_start(self) -> None:
         super().check_start()
         if self.pod_deletion_cost:
             if not os.environ.get("POD_NAME"):
-                raise ConfigError("pod_deletion_cost", True, "false where POD_NAME is not set in the environment")
+                raise ConfigError("pod_deletion_cost", True, "false without POD_NAME in the environment")
             self.cluster.namespace(os.environ.get("POD_NAMESPACE", ""), "POD_NAMESPACE")

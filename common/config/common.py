@@ -1,4 +1,4 @@
-"""Settings of every process but `serve`, which hands them on."""
+"""Settings that all processes share. `diptych serve` passes them to its child processes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,24 @@ from common.errors import ConfigError
 
 @dataclass(frozen=True)
 class ProcessConfig(Config):
-    """Settings that every long-lived process has."""
+    """Settings of every long-running process."""
 
     config: str = setting(
         "",
-        "TOML file with settings; flags and environment win over it",
-        group="Everywhere",
+        "TOML file with settings",
+        group="Configuration and logging",
+        details="Flags and environment variables take precedence over it.",
+        common=True,
         in_file=False,
         **FILE,
     )
     log_level: str = setting(
-        "info", "how much to log", group="Everywhere", choices=("debug", "info", "warning", "error")
+        "info",
+        "minimum severity of log messages",
+        group="Configuration and logging",
+        choices=("debug", "info", "warning", "error"),
     )
-    log_json: bool = setting(False, "log one JSON object a line instead of text for people", group="Everywhere")
+    log_json: bool = setting(False, "log one JSON object per line instead of text", group="Configuration and logging")
 
 
 @dataclass(frozen=True)
@@ -31,38 +36,44 @@ class CommonConfig(ProcessConfig):
 
     curve_key: str = setting(
         "",
-        "key pair of this process, written by `diptych keygen`: encrypts and authenticates (CURVE) every connection "
-        "between processes; empty: neither",
-        group="Sockets",
+        "file with the CURVE key pair that encrypts and authenticates connections between processes",
+        group="Security",
+        details="`diptych keygen` creates the file.",
+        default_note="no encryption",
         **FILE,
     )
     curve_authorized: str = setting(
         "",
-        "file with further public keys to trust at the other end of any connection, one a line; read anew whenever it "
-        "changes. The process's own key is always trusted",
-        group="Sockets",
+        "file with additional public keys to trust, one per line",
+        group="Security",
+        details="Diptych rereads the file when it changes. A process always trusts its own key.",
         **FILE,
     )
     model: str = setting(
         "smollm2-135m",
-        "built-in name (smollm2-135m, gemma3-270m), folder, .gguf file, or Hugging Face id (org/name, org/name:Q4_K_M)",
+        "model to serve: a built-in name, a folder, a .gguf file or a Hugging Face ID",
         group="Model",
+        details="The built-in models are smollm2-135m and gemma3-270m. A Hugging Face ID is org/name, or "
+        "org/name:Q4_K_M for one file of a GGUF repository.",
+        common=True,
         pattern=r".+",
         expects="a model name, folder or file",
         metavar="NAME",
-        once="given once: a worker serves one model, and --models-file names several for a router or `diptych serve`",
+        once="use --models-file to serve several models",
     )
     task: str = setting(
         "auto",
-        "what the model is served for; auto: embed for a folder with sentence-transformers' modules.json, score for a "
-        "ForSequenceClassification architecture, else generate. With embed and score, prefill workers do everything",
+        "use of the model: generate text, embed text, or score pairs of texts",
         group="Model",
+        details="`auto` selects embed for a folder with the modules.json of sentence-transformers, score for a "
+        "ForSequenceClassification architecture, and generate otherwise. With embed and score, prefill workers serve "
+        "all requests.",
         choices=("auto", "generate", "embed", "score"),
     )
     heartbeat_s: float = setting(
         0.25,
-        "seconds between the heartbeats that router and workers send each other",
-        group="Deadlines",
+        "interval between the heartbeats of routers and workers, in seconds",
+        group="Timeouts",
         ge=0.01,
         le=10,
     )
@@ -73,14 +84,14 @@ class CommonConfig(ProcessConfig):
             raise ConfigError("curve_authorized", self.curve_authorized, "empty unless --curve-key is given")
 
     def check_silence(self, field: str) -> None:
-        """Refuse a time of silence in which fewer than two heartbeats come. Raises ConfigError."""
+        """Raise ConfigError if a timeout is shorter than two heartbeats."""
         if getattr(self, field) < 2 * self.heartbeat_s:
             raise ConfigError(field, getattr(self, field), f"at least two heartbeats (2 x {self.heartbeat_s:g})")
 
     def check_start(self) -> None:
         super().check_start()
         if self.curve_key:
-            # Imported here: no other check needs ZeroMQ.
+            # Imported here because no other check needs ZeroMQ.
             from common.wire import Curve
 
             Curve.load(self.curve_key, self.curve_authorized)

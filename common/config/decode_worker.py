@@ -10,84 +10,107 @@ from common.config.worker import WorkerConfig
 from common.errors import ConfigError
 
 USUAL_SEQS, MOST_SEQS, USUAL_CHUNK, MOST_CHUNK = 64, 256, 128, 1024
-"""Where flags that are not given stand, and how far a goal may turn the knob: what a step takes beside weights and KV
-cache, and the number of recorded steps, grow with it."""
+"""Defaults, and the upper limits with a goal. Memory per step and the number of CUDA graphs grow with these values."""
 SEQ_TOKENS = 512
-"""KV tokens per concurrent request on a GPU. With fewer, long answers would preempt each other."""
+"""Minimum KV tokens per concurrent request on a GPU, which avoids preemption of long answers."""
 
 
 @dataclass(frozen=True)
 class DecodeWorkerConfig(WorkerConfig):
-    """A decode worker: receives KV and generates tokens."""
+    """Settings of a decode worker, which receives KV and generates tokens."""
 
     section: ClassVar[str] = "decode_worker"
     env_prefix: ClassVar[str] = "DECODE"
-    about: ClassVar[str] = "Receives the KV cache of prompts and generates tokens; computes short prompts itself."
+    about: ClassVar[str] = (
+        "Run one decode worker, which receives the KV of prompts, computes short prompts itself and generates tokens."
+    )
+    examples: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("diptych decode-worker --model smollm2-135m --port 7002", "for a router on this machine"),
+        ("diptych decode-worker --host 0.0.0.0 --port 7002 --curve-key key.toml", "for routers on other machines"),
+        ("diptych decode-worker --model Qwen/Qwen3-8B --device cuda:1 --port 7002", ""),
+    )
 
     slo_tpot_ms: float = setting(
         0.0,
-        "milliseconds that a token after the first should take: as many sequences run, and as many prompt and draft "
-        "tokens are computed beside them, as keep it; also for diptych_decode_pressure and for the pace of steps while "
-        "prompts are computed on the same cores; 0: no such goal",
-        group="Scaling",
+        "goal for the time per output token after the first, in milliseconds",
+        group="Goals",
+        details="The scheduler limits the batch size and the prompt and draft tokens per step to meet the goal. It "
+        "also determines diptych_decode_pressure.",
+        default_note="no goal",
+        common=True,
         **GOAL_MS,
     )
     cuda_graphs: bool = setting(
-        True, "record decode steps as CUDA graphs at start and launch each as a whole; only on cuda", group="Device"
+        True,
+        "capture decode steps as CUDA graphs at start",
+        off="do not capture decode steps as CUDA graphs",
+        group="Device",
     )
-    kv_port: int = setting(0, "port that KV blocks arrive on; 0 picks a free one", group="Sockets", **PORT)
+    kv_port: int = setting(0, "port that KV blocks arrive on; 0 picks a free port", group="Sockets", **PORT)
     max_num_seqs: int = setting(
         0,
-        f"maximum concurrent requests; --slo-tpot-ms may lower it; 0: {USUAL_SEQS}, or up to {MOST_SEQS} on a GPU or "
-        f"with --slo-tpot-ms; on a GPU at most one for each {SEQ_TOKENS} tokens of the KV cache",
+        "maximum number of concurrent requests per worker",
         group="Scheduling",
+        details=f"With --slo-tpot-ms the default is {MOST_SEQS}, and the scheduler admits fewer if the goal requires "
+        f"it. On a GPU the default is {MOST_SEQS}, but at most one request per {SEQ_TOKENS} tokens of the KV cache.",
+        default_note=f"{USUAL_SEQS} on a CPU, up to {MOST_SEQS} on a GPU",
+        common=True,
         ge=0,
         le=4096,
     )
     local_prefill_chunk: int = setting(
         0,
-        "prompt tokens computed between two decode steps when this worker prefills itself, at most: --slo-tpot-ms may "
-        f"allow fewer; 0: {USUAL_CHUNK}, or with --slo-tpot-ms as many as it allows, up to {MOST_CHUNK}",
+        "maximum number of prompt tokens per step on a decode worker",
         group="Scheduling",
+        details="With --slo-tpot-ms the scheduler may compute fewer.",
+        default_note=f"{USUAL_CHUNK}, or up to {MOST_CHUNK} with --slo-tpot-ms",
         ge=0,
         le=1_000_000,
     )
     max_draft_tokens: int = setting(
         6,
-        "tokens that a step may draft for each answer, from what followed the same tokens before; the step checks "
-        "them all, so answers stay the same; 0: none",
-        group="Scheduling",
+        "maximum number of draft tokens per sequence and step; 0 disables speculative decoding",
+        group="Speculative decoding",
+        details="Without a draft model or head, drafts repeat the tokens that followed the same tokens earlier in the "
+        "sequence. The model verifies all drafts, so answers stay the same.",
         ge=0,
         le=64,
     )
     draft_model: str = setting(
         "",
-        "a smaller model of the same vocabulary, a name as --model takes, that drafts tokens where that pays more than "
-        "those that followed the same tokens before; its KV takes a part of --kv-memory-gib; empty: none",
-        group="Scheduling",
+        "smaller model with the same vocabulary that drafts tokens, named as in --model",
+        group="Speculative decoding",
+        details="Tokens are drafted only where that saves time. The KV of the draft model is part of --kv-memory-gib.",
+        default_note="none",
         metavar="NAME",
     )
     draft_quantization: str = setting(
         "auto",
-        "how the draft model's weights are kept: none (the dtype), int8, int4, or auto (of a quantised model as its "
-        "file holds them, of others int8 on a CPU and none on a GPU)",
-        group="Scheduling",
-        choices=("none", "int8", "int4", "auto"),
+        "format of the draft model's weights in memory",
+        group="Speculative decoding",
+        details="`none` keeps the type of --dtype. `auto` keeps the format of a quantized checkpoint, and otherwise "
+        "selects int8 on a CPU and none on a GPU.",
+        choices=("auto", "none", "int8", "int4"),
+        metavar="FORMAT",
     )
     watermark: float = setting(
         0.02,
-        "share of the KV blocks that stays free for running requests when new ones come in",
+        "fraction of the KV blocks that is reserved for running requests",
         group="KV cache",
         ge=0,
         le=0.5,
     )
     grant_timeout_s: float = setting(
-        30.0, "seconds a prompt may wait here for free KV blocks", group="Transfer", ge=0.05, le=3600
+        30.0,
+        "maximum time that a prompt waits for free KV blocks on the decode worker, in seconds",
+        group="Timeouts",
+        ge=0.05,
+        le=3600,
     )
     transfer_timeout_s: float = setting(
         30.0,
-        "seconds between two arriving KV frames after which a transfer has failed",
-        group="Transfer",
+        "time without a KV block after which a transfer fails, in seconds",
+        group="Timeouts",
         ge=0.05,
         le=3600,
     )
@@ -95,14 +118,12 @@ class DecodeWorkerConfig(WorkerConfig):
     def check(self) -> None:
         super().check()
         if self.draft_model and not self.max_draft_tokens:
-            raise ConfigError(
-                "draft_model", self.draft_model, "empty with --max-draft-tokens 0: it would draft nothing"
-            )
+            raise ConfigError("draft_model", self.draft_model, "empty with --max-draft-tokens 0")
         if self.batch_invariant and self.on_gpu and self.max_draft_tokens:
-            allowed = f"0 on {self.device} with --batch-invariant: rows that are checked together attend otherwise"
+            allowed = f"0 on {self.device} with --batch-invariant"
             raise ConfigError("max_draft_tokens", self.max_draft_tokens, allowed)
         if self.draft_model and self.draft_head:
-            raise ConfigError("draft_model", self.draft_model, f"empty with --draft-head {self.draft_head}: one drafts")
+            raise ConfigError("draft_model", self.draft_model, f"empty with --draft-head {self.draft_head}")
         if self.on_gpu and self.draft_quantization in ("int8", "int4"):
             raise ConfigError("draft_quantization", self.draft_quantization, f"auto or none on {self.device}")
 
@@ -111,14 +132,14 @@ class DecodeWorkerConfig(WorkerConfig):
         return self.max_num_seqs or (MOST_SEQS if self.slo_tpot_ms or self.on_gpu else USUAL_SEQS)
 
     def places_within(self, kv_tokens: int) -> int:
-        """Return `places`. On a GPU the default is limited to one for each `SEQ_TOKENS` of `kv_tokens`."""
+        """Return `places`. On a GPU the default is limited to one per `SEQ_TOKENS` of `kv_tokens`."""
         if self.max_num_seqs or not self.on_gpu:
             return self.places
         return max(1, min(self.places, kv_tokens // SEQ_TOKENS))
 
     @property
     def usual_places(self) -> int:
-        """Requests that run side by side while no prediction says how many the goal allows."""
+        """Maximum number of concurrent requests before step times are known."""
         return USUAL_SEQS if self.slo_tpot_ms and not self.max_num_seqs else self.places
 
     @property
@@ -127,7 +148,7 @@ class DecodeWorkerConfig(WorkerConfig):
 
     @property
     def usual_step_tokens(self) -> int:
-        """Prompt tokens of a step while no prediction says how many the goal allows."""
+        """Maximum number of prompt tokens per step before step times are known."""
         return self.local_prefill_chunk or USUAL_CHUNK
 
     @property

@@ -1,6 +1,6 @@
-"""Settings as fields of frozen dataclasses: a default, its help and its bounds are written once, in the field.
+"""Settings as fields of frozen dataclasses. Each field defines its default, help text and bounds.
 
-Every config object is checked when it is made. A bad value is a `ConfigError` with field, value and what is allowed.
+Every config object is validated on construction. An invalid value raises `ConfigError`.
 """
 
 from __future__ import annotations
@@ -11,35 +11,42 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn, get_type_hints
 
+from common.arguments import plain
 from common.errors import ConfigError
 
 AUTO = "auto"
-"""The value of a setting that a process chooses for itself."""
+"""The process chooses the value."""
 
-# The order in which `--help` and docs/configuration.md show settings.
+# The order of settings in `--help-all` and docs/reference/configuration.md.
 GROUPS = (
-    "HTTP",
-    "Workers",
     "Model",
+    "Server",
+    "Workers",
+    "Goals",
     "Device",
     "KV cache",
     "Scheduling",
-    "Transfer",
+    "Speculative decoding",
+    "LoRA",
+    "Routing",
+    "Security",
+    "Autoscaling",
+    "Responses, files and batches",
+    "Timeouts",
+    "KV transfer",
     "Sockets",
-    "Deadlines",
-    "Scaling",
     "Kubernetes",
-    "Everywhere",
+    "Configuration and logging",
 )
 
-# Shapes that several settings have: keywords of `setting`.
+# Keywords of `setting` that several settings share.
 FILE = {"metavar": "FILE"}
 PORT = {"ge": 0, "le": 65535}
 HOST = {"pattern": r"[A-Za-z0-9_.:-]+", "expects": "a host name or IP address"}
 TIMEOUT = {"ge": 0.05, "le": 86400}
-"""Seconds that must not be 0."""
+"""Seconds, not 0."""
 DURATION = {"ge": 0, "le": 86400}
-"""Seconds."""
+"""Seconds, 0 included."""
 GOAL_MS = {"ge": 0, "le": 3.6e6}
 
 _META = "diptych"
@@ -48,26 +55,38 @@ _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 @dataclass(frozen=True)
 class Rule:
-    """What a field accepts, and the words for it. `pattern` must match the whole text; `expects` says it in words."""
+    """Documentation and accepted values of a field."""
 
     help: str
+    """One sentence without a full stop, shown by `--help-all`."""
     group: str
+    off: str = ""
+    """Help of `--no-NAME`: what happens without a feature that is on by default."""
+    details: str = ""
+    """Further sentences for docs/reference/configuration.md."""
+    default_note: str = ""
+    """Meaning of the default value, for example what 0 or an empty string selects."""
+    common: bool = False
+    """Shown by `--help`."""
+    internal: bool = False
+    """Set by `diptych serve` for its child processes and not listed in any help."""
     choices: tuple[Any, ...] = ()
     ge: float | None = None
     le: float | None = None
     pattern: str = ""
+    """Regular expression for the whole text. `expects` describes it."""
     expects: str = ""
     metavar: str = ""
     secret: bool = False
     in_file: bool = True
     once: str = ""
-    """What to do in place of repeating the flag; "": the last of several values counts."""
+    """Error for a repeated flag. If empty, the last value counts."""
 
 
 def setting(default: Any, help: str, **rule: Any) -> Any:
-    """A dataclass field of a `Config`; `rule` are the fields of `Rule`.
+    """Return a dataclass field of a `Config`. `rule` holds the fields of `Rule`.
 
-    The type comes from the annotation: str, int, float, bool or tuple[str, ...].
+    The annotation gives the type: str, int, float, bool or tuple[str, ...].
     """
     checked = Rule(help, **rule)
     return dataclasses.field(default=default, metadata={_META: checked}, repr=not checked.secret)
@@ -75,7 +94,7 @@ def setting(default: Any, help: str, **rule: Any) -> Any:
 
 @dataclass(frozen=True)
 class Field:
-    """One setting of one config class, with every name it goes by."""
+    """One setting of one config class."""
 
     name: str
     type: Any
@@ -87,24 +106,40 @@ class Field:
         return "--" + self.name.replace("_", "-")
 
     @property
+    def shown_flag(self) -> str:
+        """The flag that changes the default: `--no-NAME` for a feature that is on by default."""
+        return f"--no-{self.flag[2:]}" if self.default is True else self.flag
+
+    @property
+    def bounds(self) -> str:
+        """The range of a number such as "0 to 65535", or ""."""
+        rule = self.rule
+        if rule.ge is None:
+            return ""
+        return f"{plain(rule.ge)} or more" if rule.le is None else f"{plain(rule.ge)} to {plain(rule.le)}"
+
+    @property
     def allowed(self) -> str:
-        """What the field takes, in words: for refusals and for the help."""
+        """The accepted values in words, for errors and documentation."""
         rule = self.rule
         if rule.expects:
             return rule.expects
         if rule.choices:
             return "one of " + ", ".join(str(choice) for choice in rule.choices)
-        if self.type is bool:
-            return "true or false"
-        noun = {int: "a whole number", float: "a number"}.get(self.type, "text")
-        low = "" if rule.ge is None else f" from {rule.ge}"
-        return noun + low + ("" if rule.le is None else f" to {rule.le}")
+        if self.bounds:
+            return self.bounds
+        return {bool: "true or false", int: "a whole number", float: "a number"}.get(self.type, "text")
 
     def refuse(self, value: object) -> NoReturn:
-        raise ConfigError(self.name, "***" if self.rule.secret else value, self.allowed)
+        """Raise ConfigError for `value`."""
+        allowed = self.allowed
+        if self.bounds and (isinstance(value, bool) or not isinstance(value, int | float)):
+            noun = "a whole number" if self.type is int else "a number"
+            allowed = f"{noun} from {self.bounds}" if self.rule.le is not None else f"{noun}, {self.bounds}"
+        raise ConfigError(self.name, "***" if self.rule.secret else value, allowed)
 
     def parse(self, text: str) -> Any:
-        """The value that `text` (a flag or an environment variable) stands for; bounds are checked by the class."""
+        """Convert the text of a flag or an environment variable. Bounds are checked by the class."""
         if self.type is bool:
             lowered = text.strip().lower()
             if lowered not in (*_TRUE, *_FALSE):
@@ -120,7 +155,7 @@ class Field:
         return tuple(part.strip() for part in text.split(",") if part.strip())
 
     def coerce(self, value: object) -> Any:
-        """A TOML value as the field's type: arrays become tuples, whole numbers floats; nothing else changes."""
+        """Convert a TOML value: arrays to tuples, and whole numbers to floats for a float field."""
         if self.type is float and type(value) is int:
             return float(value)
         if isinstance(value, list):
@@ -134,7 +169,7 @@ class Field:
         return str(value).lower() if self.type is bool else str(value)
 
     def check(self, value: object) -> None:
-        """Type, choices, bounds and pattern. Raises ConfigError."""
+        """Check type, choices, bounds and pattern. Raises ConfigError."""
         rule = self.rule
         if isinstance(value, tuple) and self.type not in (str, int, float, bool):
             members: tuple[object, ...] = value
@@ -160,11 +195,16 @@ def _is_within(number: float, rule: Rule) -> bool:
 
 @dataclass(frozen=True)
 class Config:
-    """Base of every settings class. `section` names its TOML table, `env_prefix` its own environment variables."""
+    """Base of every settings class.
+
+    `section` is the TOML table, `env_prefix` the prefix of environment variables, `about` a sentence for `--help`, and
+    `examples` are command lines with a comment.
+    """
 
     section: ClassVar[str] = ""
     env_prefix: ClassVar[str] = ""
     about: ClassVar[str] = ""
+    examples: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     def __post_init__(self) -> None:
         for field in fields_of(type(self)):
@@ -172,18 +212,18 @@ class Config:
         self.check()
 
     def check(self) -> None:
-        """Checks over several fields. Raises ConfigError."""
+        """Check combinations of fields. Raises ConfigError."""
 
     def check_start(self) -> None:
-        """Checks for a process that is about to start, such as for an address that has no default."""
+        """Check what a process needs to start, such as an address without a default. Raises ConfigError."""
 
 
 def fields_of(cls: type[Config]) -> tuple[Field, ...]:
-    """Every setting of `cls`, in the order written, bases first."""
+    """Return every setting of `cls` in definition order, base classes first."""
     if (known := _known_fields.get(cls)) is None:
         hints, fields = get_type_hints(cls), dataclasses.fields(cls)
         known = tuple(Field(f.name, hints[f.name], f.default, f.metadata[_META]) for f in fields if f.init)
-        _known_fields[cls] = known  # to look up the types of a hundred fields takes 4 ms
+        _known_fields[cls] = known  # resolving the types of a hundred fields takes 4 ms
     return known
 
 
@@ -191,7 +231,7 @@ _known_fields: dict[type[Config], tuple[Field, ...]] = {}
 
 
 def to_argv(config: Config) -> list[str]:
-    """Flags that rebuild `config` in another process: what differs from the defaults. Secrets are left to `to_env`."""
+    """Return the flags that differ from the defaults, to rebuild `config` in another process. Excludes secrets."""
     argv: list[str] = []
     for field in fields_of(type(config)):
         value = getattr(config, field.name)
@@ -205,7 +245,7 @@ def to_argv(config: Config) -> list[str]:
 
 
 def to_env(config: Config) -> dict[str, str]:
-    """The secrets of `config` as environment variables, which other users cannot read in the process list."""
+    """Return the secrets of `config` as environment variables, which are not visible in the process list."""
     return {
         f"DIPTYCH_{config.env_prefix}_{field.name.upper()}": field.render(getattr(config, field.name))
         for field in fields_of(type(config))

@@ -1,4 +1,4 @@
-"""Settings of a host that has ranks of a worker on another host."""
+"""Settings of a host that runs some ranks of a worker on another host."""
 
 from __future__ import annotations
 
@@ -14,34 +14,41 @@ _LEADER = r"((\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):[0-9]{1,5})?"
 
 @dataclass(frozen=True)
 class RankHostConfig(ProcessConfig):
-    """What it needs to find rank 0, which says the rest."""
+    """Address and key of rank 0, which sends all other settings."""
 
     section: ClassVar[str] = "rank_host"
     env_prefix: ClassVar[str] = "RANK_HOST"
     about: ClassVar[str] = (
-        "Runs ranks of a worker that is spread over several hosts (--rank-hosts): on each host but the worker's own. "
-        "The worker says what they load and compute, on the same devices and from the same paths as on its own host. "
-        "They end with the worker; then this process waits for the next one at the same address."
+        "Run the processes of a worker with --rank-hosts on a further host. Devices and paths are those of the worker. "
+        "After the worker exits, this process waits for the next one at the same address."
+    )
+    examples: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("diptych rank-host --leader 10.0.0.7:7005 --curve-key key.toml", ""),
     )
 
     leader: str = setting(
         "",
-        "the worker's --rank-port, at an address of its host",
+        "address of the worker's --rank-port",
         group="Sockets",
+        common=True,
         pattern=_LEADER,
         expects="HOST:PORT, such as 10.0.0.7:7005",
         metavar="HOST:PORT",
     )
     curve_key: str = setting(
         "",
-        "the key pair of the worker's --curve-key, by which both prove to each other that they belong together",
-        group="Sockets",
+        "file with the CURVE key pair of the worker",
+        group="Security",
+        details="The worker and this host authenticate each other with it.",
+        default_note="no authentication",
+        common=True,
         **FILE,
     )
     leader_timeout_s: float = setting(
         900.0,
-        "seconds without a worker at --leader after which this process ends with status 1",
-        group="Deadlines",
+        "time without a worker at --leader after which this process exits with status 1, in seconds",
+        group="Timeouts",
+        common=True,
         **TIMEOUT,
     )
 

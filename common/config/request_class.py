@@ -1,9 +1,9 @@
-"""Classes of requests: what a request may expect, and whose turn comes first.
+"""Request classes: latency goals, priorities and shares.
 
     --request-class name=interactive,ttft_ms=500,tpot_ms=50,priority=5 name=batch,priority=-5 name=search,share=3
 
-A part `name=...` begins the next class, so lists of lists need no other separator in flags, environment and TOML. The
-class `default` always exists. It has the goals of `--slo-ttft-ms` and `--slo-tpot-ms`.
+Each `name=...` begins the next class, so that flags, environment and TOML need only commas as separators. The class
+`default` always exists and has the goals of `--slo-ttft-ms` and `--slo-tpot-ms`.
 """
 
 from __future__ import annotations
@@ -21,25 +21,27 @@ FIELD = "request_class"
 DEFAULT = "default"
 BATCH = "batch"
 BATCH_CLASSES = ("flex", BATCH)
-"""The class of work without a deadline: the first of these that exists."""
+"""The class of work without a deadline is the first of these that exists."""
 NAME = re.compile(r"[a-z0-9]([a-z0-9_-]{0,38}[a-z0-9])?")
 MAX_CLASSES = 16
-"""Each is a label of metrics, and has queues of its own."""
+"""Each class has its own metric labels and queues."""
 KEYS = ("name", "ttft_ms", "tpot_ms", "priority", "share")
-EXPECTS = "parts such as name=interactive,ttft_ms=500,tpot_ms=50,priority=5, and name= begins the next class"
+EXPECTS = "classes such as name=interactive,ttft_ms=500,tpot_ms=50,priority=5"
 LEAST_SHARE, MOST_SHARE = 0.001, 1000.0
-"""Beside `COMMON_SHARE`: further out one of two classes would hardly ever have its turn."""
+"""Relative to `COMMON_SHARE`. More extreme shares would starve a class."""
 NO_LANE = ""
-"""Classes without a share of their own have one together, of `COMMON_SHARE`, in which keys share across classes."""
+"""Lane of the classes without their own share. They have `COMMON_SHARE` in total, divided among API keys."""
 COMMON_SHARE = 1.0
 """The unit of shares."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestClass:
-    """`ttft_s` and `tpot_s` are goals in seconds, 0 for none. A class of higher `priority` has its turn first.
+    """Goals, priority and share of a class.
 
-    Classes of one priority divide tokens by `share`; 0: none of its own. A class `is_built_in` that no setting names.
+    `ttft_s` and `tpot_s` are goals in seconds, 0 for none. Classes with a higher `priority` are served first. Classes
+    with the same priority divide tokens by `share`, where 0 means the common share. A class that no setting defines
+    `is_built_in`.
     """
 
     name: str = DEFAULT
@@ -55,42 +57,42 @@ class RequestClass:
 
     @property
     def lane(self) -> str:
-        """The name under which its requests share with those of other classes of its priority."""
+        """Lane in which its requests compete with classes of the same priority."""
         return self.name if self.share else NO_LANE
 
     @property
     def weight(self) -> float:
-        """The share of its lane."""
+        """Share of its lane."""
         return self.share or COMMON_SHARE
 
 
 def request_classes(parts: Sequence[str], ttft_ms: float, tpot_ms: float) -> Mapping[str, RequestClass]:
-    """All classes by name, `default` with the goals `ttft_ms` and `tpot_ms` among them. Raises ConfigError."""
+    """Return all classes by name. `default` has the goals `ttft_ms` and `tpot_ms`. Raises ConfigError."""
     default = RequestClass(ttft_s=ttft_ms / 1000, tpot_s=tpot_ms / 1000)
     classes = {DEFAULT: default}
     named = set()
     for given in _split(parts):
         one = _class_of(given)
         if one.name in named:
-            raise ConfigError(FIELD, f"name={one.name}", "each class once")
+            raise ConfigError(FIELD, f"name={one.name}", "a class that is defined once")
         named.add(one.name)
         if one.name == DEFAULT:
             one = _merged(default, one)
         classes[one.name] = one
     if len(classes) > MAX_CLASSES:
-        raise ConfigError(FIELD, f"{len(classes)} classes", f"at most {MAX_CLASSES}, the class {DEFAULT} included")
+        raise ConfigError(FIELD, f"{len(classes)} classes", f"at most {MAX_CLASSES}, including the class {DEFAULT}")
     return classes
 
 
 def with_batch(classes: Mapping[str, RequestClass]) -> Mapping[str, RequestClass]:
-    """The classes, and one for lines of batches where none of them stands for these."""
+    """Return the classes, with a built-in class for batches if none of `BATCH_CLASSES` is defined."""
     if any(name in classes for name in BATCH_CLASSES):
         return classes
     return {**classes, BATCH: RequestClass(BATCH, priority=-MAX_PRIORITY, is_built_in=True)}
 
 
 def _split(parts: Sequence[str]) -> list[dict[str, str]]:
-    """The keys and values of each class."""
+    """Return the keys and values of each class."""
     found: list[dict[str, str]] = []
     for part in ",".join(parts).split(",") if parts else ():
         key, equals, value = (text.strip() for text in part.partition("="))
@@ -99,9 +101,9 @@ def _split(parts: Sequence[str]) -> list[dict[str, str]]:
         if key == "name":
             found.append({})
         elif not found:
-            raise ConfigError(FIELD, part, "first name=..., which begins a class")
+            raise ConfigError(FIELD, part, "after name=..., which begins a class")
         if key in found[-1]:
-            raise ConfigError(FIELD, part, f"{key} once in class {found[-1]['name']}")
+            raise ConfigError(FIELD, part, f"given once in class {found[-1]['name']}")
         found[-1][key] = value
     return found
 
@@ -109,17 +111,17 @@ def _split(parts: Sequence[str]) -> list[dict[str, str]]:
 def _class_of(given: Mapping[str, str]) -> RequestClass:
     name = given["name"]
     if not NAME.fullmatch(name):
-        raise ConfigError(FIELD, f"name={name}", "up to 40 small letters, digits and - _ within")
+        raise ConfigError(FIELD, f"name={name}", "up to 40 lowercase letters, digits, - and _")
     return RequestClass(name, _goal_s(given, "ttft_ms"), _goal_s(given, "tpot_ms"), _priority(given), _share(given))
 
 
 def _merged(default: RequestClass, one: RequestClass) -> RequestClass:
-    """The class `default` with what was given for it. Raises ConfigError for a goal that is given twice."""
+    """Return the class `default` with the goals of its definition. Raises ConfigError for a goal that is set twice."""
     for key, flag in (("ttft_s", "slo_ttft_ms"), ("tpot_s", "slo_tpot_ms")):
         old, new = getattr(default, key), getattr(one, key)
         if old and new and old != new:
             given = f"name={DEFAULT},{flag[4:]}={new * 1000:g}"
-            raise ConfigError(FIELD, given, f"no goal that --{flag.replace('_', '-')} sets as well, to {old * 1000:g}")
+            raise ConfigError(FIELD, given, f"equal to --{flag.replace('_', '-')} {old * 1000:g}")
     ttft_s, tpot_s = one.ttft_s or default.ttft_s, one.tpot_s or default.tpot_s
     return replace(one, ttft_s=ttft_s, tpot_s=tpot_s)
 
@@ -131,7 +133,7 @@ def _goal_s(given: Mapping[str, str], key: str) -> float:
     except ValueError:
         goal_ms = math.nan
     if not GOAL_MS["ge"] <= goal_ms <= GOAL_MS["le"]:
-        raise ConfigError(FIELD, f"{key}={text}", f"milliseconds from 0 (no goal) to {GOAL_MS['le']:g}")
+        raise ConfigError(FIELD, f"{key}={text}", f"0 (no goal) to {GOAL_MS['le']:.0f} milliseconds")
     return goal_ms / 1000
 
 

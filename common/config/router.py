@@ -19,83 +19,91 @@ MEMORY, OFF = "memory", "off"
 
 @dataclass(frozen=True)
 class AccessSettings(Config):
-    """Keys, TLS, the audit log, and bounds on connections."""
+    """API keys, TLS, the audit log and connection limits."""
 
     api_key_file: str = setting(
         "",
-        "TOML file with API keys, their names and limits; read anew as it changes (`diptych api-key` makes an entry)",
-        group="HTTP",
+        "TOML file with API keys, their names and limits",
+        group="Server",
+        details="`diptych api-key` creates an entry. Diptych rereads the file when it changes.",
         **FILE,
     )
     tls_cert: str = setting(
         "",
-        "PEM file with the certificate chain for https; read anew as it changes; empty: http",
-        group="HTTP",
+        "PEM file with the TLS certificate chain; enables HTTPS",
+        group="Server",
+        details="Diptych rereads the file when it changes.",
         **FILE,
     )
     tls_key: str = setting(
-        "", "PEM file with the private key of --tls-cert, without a passphrase", group="HTTP", **FILE
+        "", "PEM file with the private key of --tls-cert, without a passphrase", group="Server", **FILE
     )
     audit_log: str = setting(
         "",
-        "file (-: standard output) that gets a JSON line for each request that needs an API key: who, what, how much, "
-        "how it ended; no prompts",
-        group="HTTP",
+        "file for a JSON line per request with an API key; - for standard output",
+        group="Server",
+        details="A line has the key, endpoint, token counts and result of the request, but no prompt.",
         **FILE,
     )
     max_connections: int = setting(
         4096,
-        "maximum open connections; one more evicts a connection that has been idle for 1 s, or gets 503",
-        group="HTTP",
+        "maximum number of open connections",
+        group="Server",
+        details="At the maximum, a new connection replaces one that has been idle for 1 s, or is rejected with status "
+        "503.",
         ge=1,
         le=1_000_000,
     )
     header_timeout_s: float = setting(
-        10.0, "seconds for a TLS handshake, and for the head of a request, to arrive", group="HTTP", ge=0.05, le=600
+        10.0,
+        "maximum time for a TLS handshake and for the header of a request, in seconds",
+        group="Timeouts",
+        ge=0.05,
+        le=600,
     )
 
     def check(self) -> None:
         super().check()
         for given, other, field in ((self.tls_cert, self.tls_key, "key"), (self.tls_key, self.tls_cert, "cert")):
             if given and not other:
-                raise ConfigError(f"tls_{field}", "", "a file too when the other of --tls-cert and --tls-key is given")
+                raise ConfigError(f"tls_{field}", "", "a file, because --tls-cert and --tls-key belong together")
 
 
 @dataclass(frozen=True)
 class StoreSettings(Config):
-    """Where responses of the Responses API are kept, how many, and how long."""
+    """Storage of the Responses API."""
 
     response_store: str = setting(
         AUTO,
-        "SQLite file in which responses of /v1/responses are kept for previous_response_id, background and GET. auto: "
-        "diptych/responses.sqlite3 under $XDG_STATE_HOME (~/.local/state), or in memory where that cannot be written; "
-        "memory: until the router ends; off: nothing is kept",
-        group="HTTP",
+        "SQLite file for responses of /v1/responses, files and batches: auto, memory, off or a path",
+        group="Responses, files and batches",
+        details="`auto` is diptych/responses.sqlite3 in $XDG_STATE_HOME (default ~/.local/state), or memory if that "
+        "file is not writable. `memory` keeps responses until the router exits. `off` stores nothing.",
         pattern=r".+",
         expects="a file, auto, memory or off",
         metavar="FILE",
     )
     response_store_mib: int = setting(
         0,
-        "MiB of stored responses, inputs included; above it, the key that has most loses its least recently used ones. "
-        "0: 1024 in a file, 128 in memory",
-        group="HTTP",
+        "maximum size of stored responses and their inputs, in MiB",
+        group="Responses, files and batches",
+        details="Above it, the least recently used responses of the API key with the most data are deleted.",
+        default_note="1024 in a file, 128 in memory",
         ge=0,
         le=1_000_000,
     )
     response_store_hours: float = setting(
         720.0,
-        "hours after which a stored response is deleted, counted from when it was made or a conversation last went on "
-        "from it",
-        group="HTTP",
+        "time after which a stored response is deleted, in hours after its last use in a conversation",
+        group="Responses, files and batches",
         ge=0.01,
         le=876_000,
     )
     max_background: int = setting(
         64,
-        "answers with background: true that are made at once; one key may have half of them; more get 429. Each counts "
-        "towards --max-inflight too",
-        group="HTTP",
+        "maximum number of concurrent responses with background: true; further ones get status 429",
+        group="Responses, files and batches",
+        details="One API key may have half of them. Each counts towards --max-inflight.",
         ge=1,
         le=100_000,
     )
@@ -103,25 +111,36 @@ class StoreSettings(Config):
 
 @dataclass(frozen=True)
 class FileSettings(Config):
-    """How much of `/v1/files` is kept and how long, and how `/v1/batches` works. `response_store` says where."""
+    """Storage of `/v1/files`, at the location of `response_store`, and concurrency of `/v1/batches`."""
 
     file_store_mib: int = setting(
         0,
-        "MiB of files, uploaded ones and results of batches, beside the store of responses (--response-store); a key "
-        "may have half of it. More get 413. 0: 4096 in a file, 128 in memory",
-        group="HTTP",
+        "maximum size of uploaded files and batch results, in MiB; more data gets status 413",
+        group="Responses, files and batches",
+        details="One API key may use half of it.",
+        default_note="4096 in a file, 128 in memory",
         ge=0,
         le=10_000_000,
     )
     file_store_hours: float = setting(
-        720.0, "hours after which a file, or a batch that ended, is deleted", group="HTTP", ge=0.01, le=876_000
+        720.0,
+        "time after which a file or a completed batch is deleted, in hours",
+        group="Responses, files and batches",
+        ge=0.01,
+        le=876_000,
     )
-    max_file_mib: int = setting(200, "MiB of an uploaded file; larger ones get 413", group="HTTP", ge=1, le=100_000)
+    max_file_mib: int = setting(
+        200,
+        "maximum size of an uploaded file, in MiB; a larger file gets status 413",
+        group="Responses, files and batches",
+        ge=1,
+        le=100_000,
+    )
     batch_concurrency: int = setting(
         16,
-        "requests of batches that are answered at once, of all batches of this router. Each counts towards "
-        "--max-inflight too",
-        group="HTTP",
+        "maximum number of concurrent requests from batches",
+        group="Responses, files and batches",
+        details="It applies to all batches of a router. Each request counts towards --max-inflight.",
         ge=1,
         le=10_000,
     )
@@ -129,82 +148,107 @@ class FileSettings(Config):
 
 @dataclass(frozen=True)
 class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSettings, StoreSettings, FileSettings):
-    """The router: HTTP in front, workers behind. It holds the tokeniser, never the weights."""
+    """Settings of the router, which serves HTTP. It loads the tokenizer but no weights."""
 
     section: ClassVar[str] = "router"
     env_prefix: ClassVar[str] = "ROUTER"
     about: ClassVar[str] = (
-        "The OpenAI-compatible front door: sends each request to a prefill and a decode worker, streams the answer."
+        "Run the router: the OpenAI-compatible HTTP server that sends requests to prefill and decode workers."
+    )
+    examples: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("diptych router --prefill tcp://10.0.0.7:7001 --decode tcp://10.0.0.8:7002", ""),
+        ("diptych router --discovery dns --decode-services diptych-decode:7002", ""),
+        ("diptych router --discovery kubernetes --decode-services diptych-decode", ""),
     )
 
-    host: str = setting("127.0.0.1", "address the HTTP server listens on", group="HTTP", **HOST)
-    port: int = setting(8000, "port the HTTP server listens on; 0 picks a free one", group="HTTP", **PORT)
+    host: str = setting("127.0.0.1", "address of the HTTP server", group="Server", common=True, **HOST)
+    port: int = setting(8000, "HTTP port; 0 picks a free port", group="Server", common=True, **PORT)
     api_key: str = setting(
         "",
-        "key that clients must send (Authorization: Bearer); empty: none. Better set by environment",
-        group="HTTP",
+        "API key that clients must send as a bearer token",
+        group="Server",
+        details="Prefer the environment variable DIPTYCH_API_KEY, because other users can read command lines.",
+        default_note="no authentication",
+        common=True,
         secret=True,
         metavar="KEY",
     )
     max_body_bytes: int = setting(
-        8 * 1024 * 1024, "largest request body in bytes; larger ones get 413", group="HTTP", ge=1024, le=1_000_000_000
+        8 * 1024 * 1024,
+        "maximum size of a request body in bytes; a larger one gets status 413",
+        group="Server",
+        ge=1024,
+        le=1_000_000_000,
     )
     router_processes: int = setting(
         1,
-        "processes that serve the port together, each a whole router with its share of connections, "
-        "--max-connections, --max-inflight and --max-background; one that ends or hangs is started again",
-        group="HTTP",
+        "number of router processes that share the port",
+        group="Server",
+        details="Each process has its share of connections, --max-connections, --max-inflight and --max-background. A "
+        "process that exits or hangs is restarted.",
         ge=1,
         le=64,
     )
     keepalive_s: float = setting(
-        15.0, "seconds of silence after which a stream gets a keep-alive comment", group="HTTP", ge=0.01, le=300
+        15.0,
+        "time without data after which a stream gets a keep-alive comment, in seconds",
+        group="Server",
+        ge=0.01,
+        le=300,
     )
     otlp_traces_endpoint: str = setting(
         "",
-        "URL that a trace of each request is sent to, as OTLP over HTTP; empty: none. Needs the extra `tracing`; "
-        "OpenTelemetry's own OTEL_* variables say the rest",
-        group="HTTP",
+        "URL of an OTLP/HTTP collector for request traces",
+        group="Server",
+        details="It requires the extra `tracing`. The OTEL_* variables of OpenTelemetry configure the rest.",
+        default_note="no traces",
         pattern=r"(|https?://[^\s/]+(/\S*)?)",
         expects="a URL such as http://collector:4318/v1/traces",
         metavar="URL",
     )
     served_model_name: str = setting(
-        "", "name that clients use for the model; empty: the model's own name", group="Model", metavar="NAME"
+        "",
+        "name of the model in the API",
+        group="Model",
+        default_note="its own name",
+        common=True,
+        metavar="NAME",
     )
     models_file: str = setting(
         "",
-        "TOML file with all models to serve, in place of --model, with their aliases, fallbacks and limits, and with "
-        "names that divide requests among models (docs/operations.md)",
+        "TOML file that lists several models to serve, in place of --model",
         group="Model",
+        details="It also sets aliases, fallbacks, limits and names that split requests among models. See "
+        "docs/guides/operate.md.",
         **FILE,
     )
     lora_file: str = setting(
         "",
-        "TOML file with LoRA adapters that the workers are to hold, read again whenever it changes (docs/lora.md)",
-        group="Model",
+        "TOML file that lists LoRA adapters for the workers to load",
+        group="LoRA",
+        details="Diptych rereads the file when it changes. See docs/guides/lora.md.",
         **FILE,
     )
     reasoning: str = setting(
         "auto",
-        "auto: an answer's text between <think> and </think> is sent as its reasoning, where the model's chat template "
-        "has these marks; none: it is text like any other",
+        "handling of text between <think> and </think>",
         group="Model",
+        details="`auto` returns it as reasoning if the chat template has these tags. `none` returns it as text.",
         choices=("auto", "none"),
     )
     max_logprobs: int = setting(
         20,
-        "alternatives to each token that a request may ask for; -1: as many as the vocabulary has, as a request with "
-        "`logprobs: -1` wants them",
+        "maximum number of logprobs per token that a request may ask for; -1 allows the whole vocabulary",
         group="Model",
         ge=-1,
         le=1_048_576,
     )
     tool_parser: str = setting(
         "auto",
-        "form in which the model calls functions; auto: that of its chat template, or with a template without calls "
-        "that of hermes, described in the prompt; none: calls stay text, and tool_choice cannot demand any",
+        "format of the model's tool calls",
         group="Model",
+        details="`auto` selects the format of the chat template. For a template without tools, it uses hermes and "
+        "describes the format in the prompt. `none` leaves calls in the text and rejects a required tool_choice.",
         choices=(
             *("auto", "hermes", "llama3", "mistral", "pythonic", "deepseek", "harmony"),
             *("qwen3-coder", "glm", "minimax", "seed-oss", "kimi", "none"),
@@ -212,99 +256,115 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSetti
     )
     local_prefill_threshold: int = setting(
         64,
-        "prompts with at most this many uncached tokens are prefilled on the decode worker itself, longer ones on a "
-        "prefill worker, unless the other is predicted to be clearly better; 0: never while a prefill worker is ready",
-        group="Workers",
+        "number of uncached prompt tokens up to which a decode worker computes a prompt itself",
+        group="Routing",
+        details="Longer prompts go to a prefill worker. The router deviates where the other choice is predicted to be "
+        "clearly faster. `0` always uses a prefill worker if one is ready, and is the default with decode workers on "
+        "GPUs under `diptych serve`.",
         ge=0,
         le=1_000_000_000,
     )
     routing_policy: str = setting(
         "diptych",
-        "policy that chooses the workers of each request: diptych (least predicted time), random, round-robin, "
-        "least-loaded (fewest requests), prefix-only (most cached tokens), or a class as module:Class "
-        "(docs/contributing/add-a-routing-policy.md)",
-        group="Workers",
+        "policy that selects the workers of a request",
+        group="Routing",
+        details="`diptych` minimizes the predicted latency. The others are `random`, `round-robin`, `least-loaded` "
+        "(fewest requests), `prefix-only` (most cached tokens), and classes as module:Class (see "
+        "docs/contributing/add-a-routing-policy.md).",
         pattern=r"[a-z][a-z-]*|[A-Za-z_][\w.]*:[A-Za-z_]\w*",
         expects="the name of a policy, or module:Class",
         metavar="NAME",
     )
     balance_decode: bool = setting(
         True,
-        "hand running answers over from a decode worker that runs out of KV blocks, or misses --slo-tpot-ms, to one "
-        "that has room",
-        group="Workers",
+        "move running requests from a decode worker without free KV blocks, or above --slo-tpot-ms, to another",
+        off="do not move running requests between decode workers",
+        group="Routing",
     )
     max_retries: int = setting(
         3,
-        "how often a request may move to another worker without getting any further before it fails",
-        group="Workers",
+        "maximum number of retries of a request on other workers without progress",
+        group="Routing",
         ge=0,
         le=100,
     )
     max_inflight: int = setting(
-        1024, "requests served at once; more get 503 with Retry-After", group="Workers", ge=1, le=1_000_000
+        1024,
+        "maximum number of concurrent requests; further ones get status 503 with Retry-After",
+        group="Server",
+        ge=1,
+        le=1_000_000,
     )
     worker_timeout_s: float = setting(
-        1.0, "seconds without a sign of life after which a worker counts as dead", group="Deadlines", ge=0.05, le=600
+        1.0,
+        "time without a message after which a worker is considered dead, in seconds",
+        group="Timeouts",
+        ge=0.05,
+        le=600,
     )
     queue_timeout_s: float = setting(
         30.0,
-        "seconds a request may wait for a worker, its stream begun or not, before 503",
-        group="Deadlines",
+        "maximum time that a request waits for a worker before status 503, in seconds",
+        group="Timeouts",
         **TIMEOUT,
     )
     prefill_timeout_s: float = setting(
         120.0,
-        "seconds after which a placed request moves to other workers if it has no first token and its worker reports "
-        "no progress, which workers do once a second",
-        group="Deadlines",
+        "time without a first token or reported progress after which a request moves to other workers, in seconds",
+        group="Timeouts",
+        details="Workers report progress every second.",
         **TIMEOUT,
     )
     token_timeout_s: float = setting(
         60.0,
-        "seconds after which a request moves to other workers if no further token comes and its worker reports no "
-        "progress of a transfer",
-        group="Deadlines",
+        "time without a further token after which a request moves to other workers, in seconds",
+        group="Timeouts",
+        details="Reported progress of a KV transfer restarts the time.",
         **TIMEOUT,
     )
     max_wait_s: float = setting(
         30.0,
-        "seconds that a new request may have to wait behind others; one that would wait longer gets 429 at once. "
-        "This suits batch clients; for people set --slo-ttft-ms",
-        group="Deadlines",
+        "maximum predicted wait of a new request in the queue, in seconds; above it, status 429",
+        group="Timeouts",
+        details="The default suits batch clients. For interactive clients set --slo-ttft-ms.",
         **TIMEOUT,
     )
     overload_wait_s: float = setting(
         0.5,
-        "seconds that take the place of --max-wait-s once requests were refused for some seconds without a pause: a "
-        "shorter queue serves as many requests, each sooner. A few requests may always wait; the value of --max-wait-s "
-        "switches this off",
-        group="Deadlines",
+        "value of --max-wait-s during sustained overload, in seconds",
+        group="Timeouts",
+        details="It applies after several seconds of rejected requests: a shorter queue serves the same number of "
+        "requests with less delay. A few requests may always wait. The value of --max-wait-s disables it.",
         **TIMEOUT,
     )
     role_change: bool = setting(
         False,
-        "change running workers between prefill and decode where one pool is behind and the other is not; workers need "
-        "--role-change, too",
-        group="Scaling",
+        "change running workers between prefill and decode to balance the pools",
+        group="Autoscaling",
+        details="Workers need --role-change too.",
     )
     request_class: tuple[str, ...] = setting(
         (),
-        "classes of requests, each with goals, a priority (-10 to 10, the highest first) and perhaps a share (share=3) "
-        "by which classes of one priority divide tokens. A request names its class by header, field or API key; the "
-        "class default has the goals of --slo-ttft-ms and --slo-tpot-ms",
-        group="Scaling",
+        "request classes with goals, a priority and optionally a share of tokens",
+        group="Goals",
+        details="Priorities are -10 to 10, the highest first. Classes with the same priority divide tokens by share "
+        "(share=3). A request names its class in a header, a field or by its API key. The class default has the goals "
+        "of --slo-ttft-ms and --slo-tpot-ms.",
         expects=EXPECTS,
-        metavar="PARTS",
+        metavar="CLASS",
     )
     drain_timeout_s: float = setting(
         30.0,
-        "seconds that running answers get to finish after SIGTERM; at most 3 under `diptych serve`",
-        group="Deadlines",
+        "time for running requests to finish after SIGTERM, in seconds",
+        group="Timeouts",
+        details="Under `diptych serve` it is at most 3 s.",
         **DURATION,
     )
     request_timeout_s: float = setting(
-        600.0, "seconds a whole request may take before 504", group="Deadlines", **TIMEOUT
+        600.0,
+        "maximum duration of a request before status 504, in seconds",
+        group="Timeouts",
+        **TIMEOUT,
     )
 
     def check(self) -> None:
@@ -319,10 +379,10 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSetti
         if not self.models_file:
             return
         if self.served_model_name:
-            raise ConfigError("served_model_name", self.served_model_name, "empty: --models-file names each model")
+            raise ConfigError("served_model_name", self.served_model_name, "empty with --models-file")
         default = next(field.default for field in fields_of(type(self)) if field.name == "model")
         if self.model != default:
-            raise ConfigError("model", self.model, "left out with --models-file")
+            raise ConfigError("model", self.model, "omitted with --models-file")
 
     def check_start(self) -> None:
         super().check_start()
@@ -333,5 +393,5 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSetti
 
     @cached_property
     def classes(self) -> Mapping[str, RequestClass]:
-        """The classes of requests by name; `default` is always there, and a class for lines of batches."""
+        """Request classes by name, including `default` and a class for batches."""
         return with_batch(request_classes(self.request_class, self.slo_ttft_ms, self.slo_tpot_ms))

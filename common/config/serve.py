@@ -10,37 +10,45 @@ from common.config.field import DURATION, Config, setting
 
 @dataclass(frozen=True)
 class ServeConfig(Config):
-    """One machine: how many of each worker. All else is a setting of the router or of the workers."""
+    """Settings of `diptych serve` itself. All others are settings of the router or of the workers."""
 
     section: ClassVar[str] = "serve"
     env_prefix: ClassVar[str] = "SERVE"
-    about: ClassVar[str] = (
-        "A whole service on this machine: fetches the models, starts workers for each and a router, restarts what dies "
-        "or hangs."
+    about: ClassVar[str] = "Serve a model on this machine: download it, and run its workers and a router."
+    examples: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("diptych serve", "the built-in SmolLM2-135M"),
+        ("diptych serve Qwen/Qwen3-8B --port 9000", "a model from Hugging Face"),
+        ("diptych serve ./my-model --prefill 2 --decode 2", "two workers of each kind"),
+        ("diptych serve --slo-ttft-ms 500 --slo-tpot-ms 50", "latency goals"),
     )
 
     prefill: int = setting(
-        1, "prefill workers to start for each model; 0: decode workers do everything", group="Workers", ge=0, le=64
+        1,
+        "number of prefill workers per model; with 0, decode workers compute all prompts",
+        group="Workers",
+        common=True,
+        ge=0,
+        le=64,
     )
-    decode: int = setting(1, "decode workers to start for each model", group="Workers", ge=1, le=64)
+    decode: int = setting(1, "number of decode workers per model", group="Workers", common=True, ge=1, le=64)
     autoscale: bool = setting(
         False,
-        "start and drain workers of each model by the router's plan: --prefill and --decode are the numbers at the "
-        "start, --min-prefill, --max-prefill, --min-decode and --max-decode the bounds, of each model; --slo-ttft-ms "
-        "and --slo-tpot-ms are the goals",
-        group="Workers",
+        "start and stop workers to meet --slo-ttft-ms and --slo-tpot-ms",
+        group="Autoscaling",
+        details="--prefill and --decode are the initial numbers per model. --min-prefill, --max-prefill, --min-decode "
+        "and --max-decode are the limits.",
     )
     start_timeout_s: float = setting(
         1800.0,
-        "seconds after its start within which a process must have loaded and answer: if one of the first does not, the "
-        "service ends; a later one is ended and started again; 0: any time",
-        group="Deadlines",
+        "maximum time for a process to start and load its model, in seconds; 0 for no limit",
+        group="Timeouts",
+        details="If an initial process exceeds it, the service exits. A process that is started later is restarted.",
         **DURATION,
     )
     liveness_s: float = setting(
         90.0,
-        "seconds without a good answer of /health after which a started worker is ended and started again (the router "
-        "after two thirds of them); 0: never",
-        group="Deadlines",
+        "time without a successful /health check after which a worker is restarted, in seconds; 0 disables it",
+        group="Timeouts",
+        details="The router is restarted after two thirds of this time.",
         **DURATION,
     )

@@ -1,4 +1,4 @@
-"""Settings of prefill and decode workers alike."""
+"""Settings that prefill and decode workers share."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from common.config.field import AUTO, DURATION, FILE, HOST, PORT, setting
 from common.errors import ConfigError
 
 CORES = r"([0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*)?"
-"""A list, as a regular expression."""
+"""Regular expression of a list."""
 BLOCK_SIZES = (16, 32, 64, 128)
 CPU_BLOCK, GPU_BLOCK = 16, 64
-"""Tokens: on a GPU a tile of keys is a block of 64, so attention reads one entry of the block table a tile."""
+"""Tokens. GPU attention reads one block table entry per tile of 64 keys."""
 CPU_KV_GIB = 1.0
-"""On a CPU, whose memory others need too: over 40,000 tokens of SmolLM2-135M in bfloat16."""
+"""Default on a CPU: over 40,000 tokens of SmolLM2-135M in bfloat16."""
 ADAPTER_NAME = r"[!-+\-.-<>-~]{1,256}"
 _IDENTITY = r"[A-Za-z0-9_.:-]{0,128}"
 
 
 def parse_cores(text: str) -> tuple[int, ...]:
-    """CPU numbers of a list such as "0-3,8"; empty for "". Raises ConfigError for a range that runs backwards."""
+    """Return the CPU numbers of a list such as "0-3,8". Raises ConfigError for a descending range."""
     cores: list[int] = []
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
         if int(last or first) < int(first):
-            raise ConfigError("cores", text, "CPU numbers and rising ranges, such as 0-3,8")
+            raise ConfigError("cores", text, "CPU numbers and ascending ranges, such as 0-3,8")
         cores.extend(range(int(first), int(last or first) + 1))
     return tuple(dict.fromkeys(cores))
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a socket bound to `host`."""
+    """Return whether only this machine can reach a socket bound to `host`."""
     if host == "localhost":
         return True
     try:
@@ -46,242 +46,299 @@ def is_loopback(host: str) -> bool:
 class WorkerConfig(CommonConfig, PodSettings):
     """Settings that prefill and decode workers share."""
 
-    host: str = setting("127.0.0.1", "address the worker's sockets listen on", group="Sockets", **HOST)
+    host: str = setting("127.0.0.1", "address for the sockets of the worker", group="Sockets", common=True, **HOST)
     port: int = setting(
-        0, "port of the control socket that routers connect to; 0 picks a free one", group="Sockets", **PORT
+        0,
+        "control port, which routers connect to; 0 picks a free port",
+        group="Sockets",
+        common=True,
+        **PORT,
     )
-    http_port: int = setting(0, "port of /health, /ready and /metrics; 0 picks a free one", group="Sockets", **PORT)
+    http_port: int = setting(0, "port of /health, /ready and /metrics; 0 picks a free port", group="Sockets", **PORT)
     advertise_host: str = setting(
         "",
-        "host name that others reach this worker by, when it is not --host (a wildcard, a container)",
+        "host name that other processes use to reach this worker",
         group="Sockets",
+        details="Set it when --host is a wildcard address or an address inside a container.",
+        default_note="the value of --host",
+        common=True,
         metavar="HOST",
         **HOST | {"pattern": rf"({HOST['pattern']})?"},
     )
     allow_remote: bool = setting(
         False,
-        "let the sockets listen beyond this machine without --curve-key, neither encrypted nor authenticated",
-        group="Sockets",
+        "allow a --host other than loopback without --curve-key: connections are neither encrypted nor authenticated",
+        group="Security",
     )
     address_file: str = setting(
         "",
-        "write the bound addresses to this file as JSON, for the program that started the worker",
+        "write the bound addresses to this file as JSON",
         group="Sockets",
+        internal=True,
         in_file=False,
         **FILE,
     )
     worker_id: str = setting(
         "",
-        "name of this worker in logs and metrics; empty: role, host and process id",
-        group="Everywhere",
+        "name of this worker in logs and metrics",
+        group="Configuration and logging",
+        default_note="role, host and process ID",
         pattern=_IDENTITY,
         expects="up to 128 letters, digits and . _ : -",
         metavar="ID",
     )
     dtype: str = setting(
         "auto",
-        "number type of weights, and of KV unless --kv-cache-dtype says otherwise; auto: bfloat16 where the hardware "
-        "computes it natively, else float32",
+        "number type of weights and activations",
         group="Model",
+        details="`auto` selects bfloat16 where the hardware supports it natively, and float32 otherwise. The KV cache "
+        "has the same type unless --kv-cache-dtype is set.",
         choices=("auto", "float32", "bfloat16"),
     )
     quantization: str = setting(
         "auto",
-        "how weights are kept in memory: none (the dtype), on a CPU int8 or int4, or auto (of a quantised model as its "
-        "file holds them where there are kernels for that, else int8 on a CPU; of others none)",
+        "format of weights in memory",
         group="Model",
-        choices=("none", "int8", "int4", "auto"),
+        details="`none` keeps the type of --dtype. `int8` and `int4` are available on CPUs. `auto` keeps the format of "
+        "a quantized checkpoint if there are kernels for it, converts other quantized checkpoints to int8 on a CPU, "
+        "and does not quantize other models.",
+        common=True,
+        choices=("auto", "none", "int8", "int4"),
+        metavar="FORMAT",
     )
     max_model_len: int = setting(
         0,
-        "longest prompt plus answer in tokens; 0: what the model was trained for",
+        "maximum number of tokens of a prompt and its answer",
         group="Model",
+        default_note="the model's context length",
+        common=True,
         ge=0,
         le=1_000_000_000,
     )
     draft_head: str = setting(
         "",
-        "a head that reads the model's hidden states and drafts tokens where that pays: mtp, the one in the model's "
-        "own checkpoint, or the folder of an EAGLE, EAGLE-2 or EAGLE-3 head; its KV lies in the model's blocks, so all "
-        "workers need the same; empty: none",
-        group="Model",
+        "draft head for speculative decoding: mtp for the head in the checkpoint, or the folder of an EAGLE head",
+        group="Speculative decoding",
+        details="EAGLE, EAGLE-2 and EAGLE-3 heads are supported. Tokens are drafted only where that saves time. The KV "
+        "of the head is part of the model's KV blocks, so all workers need the same value.",
+        default_note="none",
         metavar="NAME",
     )
     lora: tuple[str, ...] = setting(
         (),
-        "LoRA adapters to load at the start: a folder in PEFT's layout, under the name that requests give as model",
-        group="Model",
+        "LoRA adapters to load at start, each as the requested model name and a folder in PEFT format",
+        group="LoRA",
         pattern=rf"{ADAPTER_NAME}=[^,]{{1,1024}}",
         expects="NAME=PATH, each name once and without spaces, commas and =",
         metavar="NAME=PATH",
     )
     max_loras: int = setting(
         0,
-        "LoRA adapters that a worker may hold at a time; 0: as many as --lora names. More than those can be loaded and "
-        "unloaded at the router while it serves",
-        group="Model",
+        "maximum number of LoRA adapters that a worker holds at a time",
+        group="LoRA",
+        details="With a higher number than --lora lists, adapters can be loaded through the router at run time.",
+        default_note="the number of --lora",
         ge=0,
         le=128,
     )
-    # `kernels/native/lora.h` has room for 512.
-    max_lora_rank: int = setting(64, "largest rank of a LoRA adapter", group="Model", ge=1, le=512)
+    # `kernels/native/lora.h` supports up to 512.
+    max_lora_rank: int = setting(64, "maximum rank of a LoRA adapter", group="LoRA", ge=1, le=512)
     device: str = setting(
         AUTO,
-        "where the model runs; auto: a GPU, or the CPU if torch finds no GPU that the kernels support; the log "
-        "says which, and why",
+        "device of the model: auto, cpu, cuda or cuda:N",
         group="Device",
+        details="`auto` selects a GPU if there is one that the kernels support, and the CPU otherwise. The log reports "
+        "the choice and its reason.",
+        common=True,
         pattern=r"auto|cpu|cuda(:[0-9]+)?",
         expects="auto, cpu, cuda or cuda:N",
         metavar="DEVICE",
     )
     tensor_parallel_size: int = setting(
         1,
-        "processes that one worker is made of, each with a part of every layer. Workers with different numbers of them "
-        "exchange KV",
+        "number of processes of one worker, each with a part of every layer",
         group="Device",
+        details="On GPUs, each process uses one GPU. Workers with different sizes can exchange KV.",
+        common=True,
         ge=1,
         le=64,
     )
     rank_hosts: int = setting(
         1,
-        "hosts that the ranks of --tensor-parallel-size are on, this one included; the others run `diptych rank-host`",
+        "number of hosts that the processes of --tensor-parallel-size run on",
         group="Device",
+        details="The other hosts run `diptych rank-host`.",
         ge=1,
         le=64,
     )
-    rank_port: int = setting(
-        0, "port at --host that other hosts of this worker's ranks connect to", group="Sockets", **PORT
-    )
+    rank_port: int = setting(0, "port that the other hosts of --rank-hosts connect to", group="Sockets", **PORT)
     batch_invariant: bool = setting(
         False,
-        "compute each row of a step to the same bits whatever shares the step with it; on a GPU this makes matrix "
-        "products slower, on a CPU it is so already. The same on every worker",
+        "compute the same bits for a sequence regardless of the other sequences in the batch",
         group="Device",
+        details="On a GPU this makes matrix products slower. On a CPU it is always the case. All workers need the same "
+        "value.",
     )
     kernel_check: bool = setting(
         True,
-        "compare every kernel with plain torch at the model's own shapes before this worker is ready, and refuse to "
-        "start where one differs",
+        "compare every kernel with PyTorch at the model's shapes at start, and refuse to start if one differs",
+        off="do not compare kernels with PyTorch at start",
         group="Device",
     )
     threads: int = setting(
-        0, "CPU threads for computing; 0: one for each core this process may use", group="Device", ge=0, le=1024
+        0,
+        "number of CPU threads",
+        group="Device",
+        default_note="one per available core",
+        ge=0,
+        le=1024,
     )
     core_share: str = setting(
         "",
-        "file through which workers of one machine see which of them compute: a worker that computes alone uses all "
-        "its threads, others a part; `diptych serve` sets it",
+        "file through which the workers of one machine share CPU cores",
         group="Device",
+        internal=True,
+        **FILE,
     )
     cores: str = setting(
         "",
-        "CPU cores to stay on, such as 0-3,8; empty: all",
+        "CPU cores to run on, such as 0-3,8",
         group="Device",
+        default_note="all",
         pattern=CORES,
         expects="CPU numbers and ranges, such as 0-3,8",
         metavar="LIST",
     )
     block_size: int = setting(
         0,
-        f"tokens in a KV block; the same on every worker; 0: {CPU_BLOCK}, on a GPU {GPU_BLOCK}",
+        "tokens per KV block",
         group="KV cache",
+        details="All workers need the same value.",
+        default_note=f"{CPU_BLOCK} on a CPU, {GPU_BLOCK} on a GPU",
         choices=(0, *BLOCK_SIZES),
     )
     kv_memory_gib: float = setting(
         0.0,
-        f"GiB of memory for KV blocks, of each rank; 0: {CPU_KV_GIB:g}, on a GPU what --gpu-memory-utilization leaves "
-        "beside weights and steps, on the fullest of all ranks' GPUs",
+        "size of the KV cache in GiB, per process of --tensor-parallel-size",
         group="KV cache",
+        details="On a GPU, the default is the part of --gpu-memory-utilization that weights and steps leave free. With "
+        "several processes, the GPU with the least free memory determines the size for all.",
+        default_note=f"{CPU_KV_GIB:g} on a CPU, the free memory on a GPU",
+        common=True,
         ge=0,
         le=4096,
     )
     gpu_memory_utilization: float = setting(
         0.9,
-        "share of a GPU's memory that this worker may use, weights and steps included: it sizes the KV cache where "
-        "neither --kv-memory-gib nor --num-blocks does; `diptych serve` divides it among the workers of one GPU",
+        "fraction of GPU memory for weights, steps and KV cache",
         group="KV cache",
+        details="It determines the size of the KV cache unless --kv-memory-gib or --num-blocks is set. `diptych serve` "
+        "divides it among the workers of one GPU.",
+        common=True,
         ge=0.05,
         le=1,
     )
     num_blocks: int = setting(
-        0, "number of KV blocks; 0: as many as --kv-memory-gib holds", group="KV cache", ge=0, le=1_000_000_000
+        0,
+        "number of KV blocks",
+        group="KV cache",
+        default_note="as --kv-memory-gib allows",
+        ge=0,
+        le=1_000_000_000,
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "number type of the KV cache: native is --dtype's; auto too, but fp8 where the checkpoint asks for it and has "
-        "scales; fp8 and int8 are about half of bfloat16, a quarter of float32, and approximations; int8 is the closer "
-        "one, and for CPUs alone. The same on every worker",
+        "number type of the KV cache",
         group="KV cache",
+        details="`native` is the type of --dtype. `auto` is native, or fp8 if the checkpoint asks for it and has "
+        "scales. `fp8` and `int8` are approximations with about half the size of bfloat16. `int8` is more accurate and "
+        "available on CPUs only. All workers need the same value.",
         choices=("auto", "native", "fp8", "int8"),
     )
     enable_prefix_caching: bool = setting(
-        True, "keep finished blocks and reuse them for equal prefixes", group="KV cache"
+        True,
+        "reuse KV blocks of finished requests for prompts with the same prefix",
+        off="do not reuse KV blocks for prompts with the same prefix",
+        group="KV cache",
     )
     kv_host_gib: float = setting(
         0.0,
-        "GiB of host memory for KV blocks that leave a GPU's: prompts copy them back instead of computing them where "
-        "that is faster; on a CPU the cache is in host memory already",
+        "host memory for KV blocks that are evicted from the GPU, in GiB",
         group="KV cache",
+        details="A prompt copies these blocks back where that is faster than computing them. Not available on a CPU.",
         ge=0,
         le=65_536,
     )
     kv_disk_path: str = setting(
         "",
-        "file in which KV blocks outlive memory and the worker: prompts read them instead of computing them where that "
-        "is faster. Each worker needs its own; `diptych serve` puts the worker's name behind it",
+        "file for KV blocks that are evicted from memory, which survives a restart",
         group="KV cache",
+        details="A prompt reads these blocks where that is faster than computing them. Each worker needs its own file. "
+        "`diptych serve` appends the name of the worker.",
         **FILE,
     )
-    kv_disk_gib: float = setting(0.0, "GiB of the file at --kv-disk-path", group="KV cache", ge=0, le=1_048_576)
+    kv_disk_gib: float = setting(
+        0.0, "size of the file of --kv-disk-path, in GiB", group="KV cache", ge=0, le=1_048_576
+    )
     lend_port: int = setting(
-        0, "port that workers which pull cached blocks connect to; 0 picks a free one", group="Sockets", **PORT
+        0,
+        "port for workers that copy cached KV blocks from this one; 0 picks a free port",
+        group="Sockets",
+        **PORT,
     )
     kv_transport: str = setting(
         "auto",
-        "how KV blocks travel; auto: through shared memory between workers of one host and user, else over TCP; "
-        "shm: refuse a worker that cannot share; nixl: decode workers read them with NIXL, by RDMA where the network "
-        "has it, and over TCP where one side has no NIXL (pip install nixl); cuda-ipc: GPUs copy them "
-        "from another GPU of the host, and over TCP where they cannot reach it",
-        group="Transfer",
+        "transport of KV blocks between workers",
+        group="KV transfer",
+        details="`auto` uses shared memory between workers of the same host and user, and TCP otherwise. `shm` "
+        "requires shared memory. `nixl` lets decode workers read blocks with NIXL (`pip install nixl`), over RDMA "
+        "where available. `cuda-ipc` copies blocks between GPUs of one host. `nixl` and `cuda-ipc` fall back to TCP.",
         choices=("auto", "tcp", "shm", "nixl", "cuda-ipc"),
     )
     io_threads: int = setting(
         1,
-        "threads that read and write sockets and, with --curve-key, encrypt; a connection stays with one, so several "
-        "help with --kv-streams and with several workers at the other end",
-        group="Transfer",
+        "number of threads for socket input, output and encryption",
+        group="KV transfer",
+        details="Each connection uses one thread. More threads help with --kv-streams and with several workers at the "
+        "other end.",
         ge=1,
         le=16,
     )
     max_waiting: int = setting(
-        1024, "requests that may wait here; more are refused", group="Scheduling", ge=1, le=1_000_000
+        1024,
+        "maximum number of requests in the queue of a worker; further requests are rejected",
+        group="Scheduling",
+        ge=1,
+        le=1_000_000,
     )
     role_change: bool = setting(
         False,
-        "let routers change this worker between prefill and decode while it runs, without loading the model again; "
-        "settings of the other role come from the environment and from --config",
-        group="Scheduling",
+        "let routers change this worker between prefill and decode without reloading the model",
+        group="Autoscaling",
+        details="The environment and the file of --config set the settings of the other role.",
     )
     router_timeout_s: float = setting(
         5.0,
-        "seconds without a sign of life after which a router's requests are dropped",
-        group="Deadlines",
+        "time without a message from a router after which its requests are dropped, in seconds",
+        group="Timeouts",
         ge=0.05,
         le=600,
     )
     stall_timeout_s: float = setting(
         0.0,
-        "seconds without progress after which the engine counts as stuck; 0: twenty times what steps of the same size "
-        "took, from 3 (20 on a GPU) to 60",
-        group="Deadlines",
+        "time without progress after which the engine is considered stuck, in seconds",
+        group="Timeouts",
+        details="By default it is twenty times the duration of similar steps, at least 3 s (20 s on a GPU) and at most "
+        "60 s.",
+        default_note="20 times the duration of similar steps",
         ge=0,
         le=3600,
     )
     drain_timeout_s: float = setting(
         30.0,
-        "seconds that running requests get to finish, or to move to another worker, after SIGTERM; at most 2 under "
-        "`diptych serve`",
-        group="Deadlines",
+        "time for running requests to finish or move to another worker after SIGTERM, in seconds",
+        group="Timeouts",
+        details="Under `diptych serve` it is at most 2 s.",
         **DURATION,
     )
 
@@ -296,10 +353,10 @@ class WorkerConfig(CommonConfig, PodSettings):
         if self.kv_cache_dtype == "int8" and self.on_gpu:
             raise ConfigError("kv_cache_dtype", "int8", f"auto, native or fp8 on {self.device}")
         if self.kv_transport == "nixl" and self.curve_key:
-            allowed = "auto, tcp or shm with --curve-key: NIXL neither encrypts KV nor asks who reads it"
+            allowed = "auto, tcp or shm with --curve-key, because NIXL neither encrypts nor authenticates"
             raise ConfigError("kv_transport", "nixl", allowed)
         if self.exports_kv and (self.device == "cpu" or self.tensor_parallel_size > 1):
-            allowed = "auto, tcp, shm or nixl on CPUs and with several ranks: a GPU copies out of another's whole cache"
+            allowed = "auto, tcp, shm or nixl on a CPU or with --tensor-parallel-size above 1"
             raise ConfigError("kv_transport", "cuda-ipc", allowed)
         parse_cores(self.cores)
         self._check_draft_head()
@@ -309,17 +366,17 @@ class WorkerConfig(CommonConfig, PodSettings):
 
     def _check_tiers(self) -> None:
         if self.kv_host_gib and self.device == "cpu":
-            allowed = "0 on cpu: its KV cache is in host memory; for a larger one give --kv-memory-gib or --num-blocks"
+            allowed = "0 on a CPU; use --kv-memory-gib for a larger KV cache"
             raise ConfigError("kv_host_gib", self.kv_host_gib, allowed)
         if self.kv_host_gib and not self.enable_prefix_caching:
-            raise ConfigError("kv_host_gib", self.kv_host_gib, "0 without prefix caching: it holds cached blocks")
+            raise ConfigError("kv_host_gib", self.kv_host_gib, "0 with --no-enable-prefix-caching")
         if bool(self.kv_disk_path) != (self.kv_disk_gib > 0):
-            raise ConfigError("kv_disk_gib", self.kv_disk_gib, "above 0 with --kv-disk-path, and 0 without")
+            raise ConfigError("kv_disk_gib", self.kv_disk_gib, "above 0 with --kv-disk-path, and 0 without it")
         if self.kv_disk_gib and not self.enable_prefix_caching:
-            raise ConfigError("kv_disk_gib", self.kv_disk_gib, "0 without prefix caching: it holds cached blocks")
+            raise ConfigError("kv_disk_gib", self.kv_disk_gib, "0 with --no-enable-prefix-caching")
 
     def _check_draft_head(self) -> None:
-        """Refuse settings that are not served with a draft head."""
+        """Reject settings that a draft head does not support."""
         others = (
             (self.tensor_parallel_size > 1, f"--tensor-parallel-size {self.tensor_parallel_size}"),
             (self.lora_places > 0, "LoRA adapters"),
@@ -332,80 +389,82 @@ class WorkerConfig(CommonConfig, PodSettings):
     def _check_adapters(self) -> None:
         names = [one.partition("=")[0] for one in self.lora]
         if twice := [name for name in names if names.count(name) > 1]:
-            raise ConfigError("lora", twice[0], "each name once")
+            raise ConfigError("lora", twice[0], "a name that is used once")
         if self.max_loras and len(names) > self.max_loras:
-            raise ConfigError("max_loras", self.max_loras, f"0, or at least the {len(names)} of --lora")
+            raise ConfigError("max_loras", self.max_loras, f"0 or at least {len(names)}, the number of --lora")
 
     def _check_rank_hosts(self) -> None:
-        """That each host has as many ranks, and finds rank 0."""
+        """Check that each host has the same number of ranks and can reach rank 0."""
         if self.tensor_parallel_size % self.rank_hosts:
             size = self.tensor_parallel_size
             divisors = ", ".join(str(number) for number in range(1, size + 1) if not size % number)
             raise ConfigError("rank_hosts", self.rank_hosts, f"{divisors} with --tensor-parallel-size {size}")
         if (self.rank_hosts > 1) != (self.rank_port > 0):
-            allowed = f"from 1 with --rank-hosts {self.rank_hosts}" if self.rank_hosts > 1 else "0 without --rank-hosts"
+            allowed = (
+                f"1 or more with --rank-hosts {self.rank_hosts}" if self.rank_hosts > 1 else "0 without --rank-hosts"
+            )
             raise ConfigError("rank_port", self.rank_port, allowed)
 
     @property
     def ranks_per_host(self) -> int:
-        """Processes of this worker on each of its hosts."""
+        """Number of processes of this worker on each host."""
         return self.tensor_parallel_size // self.rank_hosts
 
     @property
     def lora_places(self) -> int:
-        """How many adapters it holds at most."""
+        """Maximum number of adapters."""
         return self.max_loras or len(self.lora)
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the model runs on a GPU. False for `auto`."""
+        """Whether the model runs on a GPU; false for `auto`."""
         return self.torch_device != "cpu"
 
     @property
     def torch_device(self) -> str:
-        """The device's name in torch. `auto` means the CPU until it is replaced."""
+        """The device for torch: the CPU for `auto`."""
         return "cpu" if self.device == AUTO else self.device
 
     @property
     def device_index(self) -> int:
-        """Which GPU of its host it is on."""
+        """Index of the GPU."""
         return int(self.device.partition(":")[2] or 0)
 
     def places_within(self, kv_tokens: int) -> int:
-        """`places`, bounded by a KV cache of `kv_tokens` tokens."""
+        """Return `places`, limited by a KV cache of `kv_tokens` tokens."""
         return self.places
 
     @property
     def block_tokens(self) -> int:
-        """Tokens in a KV block."""
+        """Tokens per KV block."""
         return self.block_size or (GPU_BLOCK if self.on_gpu else CPU_BLOCK)
 
     @property
     def kv_gib(self) -> float:
-        """GiB of memory for KV blocks; 0: as many as a GPU has left."""
+        """Size of the KV cache in GiB; 0 for the free memory of a GPU."""
         return self.kv_memory_gib or (0.0 if self.on_gpu else CPU_KV_GIB)
 
     @property
     def places(self) -> int:
-        """Requests that it computes side by side at most."""
+        """Maximum number of concurrent requests."""
         return 0
 
     @property
     def step_tokens(self) -> int:
-        """Prompt tokens that a step of it computes at most."""
+        """Maximum number of prompt tokens per step."""
         return 0
 
     @property
     def maps_memory(self) -> bool:
-        """Whether KV goes through shared memory where that works."""
+        """Whether KV uses shared memory where available."""
         return self.kv_transport in ("auto", "shm")
 
     @property
     def exports_kv(self) -> bool:
-        """Whether this worker's KV cache is in memory of a GPU that other GPUs of the host may read."""
+        """Whether other GPUs of the host may read this worker's KV cache."""
         return self.kv_transport == "cuda-ipc"
 
     @property
     def shares_kv(self) -> bool:
-        """Whether this worker's KV cache is for others to read."""
+        """Whether this worker's KV cache is in shared memory."""
         return False

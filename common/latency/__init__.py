@@ -1,4 +1,4 @@
-"""How long steps and KV transfers take: models that workers fit to their own, and that routers predict with. Pure."""
+"""Latency models of steps and KV transfers, fitted by workers and used by routers for predictions. Pure."""
 
 from __future__ import annotations
 

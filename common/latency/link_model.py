@@ -1,10 +1,10 @@
-"""The time that the KV of a prompt takes from one worker to another, as a function of its bytes. Pure.
+"""KV transfer time from one worker to another as a function of its size. Pure.
 
     seconds = latency + byte * bytes
 
-This is the postal model of a link (Hockney, "The communication challenge for MPP", Parallel Computing 20, 1994). What
-is measured is the time that prefill does not hide: from the end of the prompt, or from the grant if that is later, to
-the last block, and the bytes that arrived in it.
+This is the postal model of a link (Hockney, "The communication challenge for MPP", Parallel Computing 20, 1994). It is
+fitted to the part of transfers that prefill does not hide: from the end of the prompt, or from the grant if later, to
+the last block, and the bytes received in that time.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from common.latency.step_model import LARGEST_COST, Cost
 from common.observe import Ewma
 
 DECAY = 0.98
-"""What an earlier transfer counts for beside the next one."""
+"""Weight of a transfer relative to the next one."""
 SHORTEST_S = 1e-3
-"""Below that, wake-ups decide: errors are not taken relative to less."""
+"""Lower bound for relative errors, in seconds. Below it, wake-up latency dominates."""
 WORTHWHILE = 0.8
-"""Of the time of computing blocks, that a pull of them may take: predictions err, and a pull costs the peer, too."""
+"""Maximum time of a pull as a fraction of the time to compute the blocks. Predictions have errors, and a pull also
+costs the peer."""
 LINK_ERROR_SMOOTHING = 0.05
-"""The share of one more transfer in the average error."""
+"""Smoothing factor of the average error."""
 
 
 class LinkModel(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """The coefficients, in seconds, of what one worker receives in one way.
+    """Coefficients, in seconds, of one transport to one worker.
 
-    A block takes `block_bytes` bytes on that way. `error`: the recent average of |predicted - measured| / measured, of
-    transfers that the model had not seen. `num_transfers` were observed; 0 says that nothing is known.
+    A block has `block_bytes` bytes on the wire. `error` is the recent average of |predicted - measured| / measured for
+    new transfers. `num_transfers` were observed; 0 means unknown.
     """
 
     latency_s: Cost = 0.0
@@ -45,16 +46,15 @@ class LinkModel(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         return self.num_transfers > 0
 
     def seconds(self, num_blocks: int) -> float:
-        """The time of so many blocks that are all there at its begin."""
+        """Return the transfer time of `num_blocks` blocks that are all available at the start."""
         return self.latency_s + self.byte_s * self.block_bytes * num_blocks
 
 
 class Links(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What a worker knows of each way in which KV reaches it: over TCP, through shared memory, from its own disk, and
-    from the caches of peers.
+    """Models of the transports to a worker: TCP, shared memory, its own disk, and the caches of peers.
 
-    `disk` has no bytes in a block for a worker without a tier, and assumptions before its first read; so has `peer` for
-    one that does not pull, and before its first pull.
+    `disk` and `peer` have assumed values before the first read and the first pull. Their `block_bytes` is 0 for a
+    worker without a tier, or one that does not pull.
     """
 
     tcp: LinkModel = LinkModel()
@@ -64,14 +64,14 @@ class Links(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     @property
     def usual(self) -> LinkModel:
-        """That of the way by which more came from others."""
+        """Model of the transport by which more transfers from other workers arrived."""
         return self.shm if self.shm.num_transfers > self.tcp.num_transfers else self.tcp
 
 
 class LinkFit:
-    """Observes transfers of one way; `model` is the latest fit.
+    """Fits a `LinkModel` to observed transfers. `model` is the latest fit.
 
-    It is the non-negative least-squares fit in relative error, so a stall counts for little.
+    Uses non-negative least squares of the relative error, so a stall has little weight.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,10 @@ class LinkFit:
         self.model = LinkModel()
 
     def observe(self, num_bytes: int, seconds: float, block_bytes: int) -> None:
-        """`num_bytes` in blocks of `block_bytes` took so many seconds; there may be none, but of the last message."""
+        """Record a transfer of `num_bytes` in blocks of `block_bytes`.
+
+        With 0 bytes, only the last message was waited for.
+        """
         if seconds < 0.0 or num_bytes < 0:
             return
         known = self.model
@@ -93,7 +96,7 @@ class LinkFit:
         self._squares = DECAY * self._squares + weight * num_bytes * num_bytes
         self._time = DECAY * self._time + weight * seconds
         self._products = DECAY * self._products + weight * seconds * num_bytes
-        latency_s, byte_s = (min(LARGEST_COST, cost) for cost in self._solved())  # beyond it, a heartbeat is dropped
+        latency_s, byte_s = (min(LARGEST_COST, cost) for cost in self._solved())  # larger values invalidate a heartbeat
         self.model = LinkModel(
             latency_s=latency_s,
             byte_s=byte_s,
@@ -103,7 +106,10 @@ class LinkFit:
         )
 
     def _solved(self) -> tuple[float, float]:
-        """Latency and time of a byte. Transfers of one size tell only their sum: then bytes take all of it."""
+        """Return latency and time per byte.
+
+        Transfers of a single size determine only the sum: it is attributed to bytes.
+        """
         spread = self._weight * self._squares - self._bytes**2
         if spread > 1e-6 * self._weight * self._squares:
             byte_s = (self._weight * self._products - self._bytes * self._time) / spread
@@ -118,13 +124,13 @@ class LinkFit:
 
 
 class LinkFits:
-    """One fit for each way."""
+    """One fit per transport."""
 
     def __init__(self) -> None:
         self._tcp, self._shm = LinkFit(), LinkFit()
 
     def observe(self, num_bytes: int, seconds: float, block_bytes: int, *, shared: bool) -> None:
-        """See `LinkFit.observe`. `shared`: the bytes came through shared memory."""
+        """See `LinkFit.observe`. `shared`: received through shared memory."""
         (self._shm if shared else self._tcp).observe(num_bytes, seconds, block_bytes)
 
     @property

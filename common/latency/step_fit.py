@@ -1,8 +1,8 @@
 """Fits a worker's `StepModel` to its own steps while it serves. Pure.
 
-Steps of about one shape form a kind, whose averages follow the machine. The model is the non-negative least-squares
-fit, in relative error, to the kinds: a rare kind counts as much as a frequent one, so the fit keeps what it knows of
-long prompts while only short ones come.
+Steps of similar shape form a kind, whose averages follow the speed of the machine. The model is a non-negative
+least-squares fit of the relative error over kinds. A rare kind has the same weight as a frequent one, so the fit stays
+valid for long prompts while only short ones arrive.
 """
 
 from __future__ import annotations
@@ -18,52 +18,53 @@ from common.latency.step_model import LARGEST_COST, StepModel, StepShape
 from common.observe import Ewma
 
 MAX_KINDS = 96
-"""Kinds of steps that are remembered: enough for every size of a batch by powers of two, with and without a prompt."""
+"""Maximum number of kinds: enough for all batch sizes by powers of two, with and without a prompt."""
 SMOOTHING = 0.1
-"""The share of one more step in the mean time of its kind: ten or so steps count."""
+"""Smoothing factor of the mean time of a kind: about the last ten steps count."""
 LARGEST_JUMP = math.log(2.0)
-"""A step that takes more times as long as its kind did was held up by something else, unless that goes on."""
+"""Maximum effect of a single step, as a logarithmic ratio to its kind. Slower steps were probably disturbed."""
 CONFIDENCE = 8
-"""Steps after which a kind counts in full."""
+"""Number of steps after which a kind has full weight."""
 HALF_LIFE_STEPS = 4096
-"""Steps of other kinds after which a kind counts half."""
+"""Number of later steps after which the weight of a kind is halved."""
 FEWEST_STEPS, MOST_STEPS = 4, 512
-"""Between two fits, and before the first: a quarter of the steps so far, within these bounds. A step of a new kind
-brings the next fit within the fewest: the first prompt, or the first large batch, must not be misjudged for long."""
+"""Limits of the number of steps before the first fit, and between fits: a quarter of the steps so far. After a step of
+a new kind, the next fit follows within the lower limit, so that the first prompt or large batch is not mispredicted for
+long."""
 ERROR_SMOOTHING = 0.05
-"""The share of one more step in the reported error: that of about twenty steps."""
+"""Smoothing factor of the reported error: about the last twenty steps count."""
 PACE_SMOOTHING, PACE_CHANGE = 0.03, 1.2
-"""A machine whose steps of all kinds take so many times as long as they did, or as short, has changed its pace."""
+"""Smoothing factor of the machine's pace, and the ratio of step times, slower or faster, that counts as a change."""
 MOST_SHIFT = math.log(4.0)
-"""By how much changes of pace may move the time of a kind that does not come meanwhile: on a machine whose pace goes up
-and down they would add up without bound."""
+"""Maximum correction of a kind without new steps by changes of pace, as a logarithm. On a machine of varying pace the
+corrections would add up without limit."""
 OFF_SMOOTHING, OFF_STEPS = 0.1, 16
-"""Steps that differ from their predictions by a change of pace on average bring the next fit, so many steps after the
-last one at least: a worker that slows down must not be judged by its former model until the next fit is due."""
+"""Smoothing factor of the deviation from predictions, and the minimum number of steps between early fits. A deviation
+by a change of pace triggers an early fit, so that a worker that slows down is not judged by an outdated model."""
 STEEPEST = 128
-"""At so many tokens of context attention takes at most as long as all else that a token takes."""
+"""At this context length in tokens, attention takes at most as long as the other work of a token."""
 SHALLOW = 256
-"""Steps whose tokens see fewer tokens on average, or that have less attention than a prompt of so many tokens, say
-nothing of it: fits to short prompts, or to the ends of cached ones, would explain noise by its square, and predict that
-long prompts take minutes."""
+"""Minimum mean context, and minimum amount of attention in tokens of a prompt, for steps to determine the cost of
+attention. Fits to short prompts, or to the ends of cached ones, would explain noise by the quadratic term and predict
+minutes for long prompts."""
 RIDGE = (3e-2, 3e-2, 1e-3, 3e-2, 1e-2, 3e-2)
-"""What makes a fit to few kinds definite, for each column: tokens rather than fixed parts or attention explain it."""
+"""Regularisation by column, which makes fits to few kinds unique. Prefers tokens to fixed parts and attention."""
 FEW_TOKENS, RIDGE_OF_FEW = 32, (3e-2, 3e-2, 0.3, 3e-2, 1e-2, 3e-2)
-"""The same while no step had so many prompt tokens: such steps take what reading the weights takes, whatever they
-compute. Otherwise four prompts of one token would make one of 4,000 look like seconds."""
+"""Regularisation while no step had this many prompt tokens. The time of such steps is that of reading the weights.
+Otherwise four prompts of one token would predict seconds for one of 4,000."""
 FLOOR_GAIN = 0.8
-"""A floor must lower the squared error to this share to be believed."""
+"""Maximum ratio of the squared errors with and without a floor for the floor to be used."""
 FEWEST_ON_FLOOR, MOST_FLOORS = 2, 8
-"""Kinds of prompt steps that must lie on a floor, and as many above it; how many ends of it are tried."""
+"""Minimum number of prompt kinds on the floor and above it, and maximum number of floor ends that are tried."""
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(slots=True)
 class _Kind:
-    """Averages over steps of about one shape, of times the geometric one: one long stall must not count for hundreds.
+    """Averages over steps of similar shape. Times are averaged geometrically to limit the effect of long stalls.
 
-    `last`: the number of the latest step; `shift`: what changes of pace have added to `log_s` since then.
+    `last` is the number of the latest step. `shift` is the sum of changes of pace in `log_s` since then.
     """
 
     values: tuple[float, float, float, float]
@@ -85,7 +86,7 @@ class _Kind:
         self.log_s += share * min(math.log(step_s) - self.log_s, LARGEST_JUMP)
 
     def change_pace(self, log_pace: float) -> None:
-        """The machine's steps take e**log_pace times as long as before."""
+        """Correct the time for a machine whose steps take e**log_pace times as long as before."""
         before, self.shift = self.shift, max(-MOST_SHIFT, min(MOST_SHIFT, self.shift + log_pace))
         self.log_s += self.shift - before
 
@@ -95,7 +96,7 @@ class _Kind:
 
 
 class StepFit:
-    """Observes steps; `model` is the latest fit."""
+    """Fits a `StepModel` to observed steps. `model` is the latest fit."""
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[int, ...], _Kind] = {}
@@ -107,7 +108,7 @@ class StepFit:
         self.model = StepModel()
 
     def observe(self, shape: StepShape, step_s: float) -> None:
-        """A step of this shape took `step_s` seconds."""
+        """Record a step of this shape that took `step_s` seconds."""
         if step_s <= 0.0 or not (shape.num_tokens or shape.num_rows):
             return
         if self.model.is_known:
@@ -129,14 +130,14 @@ class StepFit:
 
     @property
     def _is_off(self) -> bool:
-        """Whether the steps since the last fit take longer than predicted, or not as long."""
+        """Whether the steps since the last fit deviate from predictions."""
         is_early = self._num_steps - self._fitted_at < OFF_STEPS
         return not (is_early or 1.0 / PACE_CHANGE < self._off.value < PACE_CHANGE)
 
     def _keep_pace(self, log_ratio: float) -> None:
-        """When the machine has become slower or faster, the kinds that do not come have, too.
+        """Apply a change of the machine's pace to kinds without new steps.
 
-        The mean is of logarithms, as a kind's time is: the mean ratio of times that only vary is above 1.
+        The mean is of logarithms, like the time of a kind. The mean ratio of times that only fluctuate would exceed 1.
         """
         self._log_pace.observe(max(-LARGEST_JUMP, min(LARGEST_JUMP, log_ratio)))
         if abs(self._log_pace.value) > math.log(PACE_CHANGE):
@@ -145,7 +146,7 @@ class StepFit:
             self._log_pace = Ewma(PACE_SMOOTHING, start=0.0)
 
     def _make_room(self) -> bool:
-        """Forget the kind that was not seen for longest, if there are too many; whether there was room."""
+        """Remove the least recently seen kind if the limit is reached. Returns whether there was space."""
         if len(self._kinds) < MAX_KINDS:
             return True
         del self._kinds[min(self._kinds, key=lambda key: self._kinds[key].last)]
@@ -158,7 +159,7 @@ class StepFit:
         trust = np.array([min(kind.count, CONFIDENCE) / CONFIDENCE for kind in kinds]) * 0.5 ** (ages / HALF_LIFE_STEPS)
         coefficients = fit(np.array([kind.values for kind in kinds]), times, trust)
         if not (coefficients <= LARGEST_COST).all():
-            return  # routers would drop each heartbeat with such a model, and take the worker for dead
+            return  # an out-of-range value would invalidate every heartbeat, and routers would declare the worker dead
         fixed_s, floor_s, token_s, pair_s, row_s, context_s = map(float, coefficients)
         self.model = StepModel(
             fixed_s=fixed_s,
@@ -173,9 +174,9 @@ class StepFit:
 
 
 def fit(values: Floats, times: Floats, trust: Floats) -> Floats:
-    """Coefficients (fixed, floor, token, pair, row, context) for `values` [n, 4] of steps that took `times` [n].
+    """Return coefficients (fixed, floor, token, pair, row, context) for `values` [n, 4] of steps that took `times` [n].
 
-    Tries numbers of prompt tokens as the end of the floor, and no floor.
+    Tries several numbers of prompt tokens as the end of the floor, and no floor.
     """
     best = _fit_without(values, times, trust, np.zeros(len(times), bool))
     lowest = _loss(best, values, times, trust)
@@ -190,9 +191,9 @@ def fit(values: Floats, times: Floats, trust: Floats) -> Floats:
 
 
 def _fit_without(values: Floats, times: Floats, trust: Floats, on_floor: NDArray[np.bool_]) -> Floats:
-    """The fit in which the steps `on_floor` take no time for their tokens beyond the floor.
+    """Fit with no cost of tokens beyond the floor for the steps `on_floor`.
 
-    Its columns for attention are the steepest that there can be, so sums of them with non-negative weights are less.
+    The attention columns have the steepest possible slope, so non-negative combinations with the others are less steep.
     """
     above = np.where(on_floor, 0.0, 1.0)
     tokens, pairs, rows, context = values.T
@@ -208,7 +209,7 @@ def _fit_without(values: Floats, times: Floats, trust: Floats, on_floor: NDArray
 
 
 def _non_negative(matrix: Floats, target: Floats, scales: Floats, ridges: Sequence[float]) -> Floats:
-    """Least squares without negative coefficients: the most negative one leaves until none is."""
+    """Solve least squares with non-negative coefficients by removing the most negative one repeatedly."""
     active = [index for index, scale in enumerate(scales) if scale > 0]
     solution = np.zeros(len(scales))
     while active:
@@ -232,7 +233,7 @@ def _loss(coefficients: Floats, values: Floats, times: Floats, trust: Floats) ->
 
 
 def _key(shape: StepShape) -> tuple[int, ...]:
-    """Shapes whose numbers have equally many bits are of one kind."""
+    """Return the kind of a shape: the bit lengths of its numbers."""
     depth = shape.num_pairs // max(1, shape.num_tokens)
     numbers = (shape.num_tokens, depth // 256, shape.num_rows, shape.context // 256)
     return tuple(number.bit_length() for number in numbers)

@@ -1,4 +1,4 @@
-"""What a process asks of its machine: cores, memory, descriptors, child processes."""
+"""Resources of the machine: cores, GPUs, memory, files, child processes, clocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A child process: started, watched, asked to end, and killed when it does not end in time."""
+"""Child processes: start, supervision, and termination with a deadline."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 STOP_TIMEOUT_S = 5.0
-"""After SIGTERM; then the process is killed."""
+"""Time between SIGTERM and SIGKILL, in seconds."""
 POLL_INTERVAL_S = 0.05
-"""Between two looks whether a process is ready."""
+"""Polling interval for readiness and exit, in seconds."""
 NUM_LOG_LINES = 30
-"""The end of a process's log, which an error about it shows."""
+"""Number of last log lines shown in an error."""
 
 
 class ChildProcess:
-    """One program, which may be started again after it ended.
+    """A program that may be started repeatedly.
 
-    Its output is appended to `log`; without one it goes where the parent's goes. With `group` the program runs in a
-    session of its own, and signals reach everything that it started.
+    Its output is appended to `log`, or goes to the parent's output. With `group`, the program runs in its own session,
+    and signals reach all processes that it started.
     """
 
     spawn: ClassVar[Callable[..., Any]] = staticmethod(subprocess.Popen)
@@ -36,7 +36,7 @@ class ChildProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def launch(self, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> None:
-        """Start the program; `options` are those of `subprocess.Popen`. Raises OSError."""
+        """Start the program. `options` are those of `subprocess.Popen`. Raises OSError."""
         options = {"start_new_session": self.group, "stdin": subprocess.DEVNULL, "env": env, **options}
         if self.log is None:
             self._process = self.spawn(command, **options)
@@ -56,20 +56,20 @@ class ChildProcess:
 
     @property
     def returncode(self) -> int | None:
-        """The exit status, negative for a signal; None before the end."""
+        """Exit status, negative for a signal; None while running."""
         return None if self._process is None else self._process.poll()
 
     def log_tail(self) -> str:
-        """The last lines of the log."""
+        """Return the last lines of the log."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log and self.log.exists() else []
         return "\n".join(lines[-NUM_LOG_LINES:])
 
     def describe_end(self) -> str:
-        """The exit status and the last lines of the log."""
-        return f"{self.name} ended with status {self.returncode}\n{self.log_tail()}"
+        """Describe the exit status with the last lines of the log."""
+        return f"{self.name} exited with status {self.returncode}\n{self.log_tail()}"
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Signal the process if it runs; a group also when only the processes that it started are left."""
+        """Send a signal to the process if it runs. A group also receives it if only child processes are left."""
         if self._process is None:
             return
         if self.group:
@@ -79,18 +79,18 @@ class ChildProcess:
             self._process.send_signal(number)
 
     def terminate(self) -> None:
-        """Ask for an orderly end, of a paused process too."""
+        """Request termination, also of a stopped process."""
         self.send_signal(signal.SIGTERM)
         self.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL, and wait until the process is gone."""
+        """Send SIGKILL and wait for the exit."""
         self.send_signal(signal.SIGKILL)
         if self._process is not None:
             self._process.wait()
 
     def wait(self, deadline: float) -> None:
-        """Wait for the end until `deadline` (monotonic seconds), then force it and remember that in `forced`."""
+        """Wait for the exit until `deadline` (monotonic seconds), then kill the process and set `forced`."""
         if self._process is None:
             return
         try:
@@ -98,16 +98,16 @@ class ChildProcess:
             self.forced = False
         except subprocess.TimeoutExpired:
             self.forced = True
-        if self.forced or self.group:  # the processes that it started may outlive it
+        if self.forced or self.group:  # its child processes may outlive it
             self.kill()
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """Ask for an orderly end, and force it after `timeout_s`."""
+        """Request termination, and kill the process after `timeout_s`."""
         self.terminate()
         self.wait(time.monotonic() + timeout_s)
 
     async def ended(self) -> int:
-        """The exit status, once the process that runs now has ended."""
+        """Wait for the exit of the current process and return its status."""
         process = self._process
         assert process is not None, f"{self.name} was never started"
         while (status := process.poll()) is None:  # noqa: ASYNC110 (no event without a thread)

@@ -1,12 +1,11 @@
-"""Lets the workers of one machine share its cores: a worker that computes alone uses all, otherwise each uses a part.
+"""Sharing of one machine's cores between workers: a worker that computes alone uses all, otherwise each uses a part.
 
-They map one page with a byte for each worker: 1 while it has work, and behind these another one: 1 while that work is
-prompts alone, for which decode workers make room. A worker holds a lock on its byte as long as it
-lives, and the kernel drops the locks of a process that dies, so a byte without a lock does not count. Two workers that
-each ran as many threads as there are cores would wait for each other at every barrier (docs/performance.md). Results do
-not depend on the number of threads.
+Workers map a page with two bytes per worker: whether it computes, and whether it computes only prompts, for which
+decode workers make space. Each worker holds a lock on its byte. The kernel releases the locks of a dead process, so
+bytes without a lock are ignored. If two workers each ran one thread per core, they would wait for each
+other at every barrier (docs/measurements.md). Results do not depend on the number of threads.
 
-Settings of compute threads take effect only before torch is imported.
+Thread settings take effect only before torch is imported.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from common.config import parse_cores
 log = logging.getLogger(__name__)
 FLOCK: Final = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 NUM_PLACES: Final = 64
-"""As in kernels/native/team.h, which reads the first so many bytes."""
+"""Same as in kernels/native/team.h, which reads that many bytes."""
 IDLE, COMPUTING = b"\0", b"\1"
 SPIN_COUNT = "2000"
-"""Rounds that an idle OpenMP thread spins before it sleeps. By default it spins for milliseconds, during which other
-workers cannot use its core: two workers on two cores then miss whole scheduler ticks (docs/performance.md)."""
+"""Spin iterations of idle OpenMP threads. By default they spin for milliseconds and block the cores of other workers:
+two workers on two cores then lose whole scheduler ticks (docs/measurements.md)."""
 
 
 class CoreShare:
-    """One worker's place in the file at `path`, for one thread. With path "" the worker shares no cores."""
+    """One worker's slot in the file at `path`, for one thread. With path "" no cores are shared."""
 
     def __init__(self, path: str, num_cores: int) -> None:
         self.num_cores = num_cores
@@ -47,11 +46,11 @@ class CoreShare:
 
     @property
     def address(self) -> int:
-        """The address of the bytes, which steps read while they run; 0 if nothing is shared."""
+        """Address of the bytes, which steps read while they run; 0 if nothing is shared."""
         return 0 if self._view is None else ctypes.addressof(self._view)
 
     def begin(self, *, prompts: bool = False) -> int:
-        """Mark this worker as computing, maybe only `prompts`; how many threads its next step may use, at least one."""
+        """Mark this worker as computing, possibly only `prompts`. Returns the number of threads for its next step."""
         if self._page is None:
             return self.num_cores
         try:
@@ -59,7 +58,7 @@ class CoreShare:
             self._page[self._place : self._place + 1] = COMPUTING
             return max(1, self.num_cores // (1 + self._num_others()))
         except OSError as error:
-            log.warning("cores are not shared any more: %s", error)
+            log.warning("core sharing: disabled: %s", error)
             self.close()
             return self.num_cores
 
@@ -71,7 +70,7 @@ class CoreShare:
         try:
             return self._num_others(NUM_PLACES) > 0
         except OSError:
-            return False  # `begin` says so, and leaves
+            return False  # logged by `begin`
 
     def end(self) -> None:
         """Mark this worker as idle."""
@@ -79,7 +78,7 @@ class CoreShare:
             self._page[self._place : self._place + 1] = IDLE
 
     def close(self) -> None:
-        """Leave for good; the lock goes with the file."""
+        """Leave permanently. The lock is released with the file."""
         self.end()
         self._page = None  # `address` stays mapped as long as this object lives
         if self._file >= 0:
@@ -95,11 +94,11 @@ class CoreShare:
         self.close()
 
     def _join(self) -> None:
-        """Take the first free place."""
+        """Take the first free slot."""
         try:
-            os.posix_fallocate(self._file, 0, 2 * NUM_PLACES)  # else writes end in a SIGBUS when the disk is full
+            os.posix_fallocate(self._file, 0, 2 * NUM_PLACES)  # otherwise writes raise SIGBUS when the disk is full
         except OSError as error:
-            log.warning("cores are not shared: %s", error)
+            log.warning("core sharing: disabled: %s", error)
             os.close(self._file)
             self._file = -1
             return
@@ -111,16 +110,16 @@ class CoreShare:
             self._place = place
             self._page = mmap.mmap(self._file, 2 * NUM_PLACES)
             self._view = (ctypes.c_char * NUM_PLACES).from_buffer(self._page)
-            self.end()  # the place's former worker may have died while it computed
+            self.end()  # the previous worker of this slot may have died while computing
             return
-        log.warning("cores are not shared: all %d places are taken", NUM_PLACES)
+        log.warning("core sharing: disabled: all %d slots are in use", NUM_PLACES)
         os.close(self._file)
         self._file = -1
 
     def _num_others(self, offset: int = 0) -> int:
-        """How many other workers compute, or with `NUM_PLACES` how many compute prompts alone.
+        """Return how many other workers compute, or with `NUM_PLACES` how many compute only prompts.
 
-        Clears the bytes of those that died while they computed.
+        Clears the bytes of workers that died while computing.
         """
         assert self._page is not None
         computing, marked = self._page[:NUM_PLACES], self._page[offset : offset + NUM_PLACES]
@@ -135,7 +134,7 @@ class CoreShare:
         return count
 
     def _lock(self, action: int, place: int) -> int:
-        """Take the lock of a place, or query it: the lock's type. Raises BlockingIOError if it is taken."""
+        """Take or query the lock of a slot. Returns the lock's type. Raises BlockingIOError if it is held."""
         query = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
         return int(struct.unpack(FLOCK, fcntl.fcntl(self._file, action, query))[0])
 
@@ -148,6 +147,6 @@ def pin_to_cores(cores: str) -> None:
 
 
 def spin_briefly() -> None:
-    """Let idle OpenMP threads sleep soon, unless the environment says otherwise."""
+    """Make idle OpenMP threads sleep soon, unless configured otherwise by the environment."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)

@@ -29,7 +29,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 FULL_BYTES = 256 * 1024
 """Free space below which a disk counts as full: SQLite allocates 32 KiB at once for the index of its log."""
 ENOUGH = 65_536
-"""Descriptors: the connections of all clients and workers, some times over."""
+"""Number of descriptors for several times the connections of all clients and workers."""
 
 
 class UnreadableFile(OSError):
@@ -121,7 +121,7 @@ def is_full(folder: Path) -> bool:
 
 
 def raise_file_limit() -> None:
-    """Raise the limit to what the system allows, up to ENOUGH: a silent connection holds one until it is cut."""
+    """Raise the limit of open files up to the system's limit or `ENOUGH`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = ENOUGH if hard == resource.RLIM_INFINITY else min(ENOUGH, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,10 +1,11 @@
-"""How much memory a process may still take on this host: what the kernel has left, and what control groups allow.
+"""Memory available to a process on this host, from the kernel and control groups.
 
-Page cache of files counts as free, because the kernel drops it; free swap does, because others' pages can move there.
+Page cache counts as available, because the kernel drops it. So does free swap, to which pages of other processes can
+move.
 
-Also keeps glibc from giving large buffers back to the kernel after every frame. libzmq allocates memory for each
-incoming KV frame. Frames are above malloc's default limit for mapped memory, so each would cost a system call and page
-faults, about a third of the rate of transfers.
+Also configures glibc not to return large buffers to the kernel after every frame. libzmq allocates memory for each
+incoming KV frame. Frames exceed malloc's default threshold for mmap, so each would cost a system call and page faults,
+about a third of the transfer rate.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's mallopt."""
 MMAP_THRESHOLD_BYTES = 32 * 1024 * 1024  # the largest that glibc accepts
 TRIM_THRESHOLD_BYTES = 256 * 1024 * 1024
-"""Freed memory at the heap's end that is kept for the next step, not given back and faulted in anew."""
+"""Amount of freed memory at the end of the heap that is kept for reuse."""
 
 
 @dataclass(frozen=True, slots=True)
 class Available:
-    """Bytes that can still be taken, and in words what limits them."""
+    """Available bytes, and a description of the limiting factor."""
 
     num_bytes: int
     limit: str
@@ -33,7 +34,7 @@ class Available:
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """Files of a control group of one version, and what its `memory.stat` calls page cache and shared memory."""
+    """File names of a control group version, and the names of page cache and shared memory in its `memory.stat`."""
 
     limit: str
     usage: str
@@ -46,7 +47,7 @@ VERSION_2 = _Names("memory.max", "memory.current", "file", "shmem")
 
 
 def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> Available | None:
-    """The least that any limit leaves; None on a system that tells nothing."""
+    """Return the lowest available memory over all limits; None if unknown."""
     of_kernel = _numbers(proc / "meminfo")
     if "MemAvailable:" not in of_kernel:
         return None
@@ -63,7 +64,7 @@ def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> Available | None:
 
 
 def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, _Names]]:
-    """The folders of this process's control groups and of all above them, whose limits hold as well."""
+    """Iterate over the folders of this process's control groups and their parents, whose limits also apply."""
     for line in _text(proc / "self" / "cgroup").splitlines():
         number, controllers, path = (*line.split(":", 2), "", "")[:3]
         if number == "0" and not controllers:
@@ -72,14 +73,14 @@ def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, _Names]]:
             root, names = cgroups / "memory", VERSION_1
         else:
             continue
-        own = root / path.lstrip("/")  # in a container it may name a folder of the host: then only the root is there
+        own = root / path.lstrip("/")  # in a container the path may be that of the host; then only the root exists
         for folder in (own, *own.parents):
             if folder.is_relative_to(root):
                 yield folder, names
 
 
 def _swap(folder: Path) -> int:
-    """Bytes that a group may still move to swap; 0 where it says nothing of it."""
+    """Return the bytes that a group may still swap; 0 if unknown."""
     limit, used = _number(folder / "memory.swap.max"), _number(folder / "memory.swap.current")
     return max(0, limit - used) if limit is not None and used is not None else 0
 
@@ -92,19 +93,19 @@ def _text(path: Path) -> str:
 
 
 def _number(path: Path) -> int | None:
-    """What the file holds; None where it is missing or says "max"."""
+    """Read a number; None if the file is missing or contains "max"."""
     text = _text(path).strip()
     return int(text) if text.isdecimal() else None
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """The lines `name number ...`."""
+    """Parse lines of the form `name number ...`."""
     fields = (line.split() for line in _text(path).splitlines())
     return {words[0]: int(words[1]) for words in fields if len(words) > 1 and words[1].isdecimal()}
 
 
 def keep_large_buffers() -> bool:
-    """Reuse freed buffers of up to 32 MiB. False if the C library has no such setting."""
+    """Reuse freed buffers of up to 32 MiB. Returns False if the C library does not support it."""
     if not sys.platform.startswith("linux"):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -1,4 +1,4 @@
-"""Metrics of this process from the operating system and the event loop."""
+"""Process metrics from the operating system and the event loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from common.observe import Families
 
 
 class _TaskCollector(Collector):
-    """Counts the tasks of the event loop that answers the scrape."""
+    """Counts the tasks of the event loop in which the scrape runs."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._families = Families(labels)
@@ -23,7 +23,7 @@ class _TaskCollector(Collector):
 
 
 def register_process(registry: CollectorRegistry, labels: Mapping[str, str]) -> None:
-    """Add memory, files, CPU time and start of the process (`process_*`, Linux only) and the number of its tasks."""
+    """Register the process's memory, files, CPU time and start time (`process_*`, Linux only) and task count."""
     ProcessCollector(registry=registry)
     registry.register(_TaskCollector(labels))
 

@@ -96,4 +96,4 @@ class WallClock:
 
 
 WALL_CLOCK = WallClock()
-"""The process's."""
+"""Clock of this process."""

@@ -5,32 +5,39 @@ from __future__ import annotations
 import argparse
 import sys
 
+from common.arguments import CommandParser
 from common.errors import ModelError
 from common.model_files.builtin import DEFAULT_MODEL, builtin_model
 from common.model_files.download import fetch_model
 from common.model_files.resolve import resolve_model
 
 
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of `diptych fetch`."""
+    parser = CommandParser("diptych fetch", description="Download a model into the cache.")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default=DEFAULT_MODEL,
+        help=f"built-in name or Hugging Face ID (default {DEFAULT_MODEL})",
+    )
+    parser.add_argument("--force", action="store_true", help="download a built-in model again")
+    parser.add_argument("--no-weights", action="store_true", help="download only the files that a router needs")
+    return parser
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Run the command. Returns 0 if the model is in the cache, 1 after printing an error to stderr."""
-    parser = argparse.ArgumentParser(prog="diptych fetch", description="Download a model into the cache.")
-    parser.add_argument(
-        "model", nargs="?", default=DEFAULT_MODEL, help=f"built-in name or Hugging Face id (default {DEFAULT_MODEL})"
-    )
-    parser.add_argument("--force", action="store_true", help="download the model again even if it is in the cache")
-    parser.add_argument(
-        "--no-weights", action="store_true", help="do not download the weights of a Hugging Face model (for a router)"
-    )
-    options = parser.parse_args(argv)
+    """Command line. Exit status 0 when the model is in the cache, 1 with one sentence on stderr when not."""
+    options = build_parser().parse_args(argv)
     try:
         if options.force:
             fetch_model(builtin_model(options.model), force=True)
         files = resolve_model(options.model, weights=not options.no_weights)
     except ModelError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"diptych fetch: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted: finished parts are kept, run the same command again to continue", file=sys.stderr)
+        print("diptych fetch: interrupted; run it again to resume", file=sys.stderr)
         return 130
     print(f"{files.model_id}: {', '.join(map(str, files.weights or (files.tokenizer,)))}")
     return 0

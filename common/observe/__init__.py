@@ -1,4 +1,4 @@
-"""Logs; averages, windows and quantiles of recent observations."""
+"""Logging, progress, metrics, and averages, windows and quantiles of recent observations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Averages, windows and quantiles of recent observations, in constant memory. Pure: `now` comes in."""
+"""Averages, windows and quantiles of recent observations in constant memory. Pure."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Generic, TypeVar
 
 Slot = TypeVar("Slot")
 LOWEST, GROWTH, NUM_BUCKETS = 1e-5, 1.05, 425
-"""Buckets grow by 5 % from 10 us to about three hours, which bounds the error of a quantile."""
+"""Buckets grow by 5% from 10 us to about three hours, which limits the error of quantiles to 5%."""
 NUM_SLOTS = 6
-"""Of the window: the oldest sixth of the observations expires at once."""
+"""Number of slots of the window: the oldest sixth of the observations expires at once."""
 _PER_LOG = 1.0 / math.log(GROWTH)
 _BEGIN = math.log(LOWEST) * _PER_LOG
 
 
 class Ewma:
-    """An exponentially weighted moving average: each observation moves it by the share `smoothing` of the difference.
+    """Exponentially weighted moving average: each observation moves it by the fraction `smoothing` of the difference.
 
-    Without a `start` it is 0 until the first observation, which it takes whole.
+    Without `start`, the value is 0 until the first observation, which replaces it.
     """
 
     __slots__ = ("_next_share", "_smoothing", "value")
@@ -40,7 +40,7 @@ class Ewma:
 class SlidingWindow(Generic[Slot]):
     """The last `window_s` seconds in `num_slots` slots of equal length, which expire one by one.
 
-    `make` makes an empty slot; the owner writes to the current one and sums over the recent ones.
+    `make` creates an empty slot. The owner writes to the current slot and reads the recent ones.
     """
 
     def __init__(self, window_s: float, num_slots: int, make: Callable[[], Slot]) -> None:
@@ -49,7 +49,7 @@ class SlidingWindow(Generic[Slot]):
         self._ends_at = -math.inf  # the newest slot
 
     def current(self, now: float) -> Slot:
-        """The slot that observations of `now` belong to."""
+        """Return the slot for observations at `now`."""
         if now >= self._ends_at:
             number = int(now / self._slot_s)
             if not self._slots or self._slots[-1][0] < number:
@@ -58,26 +58,26 @@ class SlidingWindow(Generic[Slot]):
         return self._slots[-1][1]
 
     def recent(self, now: float) -> list[Slot]:
-        """The slots of the window that ends at `now`, oldest first; those in which nothing happened are missing."""
+        """Return the slots of the window that ends at `now`, oldest first, without empty ones."""
         oldest = int(now / self._slot_s) - self._num_slots + 1
         return [slot for number, slot in self._slots if number >= oldest]
 
     def series(self, now: float) -> list[Slot | None]:
-        """One entry for each slot of the window that ends at `now`, oldest first; None where nothing happened."""
+        """Return one entry per slot of the window that ends at `now`, oldest first; None for empty slots."""
         newest = int(now / self._slot_s)
         by_number = dict(self._slots)
         return [by_number.get(number) for number in range(newest - self._num_slots + 1, newest + 1)]
 
 
 class RecentQuantile:
-    """Observations of the last `window_s` seconds. One thread may observe while another asks; `now` is monotonic."""
+    """Quantiles of the last `window_s` seconds. Thread-safe. `now` is monotonic."""
 
     def __init__(self, window_s: float = 60.0) -> None:
         self._window = SlidingWindow(window_s, NUM_SLOTS, lambda: [0] * NUM_BUCKETS)
         self._lock = Lock()
 
     def observe(self, value: float, now: float, num: int = 1) -> None:
-        """A value in seconds, above 0, that was seen `num` times."""
+        """Record a value in seconds, above 0, that occurred `num` times."""
         bucket = math.ceil(math.log(value) * _PER_LOG - _BEGIN) if value > LOWEST else 0
         if bucket >= NUM_BUCKETS:
             bucket = NUM_BUCKETS - 1
@@ -85,21 +85,21 @@ class RecentQuantile:
             self._window.current(now)[bucket] += num
 
     def quantile(self, share: float, now: float) -> float:
-        """The value that `share` of the observations do not exceed, at most 5 % too large; 0.0 without any."""
+        """Return the quantile, at most 5% too large; 0.0 without observations."""
         return self.quantiles((share,), now)[1][0]
 
     def quantiles(self, shares: Sequence[float], now: float) -> tuple[int, list[float]]:
-        """The number of observations, and the quantile of each share, 0.0 without any."""
+        """Return the number of observations and the quantile of each share, 0.0 without observations."""
         return quantiles_of(self.counts(now), shares)
 
     def counts(self, now: float) -> list[int]:
-        """The observations by bucket; empty without any."""
+        """Return the number of observations by bucket; empty without any."""
         with self._lock:
             return [sum(bucket) for bucket in zip(*self._window.recent(now), strict=True)]
 
 
 def quantiles_of(counts: Sequence[int], shares: Sequence[float]) -> tuple[int, list[float]]:
-    """The number of observations by bucket, and the quantile of each share, 0.0 without any."""
+    """Return the number of observations and the quantile of each share, from counts by bucket."""
     seen = list(accumulate(counts))
     if not seen or not seen[-1]:
         return 0, [0.0] * len(shares)

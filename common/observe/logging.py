@@ -1,11 +1,11 @@
-"""Logs as lines for people or JSON objects for a collector. Fields go in `extra`:
+"""Logging as text lines or JSON objects. Structured fields go in `extra`:
 
 log = logging.getLogger(__name__)
 log.info("request finished", extra={"request_id": rid, "ttft_ms": 41.3})
 
 14:03:22.118 INFO    decode-0  request finished  request_id=cmpl-7f ttft_ms=41.3
 
-`logging` refuses names of its own in `extra`: name, args, module, process, thread, message, ...
+`logging` does not allow its own attribute names in `extra`: name, args, module, process, thread, message, ...
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from typing import TextIO
 from common.packages import PACKAGES
 
 REMIND_S = 60.0
-"""How often a process logs anew what goes on to fail."""
+"""Interval at which a lasting failure is logged again, in seconds."""
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
 
-# A message may quote what a client sent: it must not look like another line, or control a terminal.
+# Messages may contain client input, which must not forge log lines or control a terminal.
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
 
 _QUOTED = re.compile(r'[\s"=]')
-"""Values with one of these are quoted."""
+"""Values that contain one of these are quoted."""
 
 
 def fields_in(record: logging.LogRecord) -> dict[str, object]:
-    """The fields that the caller passed in `extra`, in order."""
+    """Return the fields passed in `extra`, in order."""
     return {name: value for name, value in vars(record).items() if name not in _STANDARD}
 
 
@@ -46,7 +46,7 @@ def _text_of(value: object) -> str:
 
 
 class LineFormatter(logging.Formatter):
-    """`time LEVEL process  message  key=value ...`, then the traceback if there is one."""
+    """`time LEVEL process  message  key=value ...`, followed by a traceback if there is one."""
 
     def __init__(self, process_name: str) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class LineFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (UTC, ISO 8601), level, process, logger, message, the fields, exception."""
+    """One JSON object per line: time (UTC, ISO 8601), level, process, logger, message, the fields, exception."""
 
     def __init__(self, process_name: str) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def setup_logging(process_name: str, level: str = "info", json: bool = False, stream: TextIO | None = None) -> None:
-    """Send all logs of this process to `stream` (stderr). Libraries log from WARNING on, except at level "debug"."""
+    """Configure logging of this process to `stream` (stderr). Other libraries log warnings only, except at "debug"."""
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
     handler.setFormatter(JsonFormatter(process_name) if json else LineFormatter(process_name))
     logging.basicConfig(level=logging.WARNING if level != "debug" else logging.DEBUG, handlers=[handler], force=True)

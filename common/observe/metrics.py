@@ -1,4 +1,4 @@
-"""Prometheus metrics that routers and workers have in common: buckets, families, counters of speculative decoding."""
+"""Prometheus metrics shared by routers and workers: buckets, families, counters of speculative decoding."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.8),
     *(1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0),
 )
-"""vLLM's buckets, and finer ones below theirs."""
+"""vLLM's buckets, with finer ones at the lower end."""
 SHORT_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 Samples = Iterable[tuple[tuple[str, ...], float]]
-"""Values by those labels that differ between the samples of a family."""
+"""Values by the labels that differ between the samples of a family."""
 KIND, POSITION = "kind", "position"
 
 
 @dataclass(frozen=True, slots=True)
 class Families:
-    """`common`: the labels that all samples have."""
+    """Factory of metric families. `common`: labels of all samples."""
 
     common: Mapping[str, str]
 
     def gauge(self, name: str, text: str, samples: Samples | float, labels: tuple[str, ...] = ()) -> Metric:
-        """One value, or values by `labels`."""
+        """Create a gauge with one value, or values by `labels`."""
         return self._filled(GaugeMetricFamily(name, text, labels=[*self.common, *labels]), samples)
 
     def counter(self, name: str, text: str, samples: Samples | float, labels: tuple[str, ...] = ()) -> Metric:
-        """One value, or values by `labels`."""
+        """Create a counter with one value, or values by `labels`."""
         return self._filled(CounterMetricFamily(name, text, labels=[*self.common, *labels]), samples)
 
     def _filled(self, family: CounterMetricFamily | GaugeMetricFamily, samples: Samples | float) -> Metric:
@@ -40,31 +40,27 @@ class Families:
 
 
 class DraftMetrics:
-    """With `kinds`, the first three counters have a label that says where draft tokens came from."""
+    """Counters of speculative decoding. With `kinds`, the first three have a label for the source of draft tokens."""
 
     def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str], kinds: Sequence[str] = ()) -> None:
         self._labels = labels
         names = [*labels, *((KIND,) if kinds else ())]
-        self.drafts = Counter(
-            "vllm:spec_decode_num_drafts", "Times that an answer's next tokens were drafted", names, registry=registry
-        )
-        self.tokens = Counter(
-            "vllm:spec_decode_num_draft_tokens", "Tokens drafted and checked", names, registry=registry
-        )
+        self.drafts = Counter("vllm:spec_decode_num_drafts", "Number of drafts", names, registry=registry)
+        self.tokens = Counter("vllm:spec_decode_num_draft_tokens", "Number of draft tokens", names, registry=registry)
         self.accepted = Counter(
-            "vllm:spec_decode_num_accepted_tokens", "Tokens drafted and accepted", names, registry=registry
+            "vllm:spec_decode_num_accepted_tokens", "Number of accepted draft tokens", names, registry=registry
         )
         self._by_place = Counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Tokens drafted and accepted, by their position in the draft",
+            "Number of accepted draft tokens by position in the draft",
             [*labels, POSITION],
             registry=registry,
         )
-        for kind in kinds or ("",):  # so that each series begins at 0
+        for kind in kinds or ("",):  # so that each series starts at 0
             self.count(0, 0, (0,), kind)
 
     def count(self, num_drafts: int, num_tokens: int, accepted: Sequence[int], kind: str = "") -> None:
-        """`num_drafts` drafts of `num_tokens` were checked; `accepted[i]` of them had an accepted token in place i."""
+        """Count verified drafts. `accepted[i]` of them had their token `i` accepted."""
         values = [*self._labels.values(), *((kind,) if kind else ())]
         self.drafts.labels(*values).inc(num_drafts)
         self.tokens.labels(*values).inc(num_tokens)

@@ -1,4 +1,4 @@
-"""Shows how far a long read is: a bar on the terminal that a process has to itself, else lines in the log.
+"""Progress of long reads: a bar if the process has the terminal to itself, otherwise log lines.
 
 weights: 3.1 of 16.0 GB read
 """
@@ -16,20 +16,20 @@ from typing import NoReturn
 from tqdm import tqdm
 
 PROGRESS_EVERY_S = 10.0
-"""Between two lines."""
+"""Interval of log lines, in seconds."""
 SMALL_BYTES = 10**8
 """Smaller sizes are shown in MB."""
 
 
 def in_bytes(count: int) -> str:
-    """Megabytes of little, gigabytes of much."""
+    """Format a size in megabytes or gigabytes."""
     return f"{count / 1e6:.1f} MB" if count < SMALL_BYTES else f"{count / 1e9:.1f} GB"
 
 
 def has_terminal() -> bool:
-    """Whether standard error is a terminal that this process runs in the foreground of.
+    """Return whether stderr is a terminal and this process runs in its foreground.
 
-    Processes that `diptych serve` started write to its terminal, too: their bars would overwrite each other.
+    False for processes started by `diptych serve`, whose bars would overwrite each other.
     """
     try:
         return os.tcgetpgrp(sys.stderr.fileno()) == os.getpgrp()
@@ -38,7 +38,7 @@ def has_terminal() -> bool:
 
 
 class ByteProgress:
-    """Counts bytes up to `total`: "`what`: 3.1 of 16.0 GB `done`". One thread uses it, as a context manager."""
+    """Counts bytes up to `total`: "`what`: 3.1 of 16.0 GB `done`". A context manager for one thread."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class ByteProgress:
         bar: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`bar`: whether there is one in place of lines; None: where the terminal is this process's own."""
+        """`bar`: show a bar instead of log lines; None: if the process has the terminal to itself."""
         self.what, self.done, self.total = what, done, total
         self.count = 0
         self._log, self._clock = log, clock
@@ -61,7 +61,7 @@ class ByteProgress:
         )
 
     def add(self, num_bytes: int) -> None:
-        """So many more are done."""
+        """Add `num_bytes` to the count."""
         num_bytes = min(num_bytes, self.total - self.count)
         self.count += num_bytes
         self._bar.update(num_bytes)
@@ -74,7 +74,7 @@ class ByteProgress:
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Seconds since the start."""
         return self._clock() - self._began
 
     def __enter__(self) -> ByteProgress:

@@ -1,4 +1,4 @@
-"""What crosses process borders: messages, sampling parameters, and the sockets and keys that carry them."""
+"""Wire protocol between processes: messages, sampling parameters, sockets and keys."""
 
 from __future__ import annotations
 

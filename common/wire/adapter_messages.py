@@ -1,7 +1,7 @@
-"""LoRA adapters between routers and workers: what each worker holds, and what routers want it to hold.
+"""Messages about LoRA adapters: their state on workers, and orders of routers.
 
-Workers own what is loaded, and every heartbeat says so. Of two versions of a name the larger one counts everywhere:
-a router that hears of a newer version tells the workers that have an older one, or none.
+Workers own what is loaded and report it in every heartbeat. The higher version of a name wins. A router that learns of
+a newer version sends it to workers with an older one or none.
 """
 
 from __future__ import annotations
@@ -14,19 +14,22 @@ from msgspec import Meta
 from common.wire.message_fields import Count, Message, Name, Text
 
 MAX_ADAPTERS = 256
-"""Names that a worker tells of, those included that were unloaded or could not be loaded."""
+"""Maximum number of names in a report, including unloaded and failed ones."""
 MAX_PATH = 1024
-"""Characters."""
+"""Maximum length in characters."""
 FLAG_VERSION = 1
-"""Of what a flag loaded: every order of a router is newer."""
+"""Version of adapters loaded by a flag. All orders of routers are newer."""
 AdapterPath = Annotated[str, Meta(max_length=MAX_PATH)]
 Digest = Annotated[str, Meta(pattern=r"^(|[0-9a-f]{32})\Z")]
-"""Of an adapter's weights, ranks and scales, in hexadecimal; "" for none."""
+"""Hash of an adapter's weights, ranks and scales in hexadecimal; "" for none."""
 AdapterStatus = Literal["loading", "loaded", "failed", "unloaded"]
 
 
 class AdapterState(msgspec.Struct, frozen=True, array_like=True):
-    """One name on a worker. `message`: why it could not be loaded. A loaded one takes `num_bytes`, at most `rank`."""
+    """State of one name on a worker.
+
+    `message` explains a failure. Loaded adapters have `num_bytes` and a maximum `rank`.
+    """
 
     name: Name
     version: Count
@@ -39,10 +42,10 @@ class AdapterState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SetAdapter(Message, frozen=True, tag=10):
-    """Load the adapter in the worker's folder `path` under this name, or with "" unload it.
+    """Order to load the adapter in the worker's folder `path` under this name, or with "" to unload it.
 
-    Requests that use what the name stood for before go on to their end. An older version than the worker's does
-    nothing. The outcome is in the worker's heartbeats.
+    Requests that use the previous adapter of the name continue with it. Versions older than the worker's are ignored.
+    The result is reported in heartbeats.
     """
 
     name: Name

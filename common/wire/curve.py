@@ -1,11 +1,12 @@
-"""CURVE, ZeroMQ's encryption and mutual authentication, for every socket between processes.
+"""CURVE, ZeroMQ's encryption and mutual authentication, for all sockets between processes.
 
-A process has one key pair and trusts its own public key and those of an authorised list: processes with a trusted key
-may connect to it, and it connects to no others. Processes that share one pair need no list. To change a cluster's key,
-the list holds both keys for a while. See docs/security.md.
+A process has one key pair. It trusts its own public key and those in an authorised list: it accepts connections from,
+and connects to, only processes with trusted keys. Processes that share one key pair need no list. To rotate a cluster's
+key, list both keys for a while. See docs/guides/secure.md.
 
-A pair is a small TOML file with `public` and `secret`, in ZeroMQ's 40-character form (Z85). The list has one public key
-a line and may name its owner behind it; lines that begin with "# " are comments. No error message shows a secret key.
+A key pair is a small TOML file with `public` and `secret` in ZeroMQ's 40-character encoding (Z85). The list contains
+one public key per line, optionally followed by the name of its owner. Lines that begin with "# " are comments. Error
+messages never contain a secret key.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from zmq.utils import z85
 from common.errors import ConfigError
 
 KEY_CHARACTERS, KEY_BYTES = 40, 32
-"""Of a key in Z85, and as bytes: ZeroMQ's CURVE."""
-_PAIR_RULE = "a file that `diptych keygen` wrote"
+"""Length of a key in Z85 and in bytes, from ZeroMQ's CURVE."""
+_PAIR_RULE = "a file written by `diptych keygen`"
 _HEADER = """\
-# A CURVE key pair of Diptych. Keep this file secret: with the secret key, any program passes for one of your processes.
-# The public key is no secret; `diptych keygen --public FILE` prints it.
+# CURVE key pair of Diptych. Keep this file secret: any program with the secret key can impersonate your processes.
+# The public key is not secret; `diptych keygen --public FILE` prints it.
 """
 log = logging.getLogger(__name__)
 ZAP_DOMAIN = b"diptych"
@@ -41,7 +42,7 @@ AnySocket = zmq.Socket[bytes] | zmq.asyncio.Socket
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """A public key and the secret that belongs to it, 40 characters each."""
+    """A public key and its secret key, 40 characters each."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -52,15 +53,15 @@ class KeyPair:
 
 
 def is_key(text: str) -> bool:
-    """Whether `text` is 32 bytes in ZeroMQ's printable form."""
+    """Return whether `text` is a 32-byte key in Z85."""
     try:
         return len(text) == KEY_CHARACTERS and len(z85.decode(text)) == KEY_BYTES
-    except (ValueError, KeyError, struct.error):  # not ASCII; not of the alphabet; more than 32 bits in 5 characters
+    except (ValueError, KeyError, struct.error):  # not ASCII; invalid character; more than 32 bits in 5 characters
         return False
 
 
 def read_key_pair(path: str) -> KeyPair:
-    """The pair in a file. Raises ConfigError, which never shows the secret."""
+    """Read a key pair from a file. Raises ConfigError, which never contains the secret key."""
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -70,17 +71,17 @@ def read_key_pair(path: str) -> KeyPair:
     for name in ("public", "secret"):
         value = table.get(name)
         if not isinstance(value, str) or not is_key(value):
-            size = f"{len(value)} characters" if isinstance(value, str) else "none"
-            rule = f"{_PAIR_RULE}: its {name} key has {size}, a key is 40 characters of Z85"
+            state = f"has {len(value)} characters" if isinstance(value, str) else "is missing"
+            rule = f"{_PAIR_RULE}: its {name} key {state}, but a key has 40 characters of Z85"
             raise ConfigError("curve_key", path, rule)
     pair = KeyPair(table["public"].encode(), table["secret"].encode())
     if zmq.curve_public(pair.secret) != pair.public:
-        raise ConfigError("curve_key", path, f"{_PAIR_RULE}: its public key does not belong to its secret key")
+        raise ConfigError("curve_key", path, f"{_PAIR_RULE}: its public and secret key do not match")
     return pair
 
 
 def write_key_pair(path: str, pair: KeyPair, *, force: bool = False) -> None:
-    """Write a pair for its owner's eyes only (mode 0600). Raises FileExistsError unless `force`, or OSError."""
+    """Write a key pair with mode 0600. Raises FileExistsError unless `force`, or OSError."""
     text = f'{_HEADER}public = "{pair.public.decode()}"\nsecret = "{pair.secret.decode()}"\n'
     target = f"{path}.{os.getpid()}.new" if force else path
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -91,12 +92,12 @@ def write_key_pair(path: str, pair: KeyPair, *, force: bool = False) -> None:
 
 
 def others_may_read(path: str) -> bool:
-    """Whether the file's group or all users may read it."""
+    """Return whether the file's group or all users can read it."""
     return bool(os.stat(path).st_mode & (stat.S_IRGRP | stat.S_IROTH))
 
 
 def read_authorized(path: str) -> dict[bytes, str]:
-    """Public keys and the owner that the list names for each, or "". Raises ConfigError naming the line."""
+    """Read authorised public keys and the names of their owners, "" if unnamed. Raises ConfigError with the line."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -109,45 +110,47 @@ def read_authorized(path: str) -> dict[bytes, str]:
             continue
         if not is_key(key):
             shown = f"line {number}, {key[:8]}... of {len(key)} characters," if len(key) > 8 else f"line {number}"
-            rule = f'one public key of 40 characters a line, or "# " and a comment; {shown} is neither'
+            rule = (
+                f'a list of public keys of 40 characters each, one per line, or comments after "# "; {shown} is neither'
+            )
             raise ConfigError("curve_authorized", path, rule)
         keys[key.encode()] = comment.strip()
     return keys
 
 
 class Curve:
-    """This process's keys. Sockets of any thread may use it; the authorised list is read again whenever it changes."""
+    """Keys of this process. Thread-safe. The authorised list is reloaded whenever it changes."""
 
     def __init__(self, pair: KeyPair, authorized_file: str = "") -> None:
-        """Raises ConfigError for a bad list."""
+        """Raises ConfigError for an invalid list."""
         self._pair, self._path = pair, authorized_file
         self._stamp = _stamp_of(authorized_file)
         self._trusted = self._with_own(read_authorized(authorized_file) if authorized_file else {})
 
     @classmethod
     def load(cls, key_file: str, authorized_file: str = "") -> Curve | None:
-        """The keys that the settings name; None when they name none. Raises ConfigError."""
+        """Load the configured keys; None without any. Raises ConfigError."""
         if not key_file:
             return None
         if not zmq.has("curve"):
-            raise ConfigError("curve_key", key_file, "empty, for this libzmq was built without CURVE")
+            raise ConfigError("curve_key", key_file, "empty, because this libzmq was built without CURVE")
         return cls(read_key_pair(key_file), authorized_file)
 
     def trusted(self) -> Mapping[bytes, str]:
-        """Public keys that may be at the other end of a connection, and their owners; this process's own first."""
+        """Return trusted public keys and their owners, this process's own first."""
         if self._path:
             self._read_again()
         return self._trusted
 
     def serve(self, socket: AnySocket) -> None:
-        """Before `bind`: admit only keys that the gatekeeper of the socket's context trusts."""
+        """Configure a socket before `bind` to accept only keys that the gatekeeper of its context trusts."""
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, self._pair.secret)
         socket.set(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-        socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a gatekeeper, refuse every connection
+        socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # reject all connections without a gatekeeper
 
     def expect(self, socket: AnySocket, server_key: bytes) -> None:
-        """Before `connect`: talk only to the owner of `server_key`, and show it this process's key."""
+        """Configure a socket before `connect`: accept only the owner of `server_key`, present this process's key."""
         socket.set(zmq.CURVE_SERVERKEY, server_key)
         socket.set(zmq.CURVE_PUBLICKEY, self._pair.public)
         socket.set(zmq.CURVE_SECRETKEY, self._pair.secret)
@@ -162,13 +165,13 @@ class Curve:
         self._stamp = stamp
         try:
             self._trusted = self._with_own(read_authorized(self._path))
-            log.info("%s was read again: %d public keys are trusted", self._path, len(self._trusted))
+            log.info("curve: reloaded %s: %d public keys are trusted", self._path, len(self._trusted))
         except ConfigError as error:
-            log.error("the trusted keys stay as they were: %s", error)
+            log.error("curve: cannot reload the authorised keys, keeping the previous ones: %s", error)
 
 
 def _stamp_of(path: str) -> tuple[int, int, int] | None:
-    """Differs once the file was changed or replaced; None if it cannot be read."""
+    """Return a value that changes when the file is changed or replaced; None if it cannot be read."""
     try:
         found = os.stat(path)
     except OSError:
@@ -177,6 +180,6 @@ def _stamp_of(path: str) -> tuple[int, int, int] | None:
 
 
 def warn_of_readers(key_file: str) -> None:
-    """Log a warning when others than the owner may read the secret key. Some containers cannot avoid that."""
+    """Log a warning if other users can read the secret key, which some containers cannot avoid."""
     if key_file and others_may_read(key_file):
-        log.warning("%s holds a secret key and may be read by others than its owner (chmod 600 changes that)", key_file)
+        log.warning("curve: other users can read the secret key in %s: run chmod 600 on it", key_file)

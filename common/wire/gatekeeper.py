@@ -1,6 +1,6 @@
-"""Decides who may connect to the CURVE sockets of one ZeroMQ context (ZAP, https://rfc.zeromq.org/spec/27/).
+"""Authentication of connections to the CURVE sockets of one ZeroMQ context (ZAP, https://rfc.zeromq.org/spec/27/).
 
-ZeroMQ itself has checked before that the caller owns the secret key to the public key it shows.
+ZeroMQ has verified before that the peer owns the secret key of the public key it presents.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ NUM_PARTS = 7
 
 
 class Gatekeeper:
-    """A thread that admits or refuses every new connection; without it, ZeroMQ refuses all.
+    """A thread that accepts or rejects new connections. Without it, ZeroMQ rejects all.
 
-    pyzmq's authenticators do not hand over the caller's address, which the log line of a refusal needs.
+    pyzmq's authenticators do not provide the peer's address, which is needed to log rejections.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], curve: Curve) -> None:
@@ -44,14 +44,14 @@ class Gatekeeper:
 
     @property
     def num_refused(self) -> int:
-        """Connections refused since the start."""
+        """Number of connections rejected since the start."""
         return self._drops.num_dropped
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self, timeout_s: float = 2.0) -> None:
-        """End the thread and close its sockets. ZeroMQ refuses every connection from then on."""
+        """Stop the thread and close its sockets. ZeroMQ rejects all connections afterwards."""
         self._stop_out.send(b"", zmq.NOBLOCK)
         self._thread.join(timeout_s)
         self._stop_out.close()
@@ -69,7 +69,7 @@ class Gatekeeper:
                     self._answer(self._socket.recv_multipart(), time.monotonic())
                 self._drops.flush(time.monotonic())
         except BaseException as error:
-            log.exception("the gatekeeper died: all further connections are refused")
+            log.exception("gatekeeper: failed: all further connections are rejected")
             self.failure = error
         finally:
             self._socket.close()
@@ -84,10 +84,10 @@ class Gatekeeper:
         self._socket.send_multipart([VERSION, request_id, status, text, b"", b""], zmq.NOBLOCK)
 
     def _refusal(self, request: list[bytes]) -> str:
-        """Why the connection is refused, or ""."""
+        """Return why the connection is rejected, or ""."""
         if len(request) != NUM_PARTS or request[0] != VERSION or request[5] != b"CURVE":
-            return f"a ZAP request of {len(request)} parts that is not about CURVE"
+            return f"ZAP request of {len(request)} parts without CURVE"
         key = zmq.utils.z85.encode(request[6])
         if key in self._curve.trusted():
             return ""
-        return f"{request[3].decode(errors='replace')} with the public key {key.decode()}, which is not authorised"
+        return f"{request[3].decode(errors='replace')}: public key {key.decode()} is not authorised"

@@ -1,4 +1,4 @@
-"""`diptych keygen FILE`: makes a CURVE key pair for --curve-key."""
+"""`diptych keygen FILE`: creates a CURVE key pair for --curve-key."""
 
 from __future__ import annotations
 
@@ -6,23 +6,29 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 
+from common.arguments import CommandParser
 from common.errors import ConfigError
 from common.wire.curve import KeyPair, read_key_pair, write_key_pair
 
 PROGRAM = "diptych keygen"
 
 
+def build_parser() -> ArgumentParser:
+    """Build the parser of `diptych keygen`."""
+    parser = CommandParser(
+        PROGRAM,
+        description="Create a CURVE key pair in FILE, readable only by its owner, and print the public key.",
+        epilog="Start every process of a cluster with --curve-key FILE. See docs/guides/secure.md.",
+    )
+    parser.add_argument("file", metavar="FILE", help="file of the key pair")
+    parser.add_argument("--force", action="store_true", help="replace an existing FILE")
+    parser.add_argument("--public", action="store_true", help="print the public key of an existing FILE")
+    return parser
+
+
 def main(argv: Sequence[str]) -> int:
     """Exit status 0, or 2 with one line on stderr when FILE exists already or cannot be written or read."""
-    parser = ArgumentParser(
-        PROGRAM,
-        description="Write a new CURVE key pair to FILE, readable by its owner alone, and print its public key.",
-        epilog="Every process of a cluster takes the file by --curve-key FILE. docs/security.md says more.",
-    )
-    parser.add_argument("file", metavar="FILE")
-    parser.add_argument("--force", action="store_true", help="replace FILE when it is there already")
-    parser.add_argument("--public", action="store_true", help="write nothing: print the public key of the pair in FILE")
-    options = parser.parse_args(argv)
+    options = build_parser().parse_args(argv)
     try:
         if options.public:
             pair = read_key_pair(options.file)
@@ -30,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
             pair = KeyPair.generate()
             write_key_pair(options.file, pair, force=options.force)
     except FileExistsError:
-        return refuse(f"{options.file} is there already: --force replaces it, --public prints its public key")
+        return refuse(f"{options.file} exists: use --force to replace it, or --public to print its public key")
     except (ConfigError, OSError) as error:
         return refuse(str(error))
     print(pair.public.decode())

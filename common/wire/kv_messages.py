@@ -1,7 +1,7 @@
-"""The messages of a KV transfer, from a prefill worker (P) to a decode worker (D) and back.
+"""Messages of KV transfers from a prefill worker (P) to a decode worker (D) and back.
 
-In a hand-over P is a decode worker too. Each message that moves memory says who owns the blocks before and after it.
-A pull is no transfer: any worker (the puller) takes copies of cached blocks from any other (the lender).
+In a hand-over P is also a decode worker. Messages that move memory document who owns the blocks before and after. A
+pull is not a transfer: any worker (the puller) copies cached blocks of any other worker (the lender).
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from common.wire.message_fields import MAX_TOKENS, Count, Finite, Message, Name,
 from common.wire.sampling_params import TokenLogprobs
 
 MAX_BLOCKS_PER_FRAME = 256
-"""Bounds the lists that a message may bring: a checksum and a source for each block."""
+"""Limits the lists in a message, which have a checksum and a source per block."""
 MAX_OFFER_BYTES = 40 * 1024
 """Maximum size of an offer's details."""
 BLOCK_HASH_BYTES = 16
-"""128 bits: two prompts with one hash would share KV, so even hostile clients must find no such pair."""
+"""128 bits. Prompts with equal hashes share KV, so even malicious clients must not be able to find collisions."""
 
 Details = TypeVar("Details", bound=msgspec.Struct)
 
 
 class KVOffer(msgspec.Struct, frozen=True, array_like=True):
-    """How D may copy P's blocks itself, instead of receiving frames.
+    """Offer that D may copy P's blocks directly instead of receiving frames.
 
-    `transport` names the KV transport, `details` is that transport's own struct, packed with msgpack. A receiver that
-    does not use the transport ignores the offer and asks for frames.
+    `transport` is the name of the KV transport, `details` its own struct, packed with msgpack. A receiver that does not
+    use the transport ignores the offer and requests frames.
     """
 
     transport: Name
@@ -40,22 +40,22 @@ class KVOffer(msgspec.Struct, frozen=True, array_like=True):
         return cls(transport, msgspec.msgpack.encode(details))
 
     def read(self, type_of_details: type[Details]) -> Details:
-        """Unpack `details`. Raises WireError for anything that is not exactly one valid struct of this type."""
+        """Unpack `details`. Raises WireError unless they are exactly one valid struct of this type."""
         try:
             return msgspec.msgpack.decode(self.details, type=type_of_details)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise WireError(f"not an offer of {self.transport}: {error}") from error
+            raise WireError(f"invalid offer of transport {self.transport}: {error}") from error
 
 
 # ---------------------------------------------------------------- P -> D
 
 
 class KVOpen(Message, frozen=True, tag=40):
-    """P announces the KV of a prompt. P owns its blocks; D owns none yet. `sent_at` is P's clock, in seconds.
+    """P announces the KV of a prompt. P owns its blocks; D owns none yet. `sent_at` is P's clock in seconds.
 
-    With `offer` P lets D copy the blocks itself, out of P's cache or out of places that P copies them to. With
-    `quantised` P offers frames of 8-bit numbers, in the format of `kernels.blocks`. The blocks before `first_block` are
-    out of the model's window: P has given them back, or will, and ships none of them.
+    With `offer`, D may copy the blocks from P's cache, or from slots to which P copies them. With `quantised`, P offers
+    frames of 8-bit numbers in the format of `kernels.blocks`. The blocks before `first_block` are outside the model's
+    window: P releases them and does not send them.
     """
 
     request_id: Name
@@ -72,14 +72,14 @@ class KVOpen(Message, frozen=True, tag=40):
 
 
 class KVBlocks(Message, frozen=True, tag=41):
-    """Header of the raw frames that follow it in the same multipart message, one frame a block.
+    """Header of the raw frames that follow in the same multipart message, one frame per block.
 
-    They are the prompt's blocks from `first_block` on, as many as there are checksums, each xxh3-64 of one frame, or of
-    one block or place, unless the transport that was granted defines another checksum.
-    P and D go on owning their own copies. With `sources` no frames follow: these are the numbers of P's blocks in the
-    memory that it offered, one for each checksum, and P holds them until `KVAck`. If P offered a ring, they are the
-    numbers of places, which are lent to this transfer until `KVTaken` names them, or the transfer ends. `token` is the
-    grant's.
+    The blocks are those of the prompt from `first_block` on, one per checksum. Each checksum is the xxh3-64 of one
+    frame, block or slot, unless the transport defines another one. P and D still own their own copies.
+
+    With `sources` no frames follow. They are the numbers of P's blocks in the offered memory, one per checksum, and P
+    holds them until `KVAck`. If P offered a ring, they are slot numbers, lent to this transfer until `KVTaken` or its
+    end. `token` is that of the grant.
     """
 
     request_id: Name
@@ -91,13 +91,13 @@ class KVBlocks(Message, frozen=True, tag=41):
 
 
 class KVDone(Message, frozen=True, tag=42):
-    """All granted blocks were sent and the first token is sampled. P still holds its blocks, until `KVAck`.
+    """All granted blocks were sent, and the first token was sampled. P holds its blocks until `KVAck`.
 
-    `computed_at` is when the prompt was computed, by P's clock: D finds the difference of the clocks by
-    `KVOpen.sent_at`. `token` is the grant's.
+    `computed_at` is the time when the prompt was computed, by P's clock. D determines the clock difference by
+    `KVOpen.sent_at`. `token` is that of the grant.
 
-    In a hand-over `num_blocks` says how many of the announced blocks were sent in the end, and `more_tokens` are the
-    tokens behind `first_token`, each with its logprobs if the request wants any. P sent the KV of all but the last.
+    In a hand-over, `num_blocks` is the number of announced blocks that were sent in the end, and `more_tokens` are the
+    tokens after `first_token`, with logprobs if requested. P has sent the KV of all tokens except the last.
     """
 
     request_id: Name
@@ -117,13 +117,12 @@ class KVDone(Message, frozen=True, tag=42):
 
 
 class KVGrant(Message, frozen=True, tag=43):
-    """D owns blocks for all that was announced and has the KV of those before `first_block`: ship from there on.
+    """D owns blocks for the whole prompt and has the KV before `first_block`: send the blocks from there on.
 
-    It is at least the `first_block` of `KVOpen`: D needs none before that, and owns none.
-    `first_block` equal to the prompt's number of blocks means that nothing needs shipping. `shared`: D can read the
-    memory that P offered, so P sends numbers of blocks, or of places, instead of frames; frames of native numbers are
-    still accepted. `quantised`: D takes the frames of 8-bit numbers that P offered; never both. `token` is a secret of
-    this grant: D accepts `KVBlocks` and `KVDone` that repeat it, over any connection.
+    `first_block` is at least that of `KVOpen`, because D does not need or own earlier blocks. If it equals the prompt's
+    number of blocks, nothing is sent. `shared`: D can read the offered memory, so P sends numbers of blocks or slots
+    instead of frames; unquantised frames are still accepted. `quantised`: D accepts the offered 8-bit frames. Not both.
+    `token` is a secret: D accepts only `KVBlocks` and `KVDone` that repeat it, over any connection.
     """
 
     request_id: Name
@@ -135,9 +134,9 @@ class KVGrant(Message, frozen=True, tag=43):
 
 
 class KVWait(Message, frozen=True, tag=44):
-    """D has the request, but no room for it yet, and owns nothing: P's lease is renewed.
+    """D has the request but no free blocks yet, and owns nothing. P renews its lease.
 
-    In a hand-over D also answers a repeated `KVOpen` like this: all blocks that were sent before it have arrived.
+    In a hand-over, D also sends this in reply to a repeated `KVOpen`: all blocks sent before it have arrived.
     """
 
     request_id: Name
@@ -145,9 +144,9 @@ class KVWait(Message, frozen=True, tag=44):
 
 
 class KVTaken(Message, frozen=True, tag=48):
-    """D has copied and verified the blocks in these `places` of P's ring, or drops them: P owns the places again.
+    """D has copied and verified the blocks in these `places` of P's ring, or drops them. P owns the slots again.
 
-    P's blocks stay held until `KVAck`.
+    P holds its blocks until `KVAck`.
     """
 
     request_id: Name
@@ -156,16 +155,16 @@ class KVTaken(Message, frozen=True, tag=48):
 
 
 class KVAck(Message, frozen=True, tag=45):
-    """D has all blocks, received and verified or computed itself: P's hold ends, even while P computes."""
+    """D has received and verified, or computed, all blocks. P's hold ends, even while P still computes."""
 
     request_id: Name
     attempt: Count
 
 
 class KVFailed(Message, frozen=True, tag=46):
-    """Either side gave the transfer up: the sender of this owns nothing of it, and the receiver releases its blocks.
+    """Either side aborts the transfer. The sender of this owns nothing of it; the receiver releases its blocks.
 
-    `phase` is that in which the request failed for good, as its router is told; "": another worker may succeed.
+    `phase` is that of a permanent failure, as reported to the router. "": another worker may succeed.
     """
 
     request_id: Name
@@ -178,13 +177,13 @@ class KVFailed(Message, frozen=True, tag=46):
 
 
 class KVPull(Message, frozen=True, tag=47):
-    """The puller asks for copies of cached blocks by their `hashes`, one after the other in a chain.
+    """Request for copies of cached blocks by their `hashes`, which are consecutive in a chain.
 
-    The puller owns blocks of its own for them, the lender's stay as they are: cached, or anyone's. The lender answers
-    with `KVBlocks` of all of them, in order, in one message or several, or with `KVFailed` from the first on that it
-    lacks. It numbers them from `first_block` on, and repeats the secret `token`. Without `hashes` it answers `KVOpen`,
-    which offers its memory; `shared`: the puller can read that, so numbers of blocks do instead of frames. `KVAck` ends
-    the pull. `epoch` and `fingerprint` are those that the lender must have.
+    The puller owns its own blocks for the copies. The lender's blocks are unaffected: cached or owned. The lender
+    replies with `KVBlocks` of all blocks in order, in one or more messages, or with `KVFailed` for the first missing
+    one. Numbers start at `first_block`, and the secret `token` is repeated. Without `hashes`, the lender replies with
+    `KVOpen` that offers its memory. `shared`: the puller can read that memory, so block numbers are sent instead of
+    frames. `KVAck` ends the pull. `epoch` and `fingerprint` must match those of the lender.
     """
 
     request_id: Name

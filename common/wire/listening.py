@@ -1,4 +1,4 @@
-"""Addresses that a process listens on, of IPv4 and IPv6: `::` means all of both."""
+"""Listening addresses for IPv4 and IPv6. `::` means all addresses of both."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from functools import cache
 
 ALL, ALL_IPV4 = "::", "0.0.0.0"
 CLIENTS_BACKLOG = 2048
-"""Connections of clients that wait to be accepted: as many as a burst brings; the kernel may have a lower bound."""
+"""Maximum number of client connections that wait to be accepted in a burst. The kernel may limit it further."""
 
 
 def in_url(host: str) -> str:
-    """A host as a part of a URL or of a ZeroMQ address: IPv6 addresses stand in brackets."""
+    """Format a host for a URL or ZeroMQ address: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
 @cache
 def has_ipv6() -> bool:
-    """Whether this machine has IPv6; containers lack it on a node that has it switched off."""
+    """Return whether IPv6 is available. Containers on nodes with IPv6 disabled do not have it."""
     try:
         with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
             probe.bind((ALL, 0))
@@ -29,7 +29,7 @@ def has_ipv6() -> bool:
 
 
 def listening_host(host: str, *, ipv6: bool | None = None) -> str:
-    """`host`, or all IPv4 addresses instead of `::` where there is no IPv6."""
+    """Return `host`, or all IPv4 addresses instead of `::` without IPv6."""
     if host != ALL:
         return host
     return ALL if (has_ipv6() if ipv6 is None else ipv6) else ALL_IPV4
@@ -60,8 +60,11 @@ def inherited() -> socket.socket | None:
 
 
 def listen(host: str, port: int, backlog: int, *, shared: bool = False) -> socket.socket:
-    """A listening socket: early clients wait. `shared`: further ones of this user may have the port, too, and the
-    kernel gives each its part of the connections. Raises OSError when the address is taken or not this machine's.
+    """Create a listening socket.
+
+    `shared`: other sockets of this user may listen on the same port and share connections.
+
+    Raises OSError if the address is in use or does not belong to this machine.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(listening_host(host), port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
@@ -72,7 +75,7 @@ def listen(host: str, port: int, backlog: int, *, shared: bool = False) -> socke
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(host != ALL))
         listener.bind(address)
-        listener.listen(backlog)  # at once: two sockets that are only bound may share a port
+        listener.listen(backlog)  # immediately, because two bound sockets may share a port
         listener.setblocking(False)
     except OSError:
         listener.close()

@@ -1,6 +1,6 @@
-"""Every message that crosses a process border: one closed union, in files for routers, workers, adapters and KV.
+"""All messages between processes as one closed union, defined by sender and subject in separate files.
 
-Other modules import messages from here. `codec.py` packs them.
+Other modules import messages from here. `codec.py` encodes them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The messages that a router sends to a worker."""
+"""Messages from a router to a worker."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from common.wire.sampling_params import SamplingParams
 
 
 class RouterHello(Message, frozen=True, tag=1):
-    """The first message on a connection names the router. The worker answers `WorkerHello`.
+    """First message on a connection, with the router's identity. The worker replies with `WorkerHello`.
 
-    `changes_roles`: the router changes the roles of workers, if it is the `WorkerHeartbeat.planner`.
+    `changes_roles`: the router changes roles of workers if it is the `WorkerHeartbeat.planner`.
     """
 
     router_id: Name
@@ -36,13 +36,13 @@ class RouterHello(Message, frozen=True, tag=1):
 
 
 class RouterHeartbeat(Message, frozen=True, tag=2):
-    """The router is alive. A worker that hears nothing for too long aborts that router's requests."""
+    """The router is alive. A worker that receives nothing for too long aborts the router's requests."""
 
     router_id: Name
 
 
 class KVTarget(msgspec.Struct, frozen=True, array_like=True):
-    """The decode worker a prefill worker must ship to, and the boot epoch it must still have."""
+    """The decode worker to which a prefill worker sends KV, with the epoch it must have."""
 
     worker_id: Name
     epoch: Count
@@ -50,8 +50,9 @@ class KVTarget(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KVPeer(msgspec.Struct, frozen=True, array_like=True):
-    """A worker that lends, at `address` and in boot epoch `epoch`, and of whose cache the prompt's first `num_blocks`
-    blocks were reported. They may be gone by now.
+    """A lender at `address` with the epoch it must have. It reported the prompt's first `num_blocks` blocks as cached.
+
+    They may have been evicted since.
     """
 
     worker_id: Name
@@ -61,14 +62,13 @@ class KVPeer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PrefillRequest(Message, frozen=True, tag=3):
-    """Compute this prompt. The worker owns the blocks it allocates until `KVAck`, abort or lease expiry.
+    """Compute this prompt. The worker owns its blocks until `KVAck`, abort or lease expiry.
 
-    `decode` is None when no worker needs the KV, as for an answer of one token. The last `num_output_tokens` of the
-    prompt are output of an earlier attempt. `deadline_s` is what is left of the request's time when sent, `ttft_s` what
-    is left until its first token is due, `tpot_s` what each later token may take; 0 for no goal. Requests of higher
-    `priority` have their turn first. The worker acknowledges `serial` in its heartbeats. `adapter` is the digest of the
-    one that the prompt uses; "": the base model. The worker may take blocks of the prompt from `peer` instead of
-    computing them.
+    `decode` is None if no worker needs the KV, as for an answer of one token. The last `num_output_tokens` of the
+    prompt are output of an earlier attempt. `deadline_s` and `ttft_s` are the remaining times until the request's
+    deadline and until its first token is due; `tpot_s` is the goal for each later token; 0 for no goal. Higher
+    `priority` is served first. The worker acknowledges `serial` in its heartbeats. `adapter` is the adapter's digest,
+    "" for the base model. The worker may pull blocks of the prompt from `peer` instead of computing them.
     """
 
     request_id: Name
@@ -89,11 +89,11 @@ class PrefillRequest(Message, frozen=True, tag=3):
 
 
 class DecodeRequest(Message, frozen=True, tag=4):
-    """Reserve for, and then decode, this prompt. Blocks are allocated at `KVOpen`, owned by the request from then on.
+    """Reserve capacity for this prompt, then decode it. Blocks are allocated at `KVOpen` and owned by the request.
 
-    `prefill_worker` names the worker that sends the KV; empty: prefill locally. In a hand-over it is another decode
-    worker, which decodes on meanwhile, by at most `num_reserved_tokens` beyond this prompt: the worker allocates blocks
-    for these too until the hand-over is done. The last five fields are as in `PrefillRequest`.
+    `prefill_worker` sends the KV; if empty, the worker computes the prompt. In a hand-over it is another decode worker,
+    which decodes up to `num_reserved_tokens` more tokens in the meantime; blocks for these are allocated until the
+    hand-over completes. The last six fields are as in `PrefillRequest`.
     """
 
     request_id: Name
@@ -115,25 +115,25 @@ class DecodeRequest(Message, frozen=True, tag=4):
 
 
 class AbortRequest(Message, frozen=True, tag=5):
-    """Forget this request (every attempt up to and including this one) and release its blocks at once."""
+    """Drop all attempts of this request up to this one, and release its blocks immediately."""
 
     request_id: Name
     attempt: Count
 
 
 class ResetPrefixCache(Message, frozen=True, tag=6):
-    """Forget all cached (unowned) blocks."""
+    """Drop all cached blocks that are not owned."""
 
     request_id: Name
 
 
 class HandOver(Message, frozen=True, tag=7):
-    """Copy the KV of this running sequence to decode worker `target` while decoding it, then leave it to that worker.
+    """Copy the KV of this running sequence to decode worker `target` while decoding it, then hand it over.
 
-    The sender of the KV owns its blocks until `KVAck`. It decodes under `attempt`; `new_attempt` is that of the
-    `DecodeRequest` at the target, whose prompt ends with the first `num_output_tokens` output tokens and has room for
-    `num_reserved_tokens` more. In the end it finishes `attempt` with the reason "moved", or fails `new_attempt` and
-    decodes on.
+    The sender owns its blocks until `KVAck`. It decodes under `attempt`; `new_attempt` is that of the `DecodeRequest`
+    at the target, whose prompt ends with the first `num_output_tokens` output tokens and has capacity for
+    `num_reserved_tokens` more. At the end it finishes `attempt` with reason "moved", or fails `new_attempt` and
+    continues to decode.
     """
 
     request_id: Name
@@ -145,16 +145,16 @@ class HandOver(Message, frozen=True, tag=7):
 
 
 class BlockSnapshotRequest(Message, frozen=True, tag=8):
-    """Tell all blocks of the prefix cache with the next heartbeat: the router has missed `BlockEvents`, or is new."""
+    """Report all blocks of the prefix cache with the next heartbeat: the router missed `BlockEvents` or is new."""
 
     epoch: Count
 
 
 class ChangeRole(Message, frozen=True, tag=9):
-    """Drain, and come back in `role`: the worker answers with a `WorkerHello` of a new epoch, and owns no block then.
+    """Drain and return in `role`. The worker replies with a `WorkerHello` with a new epoch, and owns no blocks then.
 
-    A worker that is not drained in time, or cannot, stays what it is, and its heartbeats stop saying that it drains. It
-    ignores an order for the role that it has, and a second one while it carries out the first.
+    A worker that cannot drain, or not in time, keeps its role and stops reporting that it drains. It ignores an order
+    for its current role, and further orders while one is in progress.
     """
 
     role: Role

@@ -1,7 +1,7 @@
-"""Sampling parameters of a request: names, bounds and defaults, each stated here only.
+"""Sampling parameters of a request. Names, limits and defaults are defined only here.
 
-Field names are those of the APIs. The router's request fields take their bounds from `bounds_of`.
-See docs/contributing/add-a-sampling-parameter.md.
+Field names are those of the APIs. The router's request fields use `bounds_of`. See
+docs/contributing/add-a-sampling-parameter.md.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from common.wire.message_fields import TOKEN_BYTES, pack_tokens
 
 MAX_STOP_TOKEN_IDS, MAX_LOGIT_BIAS, MAX_ALLOWED_TOKENS = 128, 1024, 65_536
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 1024, 1024
-"""Entries of the lists of one request, which a worker goes through for every token of its answer."""
+"""Limits of the lists of one request, which workers process for every token."""
 MAX_TOP_LOGPROBS = 20
-"""Alternatives that every request may ask for."""
+"""Maximum number of alternatives that any request may ask for."""
 MAX_VOCABULARY = 2**20
-"""More ids than any model has: as many alternatives may be asked for where the router's operator allows it."""
+"""Upper limit of vocabulary sizes: the number of alternatives if the operator allows all."""
 MAX_THINKING_MARK = 32
-"""Tokens of the text that begins or ends a thought."""
+"""Maximum number of tokens of a marker that begins or ends thinking."""
 MAX_GRAMMAR_CHARS = 128 * 1024
-"""Of what llguidance compiles, before its own bounds end the work."""
+"""Maximum size of a grammar passed to llguidance, whose own limits apply in addition."""
 LOGPROB_FLOOR = -9999.0
-"""Stands for minus infinity and NaN, which JSON does not have; vLLM and OpenAI use the same."""
+"""Replaces minus infinity and NaN, which JSON cannot express. vLLM and OpenAI use the same value."""
 PENALTIES: Final = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-"""Parameters that change logits by the tokens of the sequence so far."""
+"""Parameters that change logits depending on the sequence."""
 PLAIN: Final = (
     *("max_tokens", "min_tokens", "ignore_eos", "stop_token_ids"),
     *("temperature", "top_p", "top_k", "min_p", "seed"),
     *("prompt_logprobs", "logprob_token_ids", "pooling"),
 )
-"""Parameters that a row with `SamplingParams.is_plain` may have: they need nothing from the host at a step. Any other
-parameter that differs from its default makes the host prepare the row."""
+"""Parameters that do not require preparation of a row on the host at each step (`SamplingParams.is_plain`). All others
+do if they differ from their defaults."""
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 Logprob = Annotated[float, Meta(ge=-1e15, le=1e15)]
 Pooling = Literal["", "last", "mean"]
-"""How a prompt's hidden states become one vector: the last token's, or the mean of all; "" where text is generated."""
+"""Pooling of a prompt's hidden states into one vector: of the last token, or the mean of all; "" for generation."""
 Mark = Annotated[tuple[int, ...], Meta(max_length=MAX_THINKING_MARK)]
 
 
 class BadWord(NamedTuple):
-    """A token sequence that an answer must not contain: all but the last token, packed for comparison, and the last."""
+    """A token sequence that answers must not contain: all tokens but the last, packed for comparison, and the last."""
 
     beginning: Annotated[bytes, Meta(max_length=TOKEN_BYTES * (MAX_BAD_WORD_TOKENS - 1))]
     last: Annotated[int, Meta(ge=0)]
@@ -60,9 +60,9 @@ class BadWord(NamedTuple):
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
-    """An answer that begins with `start` gets `end` once it has `num_tokens` tokens, if `end` has not come before.
+    """Limit of thinking: an answer that begins with `start` gets `end` after `num_tokens` tokens.
 
-    `start` is empty where the prompt's own end begins the thought.
+    Does nothing if `end` came before. `start` is empty if the prompt itself ends with it.
     """
 
     num_tokens: Annotated[int, Meta(ge=0)]
@@ -71,17 +71,18 @@ class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Parameters that both workers sample by.
+    """Sampling parameters, used by prefill and decode workers.
 
-    `seed` is always set (the router draws one when the client gives none). Noise is a function of (seed, position)
-    only, so a request that moves to another worker continues with the same noise.
-    `logprobs` is -1 for none, else the number of alternatives to report beside the sampled token; with
-    `logprob_token_ids` these are the alternatives.
-    `stop_token_ids` excludes the model's own end tokens, which apply unless `ignore_eos`.
-    `grammar` is what the answer must match, in the form that `common.grammar.grammar` takes, or "".
-    `prompt_logprobs` is like `logprobs`, for the prompt's own tokens: the worker that computes the prompt reports them.
-    With `pooling` nothing is sampled: the answer is the prompt's hidden states, pooled.
-    Only `allowed_token_ids` may be sampled, unless it is empty, and no token that would complete one of `bad_words`.
+    - `seed` is always set; the router draws one if the client sends none. Noise depends only on (seed, position), so it
+      is unchanged when a request moves to another worker.
+    - `logprobs` is the number of alternatives reported with the sampled token, -1 for none. `logprob_token_ids`
+      replaces the alternatives.
+    - `stop_token_ids` are in addition to the model's end tokens, which apply unless `ignore_eos`.
+    - `grammar` constrains the answer, in the form of `common.grammar.grammar`; "" for none.
+    - `prompt_logprobs` is like `logprobs` for the prompt's tokens, reported by the worker that computes the prompt.
+    - With `pooling` nothing is sampled: the answer is the pooled hidden states of the prompt.
+    - `allowed_token_ids` restricts sampling unless it is empty. `bad_words` are token sequences that are never
+      completed.
     """
 
     max_tokens: Annotated[int, Meta(ge=1)]
@@ -112,13 +113,12 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
 
     @property
     def is_plain(self) -> bool:
-        """Whether a row's logits and draw determine its token once `min_tokens` is reached, and only the token is
-        wanted."""
+        """Whether logits and noise determine the token after `min_tokens`, and only the token is requested."""
         return bool(_prepared(self) == _NOTHING_PREPARED)
 
     @property
     def has_penalties(self) -> bool:
-        """Whether a row's logits depend on the sequence's tokens."""
+        """Whether the logits depend on the sequence's tokens."""
         return bool(_penalties(self) != _NO_PENALTIES)
 
 
@@ -130,21 +130,21 @@ _TYPES: Final = {field.name: field.type for field in msgspec.structs.fields(Samp
 
 
 def default_of(name: str) -> Any:
-    """The default of a sampling parameter."""
+    """Return the default of a sampling parameter."""
     return getattr(_DEFAULT, name)
 
 
 def bounds_of(name: str) -> dict[str, Any]:
-    """The bounds of a sampling parameter, as keywords: some of ge, gt, le and lt."""
+    """Return the limits of a sampling parameter as keywords: some of ge, gt, le and lt."""
     _, meta = get_args(_TYPES[name])
     found = {bound: getattr(meta, bound) for bound in ("ge", "gt", "le", "lt")}
     return {bound: value for bound, value in found.items() if value is not None}
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities of one position: its token's own, and (token id, logprob) alternatives, best first.
+    """Log-probabilities of one position: of its token, and (token id, logprob) alternatives, best first.
 
-    `rank` counts the tokens before it, and itself, in the order of the alternatives; 0: not counted.
+    `rank` is the token's rank among all tokens, from 1; 0 if unknown.
     """
 
     logprob: Logprob
@@ -153,7 +153,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):
-    """What the sampler returns for one sequence."""
+    """Result of the sampler for one sequence."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None

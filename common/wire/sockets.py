@@ -1,13 +1,12 @@
-"""Binds sockets that others connect to, and connects sockets to an address.
+"""Binding and connecting ZeroMQ sockets, with deadlines for handshakes and CURVE.
 
-Handshakes at a bound socket have a deadline, and CURVE admits trusted keys only. A dialer finds out why the other side
-refuses it.
+`Dialer` determines why the other side rejects connections, which ZeroMQ does not. After a failed handshake ZeroMQ
+either retries forever with the same key, although another key may be right. Or it abandons the address, if the process
+there uses another mechanism or no ZeroMQ, although the next process there may be right. It also abandons an established
+connection that it closed because of a malformed frame or one above `MAXMSGSIZE`. It reconnects only if the other side
+or the network closed the connection.
 
-After a failed handshake ZeroMQ itself either retries for ever with the same key, though another key may be right, or
-gives the address up: for a process that speaks another mechanism or no ZeroMQ at all, though the next process at that
-address may be right. It also gives up an established connection that it closes itself because of a frame that is
-malformed or larger than `MAXMSGSIZE`; it reconnects only after the other side or the network closed the connection.
-Pure but for the socket: `now` comes in.
+Pure except for the socket: `now` is passed in.
 """
 
 from __future__ import annotations
@@ -23,26 +22,28 @@ from common.wire.curve import AnySocket, Curve
 from common.wire.listening import in_url, listening_host
 
 HANDSHAKE_MS = 10_000
-"""A connection without a complete handshake is cut off by then: until then it costs a descriptor."""
+"""Timeout of handshakes in milliseconds. A pending connection occupies a descriptor."""
 BACKLOG = 1024
-"""Peers whose connections wait to be accepted: a whole fleet that dials at once."""
+"""Maximum number of peer connections that wait to be accepted: a whole fleet connecting at once."""
 NEXT_KEY_S = 0.1
-"""Between two keys: ZeroMQ has reported all events of the first one by then."""
+"""Delay between two keys, in seconds. ZeroMQ has reported all events of the first one by then."""
 RETRY_S = 0.5
-"""Between two rounds of dialling."""
+"""Delay between two rounds of connection attempts, in seconds."""
 ROUNDS = 3
-"""How often every key must fail before that counts as a refusal: a process that ends breaks handshakes off too."""
+"""Failures of every key before this counts as a rejection. A process that is ending also breaks handshakes."""
 CERTAIN_S = 10.0
-"""For so long after a certain reason a presumed one does not replace it. Either may come first."""
+"""Time after a certain reason during which a presumed one does not replace it, in seconds. Their order varies."""
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED | zmq.EVENT_DISCONNECTED
-"""The monitor events that `on_event` wants."""
+"""Monitor events processed by `on_event`."""
 
 
 def bind(
     socket: AnySocket, host: str, port: int, curve: Curve | None = None, listener: sockets.socket | None = None
 ) -> str:
-    """Bind to host:port (0 selects a free port) and return the full address. `curve` admits trusted keys only.
+    """Bind to host:port (0 selects a free port) and return the full address.
+
+    With `curve`, only trusted keys can connect.
 
     With a `listener`, the ZeroMQ socket uses it instead of a new one, and takes ownership.
     """
@@ -61,26 +62,26 @@ def bind(
 
 
 class Dialer:
-    """Owns the socket's one connection. `refusal` says why there is none, "" while there is no reason.
+    """Manages a socket's single connection. `refusal` is the reason why there is none, "" if unknown.
 
-    A worker does not say which key it has, so the dialer tries each trusted key, first the one that was right before.
+    Workers do not announce their keys, so all trusted keys are tried, beginning with the last successful one.
     """
 
     def __init__(self, socket: AnySocket, address: str, curve: Curve | None = None) -> None:
-        """Raises zmq.ZMQError for a bad address."""
+        """Raises zmq.ZMQError for an invalid address."""
         self._socket, self._address, self._curve = socket, address, curve
         self._key = b""
         self._tried: set[bytes] = set()
         self._is_up = self._tries_again = False
-        self._num_failed = 0  # in a row
+        self._num_failed = 0  # consecutive
         self._certain_at = -math.inf
         self.refusal = ""
         self.dial_at = math.inf
-        """When `dial` is due, once `on_event` got the monitor's events up to then."""
+        """Time of the next `dial`, after `on_event` has processed earlier events."""
         self.dial()
 
     def on_event(self, parts: list[bytes], now: float) -> int:
-        """Process a message of the socket's monitor; returns the event's number."""
+        """Process a message of the socket's monitor. Returns the event's number."""
         message = parse_monitor_message(parts)
         event = int(message["event"])
         is_up, self._is_up = self._is_up, event == zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -90,14 +91,14 @@ class Dialer:
             self._tried.clear()
         elif is_up:
             self.dial_at = now + RETRY_S  # unless ZeroMQ reconnects before
-        elif self.dial_at == math.inf:  # a broken handshake, not yet given up
+        elif self.dial_at == math.inf:  # a failed handshake that is not being handled yet
             self._on_failure(event, int(message["value"]), now)
         return event
 
     def dial(self) -> None:
-        """Connect, once `dial_at` has come."""
+        """Connect. Call at `dial_at`."""
         self.dial_at = math.inf
-        self._hang_up()  # else ZeroMQ ignores a second connection to the same address
+        self._hang_up()  # ZeroMQ ignores a second connection to the same address
         if self._curve is not None:
             self._key = self._next_key(self._curve)
             self._curve.expect(self._socket, self._key)
@@ -118,38 +119,38 @@ class Dialer:
         if certain:
             self.refusal, self._certain_at = certain, now
         elif self._num_failed > ROUNDS * self._num_keys and now - self._certain_at > CERTAIN_S:
-            self.refusal = "it breaks every handshake off"
+            self.refusal = "every handshake fails"
             if self._curve is not None:
-                keys = f"the {self._num_keys} that this process trusts"
-                self.refusal += f": its key may be none of {keys}, or it speaks no CURVE at all"
+                keys = f"the {self._num_keys} keys trusted by this process"
+                self.refusal += f": its key may not be among {keys}, or it does not use CURVE"
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and self._curve is None:
-            self._tries_again = True  # ZeroMQ retries by itself: the other side went away
+            self._tries_again = True  # ZeroMQ retries: the other side closed the connection
             return
         self._hang_up()
         self.dial_at = now + (RETRY_S if certain or self._mark_tried() else NEXT_KEY_S)
 
     def _hang_up(self) -> None:
-        """Drop the connection and end ZeroMQ's own attempts to make it."""
+        """Drop the connection and stop ZeroMQ's own retries."""
         try:
             self._socket.disconnect(self._address)
         except zmq.ZMQError as error:
-            if error.errno != errno.ENOENT:  # ENOENT: there is none, or ZeroMQ gave it up itself
+            if error.errno != errno.ENOENT:  # ENOENT: there is none, or ZeroMQ abandoned it
                 raise
 
     def _certain_reason(self, event: int, value: int) -> str:
-        """The reason that a failure proves, or ""."""
+        """Return the reason that a failure proves, or ""."""
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return "it does not authorise this process's public key"
         if event != zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
             return ""
         if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
             if self._curve is None:
-                return "it wants CURVE, and this process was given no --curve-key"
-            return "it speaks no CURVE, and this process was given a --curve-key"
-        return f"the process there is no worker (ZeroMQ's protocol error {value:#x})" if self._curve is None else ""
+                return "it requires CURVE, but this process has no --curve-key"
+            return "it does not use CURVE, but this process has a --curve-key"
+        return f"the process there is not a worker (ZeroMQ protocol error {value:#x})" if self._curve is None else ""
 
     def _mark_tried(self) -> bool:
-        """Count the present key as tried; whether that was the last one, after which the first is next."""
+        """Mark the current key as tried. Returns whether all keys were tried, after which the first is next."""
         if self._curve is None:
             return True
         self._tried.add(self._key)

@@ -1,4 +1,4 @@
-"""The messages that a worker sends to a router."""
+"""Messages from a worker to a router."""
 
 from __future__ import annotations
 
@@ -13,28 +13,31 @@ from common.wire.message_fields import MAX_TOKENS, AddressOrNone, Count, Finite,
 from common.wire.sampling_params import TokenLogprobs
 
 MAX_OUTPUTS = 16_384
-"""More sequences than any batch has."""
+"""Maximum number of sequences in a message: more than any batch has."""
 MAX_POOLED_VALUES = 65_536
-"""Numbers in a pooled output: more than any model's hidden state has."""
+"""Maximum size of a pooled vector: more than any hidden state has."""
 SHORT_HASH_BYTES = 8
-"""Block hashes are shortened for routers: two that collide make a wrong estimate of hits, never a wrong answer."""
+"""Size of shortened block hashes for routers. Collisions cause a wrong estimate of hits, not a wrong answer."""
 MAX_SHORT_HASHES = 8192
-"""In one message: 64 KiB."""
+"""Maximum number in one message: 64 KiB."""
 ShortHashes = Annotated[bytes, Meta(max_length=SHORT_HASH_BYTES * MAX_SHORT_HASHES)]
-"""The first bytes of block hashes, one after the other."""
+"""Concatenated first bytes of block hashes."""
 
 
 class WorkerHello(Message, frozen=True, kw_only=True, tag=20):
-    """Identity and model of the worker. `epoch` differs after every start: a restarted worker is a new worker.
+    """Identity and model of a worker. `epoch` differs after every start.
 
-    Only workers with equal `fingerprint` are paired: it covers protocol, model, weights, dtype and KV layout. An answer
-    that has begun goes on only on workers with equal `weights`, which covers the model and how its weights are kept.
-    `lost_router`: the receiving router was silent for too long, which also a frozen worker finds when it wakes up. Its
-    requests here are gone, and it must say hello again. `max_step_tokens` prompt tokens are computed in one step.
-    `home` is the role that the process was started with, `role` the one that it has now; with `changes_role` a router
-    may change it, which begins a new epoch. The worker has places for `max_loras` adapters. At `lend_address` it lends
-    cached blocks to workers of equal `fingerprint`; "": it does not, and takes none. No layer of the model looks back
-    further than `window` tokens, 0: some do; so a sequence owns no blocks beyond.
+    - Only workers with equal `fingerprint` are paired. It covers protocol, model, weights, dtype and KV layout.
+    - An answer that has begun continues only on workers with equal `weights`, which covers the model and its weight
+      format.
+    - `lost_router`: the worker has dropped the receiving router's requests, because the router was silent for too long.
+      This includes the case that the worker itself was suspended. The router must say hello again.
+    - `max_step_tokens`: maximum prompt tokens per step.
+    - `home` is the role with which the process was started, `role` its current one. With `changes_role`, a router may
+      change it, which begins a new epoch.
+    - `max_loras`: number of adapter slots.
+    - `lend_address`: where it lends cached blocks to workers of equal `fingerprint`; "" if it neither lends nor pulls.
+    - `window`: maximum context of all layers in tokens, so that sequences own no earlier blocks; 0 for no limit.
     """
 
     worker_id: Name
@@ -59,17 +62,20 @@ class WorkerHello(Message, frozen=True, kw_only=True, tag=20):
 
 
 class WorkerHeartbeat(Message, frozen=True, tag=21):
-    """Load and life of one worker, a few times a second. `step` grows while the engine loop turns, busy or not.
+    """Load and liveness of one worker, sent several times a second.
 
-    A turn that takes longer than `turn_limit_s` must be stuck. `full_tokens_per_s` is the rate of full steps, 0 before
-    the first; `tokens_per_s` is that of all recent steps. `step_model` is fitted to the worker's steps; by it, the
-    prompts that wait here take `waiting_s` seconds. The running sequences have `num_context_tokens` tokens. All of it
-    counts the requests of the receiving router with a serial of at most `serial`. The last `BlockEvents` had the number
-    `block_sequence`; 0: the prefix cache has always been empty. At present `batch_cap` requests run side by side at
-    most, and a step computes at most `step_tokens` prompt tokens; 0: as the hello says. `planner` is the id of the
-    router that may change roles: the least of those that said they would; "" if none did. `links` is fitted to the KV
-    transfers that came to this worker, to reads of its tier, and to its pulls from peers. `adapters` are all that it
-    was told of.
+    - `step` increases with the iterations of the engine loop, busy or not. An iteration longer than `turn_limit_s` is
+      stuck.
+    - `full_tokens_per_s` is the rate of full steps, 0 before the first. `tokens_per_s` is that of all recent steps.
+    - `step_model` is fitted to the worker's steps. It predicts `waiting_s` for the prompts queued here.
+    - `num_context_tokens` is the total context of the running sequences.
+    - All counts include the receiving router's requests up to `serial`.
+    - `block_sequence` is the number of the last `BlockEvents`; 0 if the prefix cache has always been empty.
+    - `batch_cap` and `step_tokens` are the current limits of the batch size and of prompt tokens per step; 0: as in the
+      hello.
+    - `planner` is the id of the router that may change roles: the lowest of those that announced it; "" if none did.
+    - `links` is fitted to KV transfers to this worker, reads of its tier, and its pulls from peers.
+    - `adapters` are all adapters of which it was notified.
     """
 
     worker_id: Name
@@ -101,11 +107,11 @@ class WorkerHeartbeat(Message, frozen=True, tag=21):
 
 
 class BlockEvents(Message, frozen=True, tag=25):
-    """What changed in a worker's prefix cache since the events before, sent to every router before a heartbeat.
+    """Changes of a worker's prefix cache since the last events, sent to every router before a heartbeat.
 
-    `sequence` grows by one from event to event of a worker's life: after a gap the router asks for a snapshot.
-    With `cleared` the worker forgot all blocks before it `stored` these. No block is in both lists. Of the `removed`
-    blocks, and of those that were in neither, `below` are in a tier below the prefix cache.
+    `sequence` increases by one per event of an epoch: after a gap the router requests a snapshot. With `cleared`, the
+    worker dropped all blocks before it `stored` these. `stored` and `removed` are disjoint. `below` are those blocks,
+    removed or in neither list, that are in a tier below the prefix cache.
     """
 
     epoch: Count
@@ -117,10 +123,10 @@ class BlockEvents(Message, frozen=True, tag=25):
 
 
 class BlockSnapshot(Message, frozen=True, tag=26):
-    """One of `num_pieces` pieces of all that is in a worker's prefix cache, in order, from piece 0.
+    """One of `num_pieces` pieces of a snapshot of a worker's prefix cache, sent in order from piece 0.
 
-    It holds all events up to `sequence`, and maybe some of the next ones, which do no harm when they come again. Blocks
-    that are only in a tier below the prefix cache are `below`.
+    It includes all events up to `sequence`, and possibly some later ones, which are harmless when applied again.
+    `below` are blocks that are only in a tier below the prefix cache.
     """
 
     epoch: Count
@@ -132,10 +138,10 @@ class BlockSnapshot(Message, frozen=True, tag=26):
 
 
 class Timeline(msgspec.Struct, frozen=True, array_like=True):
-    """Durations of one request on one worker, in seconds; a phase that did not happen is 0.
+    """Latency breakdown of one request on one worker, in seconds. A phase that did not happen is 0.
 
-    Its KV came in `transfer_bytes` bytes, as they crossed. Tokens were drafted for it `num_drafts` times,
-    `num_draft_tokens` in all; `accepted_places[i]` of the drafts had an accepted token in place i.
+    `transfer_bytes` is the size of its KV on the wire. Tokens were drafted `num_drafts` times, `num_draft_tokens` in
+    total; `accepted_places[i]` drafts had their token `i` accepted.
     """
 
     queue_s: Finite = 0.0
@@ -152,13 +158,12 @@ class Timeline(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
-    """New tokens of one request. `index` is the output position of the first (0 is the first token ever sampled).
+    """New tokens of one request. `index` is the output position of the first one.
 
-    The first delta of a decode worker repeats the prefill worker's first token, so that the router has every token
-    whichever message arrives first. The router drops tokens that it has.
-    `finish_reason` is "", "stop", "length", "abort", or "moved" when the sequence goes on at the target of a hand-over.
-    A delta without tokens and reason reports progress of a request that has no new token, about once a second.
-    `logprobs` is empty or as long as `token_ids`.
+    The first delta of a decode worker repeats the prefill worker's first token, so that the router gets all tokens
+    whichever message arrives first. The router drops duplicates. `finish_reason` is "", "stop", "length", "abort", or
+    "moved" if the sequence continues at the target of a hand-over. A delta without tokens and reason reports progress,
+    about once a second. `logprobs` is empty or as long as `token_ids`.
     """
 
     request_id: Name
@@ -172,7 +177,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenOutput(Message, frozen=True, tag=22):
-    """One message an engine step to each router that has requests in the batch."""
+    """Tokens of one engine step, for each router that has requests in the batch."""
 
     worker_id: Name
     epoch: Count
@@ -180,10 +185,10 @@ class TokenOutput(Message, frozen=True, tag=22):
 
 
 class PromptLogprobs(Message, frozen=True, tag=24):
-    """Log-probabilities of the prompt's tokens from position `start` on, each given the tokens before it.
+    """Log-probabilities of the prompt's tokens from position `start` on.
 
-    They come in order, all before the first token: one worker computes the prompt of a request with
-    `params.prompt_logprobs`, and samples. Position 0 has none. A new attempt starts from the beginning.
+    They arrive in order and before the first token, from the one worker that computes the prompt of a request with
+    `params.prompt_logprobs`. Position 0 has none. A new attempt starts from the beginning.
     """
 
     worker_id: Name
@@ -195,9 +200,9 @@ class PromptLogprobs(Message, frozen=True, tag=24):
 
 
 class PooledOutput(Message, frozen=True, tag=27):
-    """A prompt's hidden states as one vector, for a request with `params.pooling`: float32, little-endian.
+    """Pooled hidden states of a prompt, for a request with `params.pooling`: float32, little-endian.
 
-    It comes before the `TokenDelta` that ends the request, which has no token.
+    Sent before the `TokenDelta` that ends the request, which has no token.
     """
 
     worker_id: Name
@@ -208,11 +213,11 @@ class PooledOutput(Message, frozen=True, tag=27):
 
 
 PromptResult = PromptLogprobs | PooledOutput
-"""What a worker tells of a prompt beside tokens."""
+"""Results of a prompt in addition to tokens."""
 
 
 class RequestFailed(Message, frozen=True, tag=23):
-    """The worker gave this request up and owns nothing of it any more. `retryable`: another worker may succeed.
+    """The worker has failed this request and owns nothing of it any more. `retryable`: another worker may succeed.
 
     `phase` is one of queue, grammar, grant, prefill, transfer, decode, handover.
     """

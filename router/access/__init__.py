@@ -1,4 +1,4 @@
-"""Who may do what: API keys, limits, request classes, TLS, web pages, the audit log."""
+"""Access control: API keys, rate limits, request classes, TLS, web page checks and the audit log."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
+from router.access.access_control import AccessControl, ClientRequest, CompletionRate
 from router.access.class_choice import HEADER, batch_class_of, caller_of, class_of
 from router.access.errors import Forbidden, RateLimited
 from router.access.files import FileWatch, content_of, table_of
-from router.access.gate import Gate, Pace, Visit
 from router.access.keys import ANONYMOUS, LIMITS, MAX_LIMIT, ApiKey, Limits
 from router.access.web_pages import check_web_page
 
@@ -10,14 +10,14 @@ __all__ = [
     "ApiKey",
     "FileWatch",
     "Forbidden",
-    "Gate",
+    "AccessControl",
     "HEADER",
     "LIMITS",
     "Limits",
     "MAX_LIMIT",
-    "Pace",
+    "CompletionRate",
     "RateLimited",
-    "Visit",
+    "ClientRequest",
     "batch_class_of",
     "caller_of",
     "check_web_page",

@@ -1,7 +1,7 @@
-"""The audit log: one JSON object a line for each request that wants a key. Never a prompt, an answer or a key.
+"""Audit log: one JSON object per line for each request that needs a key. Never contains a prompt, an answer or a key.
 
-A thread of its own writes, so a slow disk delays no request: what its bounded queue has no room for is dropped and
-counted. The file is opened again when it was moved away (logrotate) and on SIGHUP.
+A separate thread writes, so a slow disk delays no request. Entries that do not fit into its bounded queue are dropped
+and counted. The file is reopened after it was renamed (logrotate) and on SIGHUP.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from common.observe import REMIND_S
 log = logging.getLogger(__name__)
 
 QUEUE_BOUND = 10_000
-"""Entries that wait to be written; more are dropped and counted."""
+"""Maximum number of queued entries. Further entries are dropped and counted."""
 BATCH = 512
-"""Entries in one write."""
+"""Maximum number of entries per write."""
 POLL_S = 0.2
-"""How long an idle writer waits before it looks whether it is to end or to reopen the file."""
+"""Interval, in seconds, at which an idle writer checks whether to exit or to reopen the file."""
 WRITABLE_S = 1.0
-"""How long a full pipe may take to have room; then entries are dropped and counted."""
+"""Maximum time, in seconds, to wait for a full pipe. Afterwards entries are dropped and counted."""
 STDOUT = "-"
 FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
 
@@ -36,43 +36,43 @@ Entry = Mapping[str, object]
 
 
 class AuditLog:
-    """Appends to `path` ("-": standard output). It calls `on_drop` with the number of entries that were lost.
+    """Appends entries to `path` ("-": standard output). Calls `on_drop` with the number of lost entries.
 
-    Raises ConfigError for a file that it cannot open.
+    Raises ConfigError if the file cannot be opened.
     """
 
     def __init__(self, path: str, on_drop: Callable[[int], None], *, bound: int = QUEUE_BOUND) -> None:
         self._path, self._on_drop = path, on_drop
         self._queue: queue.Queue[Entry] = queue.Queue(bound)
         self._closing, self._reopen = threading.Event(), threading.Event()
-        self._torn = False  # the last write ended in the middle of a line
+        self._torn = False  # whether the last write ended in the middle of a line
         self._complained_at = float("-inf")
         try:
             self._file = _open(path)
         except OSError as error:
-            raise ConfigError("audit_log", path, f"a file that can be written ({error.strerror})") from error
+            raise ConfigError("audit_log", path, f"a writable file ({error.strerror})") from error
         self._thread = threading.Thread(target=self._run, name="audit", daemon=True)
         self._thread.start()
 
     def write(self, entry: Entry) -> None:
-        """Never waits."""
+        """Queue an entry, without blocking."""
         try:
             self._queue.put_nowait(entry)
         except queue.Full:
             self._on_drop(1)
 
     def reopen(self) -> None:
-        """Open the file anew before the next line."""
+        """Reopen the file before the next line."""
         self._reopen.set()
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Write what is queued, for at most `timeout_s`. May be called twice."""
+        """Write the queued entries, for at most `timeout_s`. May be called twice."""
         self._closing.set()
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
         while True:
-            closing = self._closing.is_set()  # before the look at the queue: what came first is written first
+            closing = self._closing.is_set()  # read before the queue, so that all earlier entries are written
             entries = self._take()
             if entries:
                 self._write(entries)
@@ -95,7 +95,7 @@ class AuditLog:
             self._reopen.clear()
             try:
                 fresh = _open(self._path)
-            except OSError as error:  # the old file is better than none
+            except OSError as error:  # keep writing to the old file
                 self._complain(error)
             else:
                 os.close(self._file)
@@ -114,16 +114,16 @@ class AuditLog:
     def _line(self, entry: Entry) -> bytes:
         try:
             return orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE)
-        except orjson.JSONEncodeError:  # text that is no Unicode must not end the log
+        except orjson.JSONEncodeError:  # invalid Unicode must not stop the log
             self._on_drop(1)
             return b""
 
     def _write_some(self, data: bytes) -> int:
-        """Bytes written. Raises OSError for a pipe that its reader does not empty."""
+        """Return the number of bytes written. Raises OSError if a pipe stays full."""
         try:
             return os.write(self._file, data)
         except BlockingIOError:
-            writable = select.poll()  # not `select`, which takes no descriptor beyond 1023
+            writable = select.poll()  # `select` does not support descriptors above 1023
             writable.register(self._file, select.POLLOUT)
             if not writable.poll(WRITABLE_S * 1000):
                 raise
@@ -142,9 +142,9 @@ class AuditLog:
         now = time.monotonic()
         if now - self._complained_at >= REMIND_S:
             self._complained_at = now
-            log.error("the audit log cannot be written", extra={"file": self._path, "why": error.strerror})
+            log.error("audit log: cannot write", extra={"file": self._path, "why": error.strerror})
 
 
 def _open(path: str) -> int:
-    """`STDOUT` is duplicated: a container that is not root may not open /dev/stdout by name."""
+    """Open the log. Duplicates STDOUT, because a container without root may not open /dev/stdout by name."""
     return os.dup(1) if path == STDOUT else os.open(path, FLAGS, 0o600)

@@ -1,7 +1,7 @@
-"""Which class a request is of: by a field of its body or the header `X-Request-Class`, by `service_tier`, by its key.
+"""Selection of a request's class: by the body's `request_class` or the header `X-Request-Class`, by tier, or by key.
 
-The field and the header count the same, and then OpenAI's `service_tier`, where a class stands for its value. A request
-that names none is of its key's own class: the first of `classes` in the key file, or `default`.
+The field and the header are equivalent and take precedence over OpenAI's `service_tier`, which some classes represent.
+Other requests get the key's own class: the first of `classes` in the key file, or `default`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from router.dispatch import Caller
 HEADER = "x-request-class"
 PARAM = "request_class"
 MAX_SHOWN = 40
-"""Characters of a wrong name that an error shows."""
+"""Maximum length, in characters, of an invalid name quoted in an error."""
 TIERS: Mapping[str, tuple[str, ...]] = {"flex": BATCH_CLASSES, "priority": ("priority", "interactive")}
-"""Classes that stand for a service tier: the first that exists. Other tiers ask for the key's own class."""
+"""Classes that represent a service tier: the first that exists. Other tiers select the key's own class."""
 
 
 def class_of(
@@ -29,10 +29,10 @@ def class_of(
     field: str | None = None,
     tier: str | None = None,
 ) -> RequestClass:
-    """The class of a request. Raises InvalidRequest for an unknown name, Forbidden for one that the key may not use."""
+    """Return the class of a request. Raises InvalidRequest if it is unknown, Forbidden if the key may not use it."""
     if header and field and header != field:
         raise InvalidRequest(
-            f"{PARAM}: is {_shown(field)}, but the header {HEADER} says {_shown(header)}",
+            f"{PARAM}: the body names {_shown(field)}, but the header {HEADER} names {_shown(header)}",
             param=PARAM,
         )
     if name := field or header:
@@ -41,13 +41,13 @@ def class_of(
 
 
 def batch_class_of(classes: Mapping[str, RequestClass], key: ApiKey) -> RequestClass:
-    """The class of a batch's line that names none: also a built-in one, whose priority is the lowest."""
+    """Return the class of a batch line that names none: a built-in class (lowest priority), or that of tier "flex"."""
     built_in = (one for one in classes.values() if one.is_built_in)
     return next(built_in, None) or next(_stands_for(classes, key, "flex"), _own(classes, key))
 
 
 def caller_of(classes: Mapping[str, RequestClass], key: ApiKey, header: str = "") -> Caller:
-    """The caller of a request whose body, which may name any class, is not read yet. Raises like `class_of`."""
+    """Return the caller of a request whose body, which may name any class, is not read yet. Raises like `class_of`."""
     if header:
         return Caller(key.name, (_named(classes, key, header),))
     own = _own(classes, key)
@@ -56,7 +56,7 @@ def caller_of(classes: Mapping[str, RequestClass], key: ApiKey, header: str = ""
 
 
 def _stands_for(classes: Mapping[str, RequestClass], key: ApiKey, tier: str | None) -> Iterator[RequestClass]:
-    """The classes that stand for a service tier, of those that are named for this router and allowed to the key."""
+    """Yield the classes that represent a service tier, are configured, and are allowed for the key."""
     for name in TIERS.get(tier or "", ()):
         if (one := classes.get(name)) is not None and _may_use(key, name) and not one.is_built_in:
             yield one
@@ -73,10 +73,12 @@ def _may_use(key: ApiKey, name: str) -> bool:
 def _named(classes: Mapping[str, RequestClass], key: ApiKey, name: str) -> RequestClass:
     if name not in classes:
         known = ", ".join(classes)
-        raise InvalidRequest(f"{PARAM}: there is no class {_shown(name)} here, only {known}", param=PARAM)
-    if not _may_use(key, name) and not classes[name].is_built_in:  # the lowest priority is no privilege
+        raise InvalidRequest(
+            f"{PARAM}: the class {_shown(name)} does not exist; available classes: {known}", param=PARAM
+        )
+    if not _may_use(key, name) and not classes[name].is_built_in:  # every key may use the lowest priority
         allowed = ", ".join(key.classes)
-        raise Forbidden(f"key {key.name!r} may not use class {name!r}, only {allowed}", param=PARAM)
+        raise Forbidden(f"key {key.name!r} may not use class {name!r}; allowed classes: {allowed}", param=PARAM)
     return classes[name]
 
 

@@ -1,4 +1,4 @@
-"""The errors of missing or wrong keys and of used-up limits, in the tree of `common.errors`."""
+"""Errors of missing or incorrect keys and of exceeded rate limits, in the hierarchy of `common.errors`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Forbidden(RequestError):
 
 
 class RateLimited(Overloaded):
-    """A key, or a model for all keys, has used up a limit; `limit` is requests, tokens or concurrency."""
+    """A rate limit of a key, or of a model for all keys, is exceeded. `limit` is requests, tokens or concurrency."""
 
     def __init__(self, message: str, *, limit: str, retry_after_s: float, of_key: bool = True) -> None:
         super().__init__(message, retry_after_s=retry_after_s)

@@ -1,4 +1,4 @@
-"""Files of operators: read within bounds, parsed as TOML, and watched for new content.
+"""Operator's files: read with a size limit, parsed as TOML, and watched for changes.
 
 A watch detects files that are overwritten or replaced by a rename or a new symbolic link. If the file system does not
 respond, the current content stays in force, and the process can still exit.
@@ -17,13 +17,13 @@ from common.errors import ConfigError
 from common.machine import UnreadableFile, read_regular_file
 
 MAX_BYTES = 8 * 1024 * 1024
-"""Twice the largest file that is watched."""
+"""Twice the size of the largest watched file."""
 STALL_S = 5.0
-"""Maximum time between two parts of a watched file, in seconds."""
+"""Maximum time, in seconds, between two reads of a watched file."""
 
 
 def content_of(field: str, path: str, max_bytes: int) -> bytes:
-    """The bytes of a setting's file, which may be too long by one. Raises ConfigError."""
+    """Read a setting's file, up to one byte more than `max_bytes`. Raises ConfigError."""
     try:
         with open(path, "rb") as file:
             return file.read(max_bytes + 1)
@@ -32,13 +32,13 @@ def content_of(field: str, path: str, max_bytes: int) -> bytes:
 
 
 def check_size(field: str, path: str, data: bytes, max_bytes: int) -> None:
-    """Raises ConfigError for content that is too long."""
+    """Raise ConfigError if the content exceeds `max_bytes`."""
     if len(data) > max_bytes:
         raise ConfigError(field, path, f"a file of at most {max_bytes:,} bytes")
 
 
 def table_of(field: str, path: str, data: bytes, max_bytes: int) -> dict[str, Any]:
-    """What the content of a file says. Raises ConfigError for too long content, and for what is no TOML."""
+    """Parse the content of a TOML file. Raises ConfigError if it is too long or invalid."""
     check_size(field, path, data, max_bytes)
     try:
         return tomllib.loads(data.decode("utf-8-sig"))
@@ -47,7 +47,7 @@ def table_of(field: str, path: str, data: bytes, max_bytes: int) -> dict[str, An
 
 
 class FileWatch:
-    """Watches files that belong together, from their content at its start on; one file from the `known` content on."""
+    """Detects changes of a set of files relative to their content at creation, or of one file relative to `known`."""
 
     def __init__(self, paths: Sequence[str], known: bytes | None = None) -> None:
         self._paths = tuple(paths)
@@ -58,7 +58,7 @@ class FileWatch:
             self._known = hashlib.blake2b(_framed(known)).digest()
 
     def look(self) -> bool:
-        """Whether the content is new and the same as at the look before, because a file may be half written."""
+        """Whether the content has changed and equals that of the previous call (a file may be half written)."""
         try:
             found = self._digest()
         except UnreadableFile:

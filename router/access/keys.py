@@ -1,23 +1,23 @@
-"""API keys and their rights. The router keeps only the SHA-256 of a key.
+"""API keys and their permissions. The router stores only the SHA-256 digests of keys.
 
-A ring looks digests up by a hash with a random key of its own, so that an attacker cannot choose the hash of a guess:
-the time of a look-up says nothing about the keys, and does not depend on their number.
+A ring hashes digests with its own random key, so that an attacker cannot choose the hash of a guess. The time of a
+lookup reveals nothing about the keys and does not depend on their number.
 
-The file of `--api-key-file` is TOML, one `[[key]]` table for each client:
+The file of `--api-key-file` is TOML, with one `[[key]]` table per client:
 
     [[key]]
-    name = "alice"                 # in logs and metrics
-    sha256 = "9f86d0...0f00a08"    # of the key; or key = "...", the key itself; a list while one replaces another
-    requests_per_minute = 60       # the rest is optional
+    name = "alice"                 # shown in logs and metrics
+    sha256 = "9f86d0...0f00a08"    # digest of the key; or key = "...", the key itself; a list while keys are rotated
+    requests_per_minute = 60       # this and all following fields are optional
     tokens_per_minute = 100000
     concurrent_requests = 8
     cache_group = "team-a"         # keys of a group share cached prefixes
     admin = false                  # may use /load and /reset_prefix_cache
-    classes = ["batch"]            # that its requests may be of (--request-class); the first where they name none
-    models = ["small"]             # that it may use: names, aliases and splits of this or of other routers
-    by_model.small = { tokens_per_minute = 1000 }   # limits at one model
+    classes = ["batch"]            # allowed request classes (--request-class); the first is the default
+    models = ["small"]             # allowed models: names, aliases and splits of this or of other routers
+    by_model.small = { tokens_per_minute = 1000 }   # limits for one model
 
-No message contains the value of `key` or `sha256`.
+Error messages never contain the value of `key` or `sha256`.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from router.access.files import FileWatch, check_size, content_of
 from router.siblings import AgreedFile, RouterPart
 
 SALT_BYTES, SECRET_BYTES = 16, 32
-"""Of the digest of a cache group, and of the secret that a process draws for its own use."""
+"""Size of a cache group's digest, and of the random secret of a process."""
 FIELD = "api_key_file"
 MAX_FILE_BYTES = 4 * 1024 * 1024
-"""Ten thousand keys with limits of their own."""
+"""Enough for ten thousand keys with individual limits."""
 MAX_KEYS = 10_000
-"""Each has counters and labels of its own."""
+"""Limit because each key has its own counters and metric labels."""
 MAX_SECRETS = 8
-"""Of one key: an old and a new one while clients change over, for a few groups of clients."""
+"""Maximum number of secrets per key: an old and a new one during rotation, for several groups of clients."""
 MIN_KEY_CHARS, MAX_KEY_CHARS = 16, 512
-"""Shorter secrets can be guessed; longer texts are no keys."""
+"""Shorter secrets can be guessed; longer texts are not keys."""
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 PRINTABLE = re.compile(r"[!-~]+")
 HEX = re.compile(r"[0-9A-Fa-f]{64}")
@@ -55,14 +55,14 @@ HEADER = re.compile(r"\s*\[\[\s*key\s*\]\]")
 LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent_requests")
 FIELDS = ("name", "key", "sha256", *LIMITS, "cache_group", "admin", "classes", "models", "by_model")
 MAX_LIMIT = 10**12
-"""Of any number: more is no limit."""
+"""Maximum of any limit. Higher numbers are as good as no limit."""
 MAX_MODELS, MAX_MODEL_CHARS = 256, 256
-"""That one key names, and characters of a name."""
+"""Maximum number of models that one key names, and maximum length of a name in characters."""
 AGREED_NAME = "keys.toml"
 
 
 def digest_of(key: bytes) -> bytes:
-    """The digest that stands for a key. A plain hash suffices for random keys; it would not for passwords."""
+    """Return the digest of a key. A plain hash suffices for random keys, but not for passwords."""
     return hashlib.sha256(key).digest()
 
 
@@ -80,11 +80,11 @@ NO_LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A name and the digests of its secrets (two while one replaces the other).
+    """A key's name, the digests of its secrets, and its permissions. It has several secrets during rotation.
 
-    `admin` allows `/load` and `/reset_prefix_cache`, which concern every client. Its requests may be of these `classes`
-    only, and are of the first unless they name another; without any they may be of every class. So may they ask for
-    these `models`, by the names that clients use; without any for every model. `by_model` are limits at single models.
+    `admin` allows `/load` and `/reset_prefix_cache`, which affect all clients. `classes` are the allowed request
+    classes, of which the first is the default; empty allows all. `models` are the allowed model names; empty allows
+    all. `by_model` are limits for single models.
     """
 
     name: str
@@ -97,13 +97,13 @@ class ApiKey:
     by_model: tuple[tuple[str, Limits], ...] = ()
 
     def limits_at(self, model: str) -> Limits:
-        """Its limits at one model, beside its limits at all of them together."""
+        """Return the limits for one model, which apply in addition to the limits over all models."""
         return next((limits for name, limits in self.by_model if name == model), NO_LIMITS)
 
     def salt(self, own: str) -> str:
-        """The salt of this key's prompts in the prefix caches; `own` is the client's `cache_salt`.
+        """Return the salt of this key's prompts in prefix caches. `own` is the client's `cache_salt`.
 
-        It is derived from the key, so that no client can name the salt of another. A group never equals a key's name.
+        It is derived from the key, so that no client can use another's salt. A group never equals a key's name.
         """
         if not self.digests:
             return own
@@ -112,7 +112,7 @@ class ApiKey:
 
 
 ANONYMOUS = ApiKey("", (), admin=True)
-"""The key of every client of a router without keys."""
+"""The key of all clients of a router without keys."""
 
 
 class KeyRing:
@@ -125,11 +125,11 @@ class KeyRing:
         self._table = {self._blinded(digest): key for key in self.keys for digest in key.digests}
 
     def find(self, given: bytes) -> ApiKey | None:
-        """The key with the secret `given`."""
+        """Return the key with the secret `given`, or None."""
         return self._table.get(self._blinded(digest_of(given)))
 
     def named(self, name: str) -> ApiKey | None:
-        """The key of this name."""
+        """Return the key of this name, or None."""
         return self._named.get(name)
 
     def _blinded(self, digest: bytes) -> bytes:
@@ -137,9 +137,9 @@ class KeyRing:
 
 
 def read_keys(path: str, classes: Collection[str] = (DEFAULT,), data: bytes | None = None) -> list[ApiKey]:
-    """The keys of a file, where `classes` of requests exist; `data`: its content, if that was read already.
+    """Read the keys of a file. `classes` are the configured request classes; `data` is the content, if already read.
 
-    Raises ConfigError, with the line if there is one.
+    Raises ConfigError, with the line number if known.
     """
     data = content_of(FIELD, path, MAX_FILE_BYTES) if data is None else data
     check_size(FIELD, path, data, MAX_FILE_BYTES)
@@ -154,26 +154,26 @@ def read_keys(path: str, classes: Collection[str] = (DEFAULT,), data: bytes | No
 def ring_of(
     path: str, api_key: str, classes: Collection[str] = (DEFAULT,), data: bytes | None = None
 ) -> KeyRing | None:
-    """The keys of the file and that of `--api-key`, named "default"; None without either. Raises ConfigError.
+    """Create the ring of the file's keys and the key of `--api-key`, named "default"; None without either.
 
-    `data`: the content of the file, if that was read already.
+    `data` is the content of the file, if already read. Raises ConfigError.
     """
     if not path and not api_key:
         return None
     own = [ApiKey("default", (digest_of(api_key.encode()),), admin=True)] if api_key else []
     keys = read_keys(path, classes, data) if path else []
     if own and any(key.name == "default" for key in keys):
-        raise ConfigError(FIELD, path, 'no key named "default", which is that of --api-key')
+        raise ConfigError(FIELD, path, 'a file without a key named "default", the name of the key of --api-key')
     return KeyRing([*own, *keys])
 
 
 def _reason(error: ValueError) -> str:
-    """The parser's message, but for a decoding error, whose message contains bytes of the file."""
+    """Return the parser's message, except for decoding errors, whose message contains bytes of the file."""
     return "not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
 
 
 class _Reader:
-    """Checks the tables one by one; errors name the line."""
+    """Parser of the key file's tables. Its errors give the line number."""
 
     def __init__(self, path: str, text: str, classes: Collection[str]) -> None:
         self._path, self._classes = path, classes
@@ -195,9 +195,9 @@ class _Reader:
         for index, entry in enumerate(entries):
             key = self._key(index, entry)
             if key.name in names:
-                self._refuse(index, "name", f"a name of its own; {key.name!r} stands above already")
+                self._refuse(index, "name", f"a unique name; {key.name!r} is used above")
             if not secrets.isdisjoint(key.digests):
-                self._refuse(index, "sha256", f"a key of its own; that of {key.name!r} stands above already")
+                self._refuse(index, "sha256", f"a unique key; {key.name!r} uses it above")
             names.add(key.name)
             secrets.update(key.digests)
             keys.append(key)
@@ -236,13 +236,13 @@ class _Reader:
         return tuple(found)
 
     def _key_models(self, index: int, entry: Mapping[str, Any]) -> tuple[str, ...]:
-        """Routers of other models may share the file, so unknown names are no error."""
+        """Return the allowed models. Unknown names are valid, because routers of other models may share the file."""
         given = entry.get("models")
         if given is None:
             return ()
         fits = isinstance(given, list) and 0 < len(given) <= MAX_MODELS
         if not fits or not all(isinstance(name, str) and 0 < len(name) <= MAX_MODEL_CHARS for name in given):
-            self._refuse(index, "models", f"a list of 1 to {MAX_MODELS} names of models")
+            self._refuse(index, "models", f"a list of 1 to {MAX_MODELS} model names")
         return tuple(dict.fromkeys(given))
 
     def _key_classes(self, index: int, entry: Mapping[str, Any]) -> tuple[str, ...]:
@@ -251,7 +251,7 @@ class _Reader:
             return ()
         known = isinstance(given, list) and all(isinstance(name, str) and name in self._classes for name in given)
         if not known or not given:
-            self._refuse(index, "classes", f"a list of classes out of {', '.join(self._classes)}")
+            self._refuse(index, "classes", f"a list of classes from {', '.join(self._classes)}")
         return tuple(dict.fromkeys(given))
 
     def _digests(self, index: int, entry: Mapping[str, Any]) -> tuple[bytes, ...]:
@@ -260,20 +260,20 @@ class _Reader:
             given = entry.get(field, [])
             for secret in given if isinstance(given, list) else [given]:
                 if not isinstance(secret, str):
-                    self._refuse(index, field, "text, or a list of texts")
+                    self._refuse(index, field, "a string, or a list of strings")
                 digests.append(self._digest(index, field, secret))
         if not 1 <= len(digests) <= MAX_SECRETS:
-            self._refuse(index, "sha256", f"sha256 (or key), once or up to {MAX_SECRETS} times")
+            self._refuse(index, "sha256", f"1 to {MAX_SECRETS} values of sha256 or key")
         return tuple(digests)
 
     def _digest(self, index: int, field: str, secret: str) -> bytes:
         if field == "sha256":
             if not HEX.fullmatch(secret):
-                self._refuse(index, field, f"a sha256 of 64 hexadecimal digits, not {len(secret)} characters")
+                self._refuse(index, field, f"a sha256 of 64 hexadecimal digits, got {len(secret)} characters")
             return bytes.fromhex(secret)
         if not MIN_KEY_CHARS <= len(secret) <= MAX_KEY_CHARS or not PRINTABLE.fullmatch(secret):
             allowed = f"a key of {MIN_KEY_CHARS} to {MAX_KEY_CHARS} printable ASCII characters without spaces"
-            self._refuse(index, field, f"{allowed}, not {len(secret)} characters")
+            self._refuse(index, field, f"{allowed}, got {len(secret)} characters")
         return digest_of(secret.encode())
 
     def _limit(self, index: int, field: str, value: object) -> int:
@@ -285,7 +285,7 @@ class _Reader:
         raise ConfigError(FIELD, self._path, f"{self._where(index, field)}: {allowed}") from None
 
     def _where(self, index: int, field: str) -> str:
-        """The line of a field of entry `index`, or of its header; "key N" in a file that writes tables otherwise."""
+        """Return the line of a field of entry `index`, or of its header; "key N" if tables are written differently."""
         if index >= len(self._starts):
             return f"key {index + 1}"
         start = self._starts[index]
@@ -295,11 +295,11 @@ class _Reader:
 
 
 class KeySource:
-    """`ring` is in force from the start. Every method reads files. Raises ConfigError.
+    """Loads and reloads the key ring. `ring` is set from the start. All methods read files and raise ConfigError.
 
-        the file ── two equal looks ──> one process accepts it ── agreed copy ──> the others, at their next look
+        the file ── two equal reads ──> one process accepts it ── agreed copy ──> the others, at their next poll
 
-    A process that is started again goes by the copy, also where the file has changed into something that all refuse.
+    A restarted process uses the agreed copy, even if the file has since changed to content that all processes reject.
     """
 
     def __init__(self, config: RouterConfig, part: RouterPart | None = None) -> None:
@@ -316,14 +316,14 @@ class KeySource:
         self._accept()
 
     def look(self) -> bool:
-        """Whether there is something new to `read`: in the file, or because another process accepted it."""
+        """Whether there is new content to `read`: the file changed, or a sibling process accepted new content."""
         if self.watch is None:
             return False
         self._changed = self.watch.look()
         return self._changed or self._other() is not None
 
     def read(self) -> KeyRing | None:
-        """The keys from now on: those of the file, if it has changed, else what another process accepted."""
+        """Load the changed file, or else the content that a sibling process accepted."""
         content = None if self._changed else self._other()
         if content is None:
             content = content_of(FIELD, self._path, MAX_FILE_BYTES)
@@ -343,11 +343,11 @@ class KeySource:
         return ring_of(self._path, config.api_key, config.classes, content)
 
     def _other(self) -> bytes | None:
-        """What another process accepted and this one has not read; None if there is nothing."""
+        """Return content that a sibling process accepted and this one has not read; None if there is none."""
         agreed = self._agreed.read() if self._agreed is not None else None
         return None if agreed in (self._content, self._refused) else agreed
 
     def _accept(self) -> None:
-        """Put the content that was read last in force."""
+        """Publish the content that was read last as the agreed copy."""
         if self._agreed is not None and self._agreed.read() != self._content:
             self._agreed.agree(self._content)

@@ -1,6 +1,6 @@
-"""`diptych api-key NAME`: draws a key, shows it once, and prints the entry for the file of `--api-key-file`.
+"""`diptych api-key NAME`: generates an API key, shows it once, and prints its entry for the `--api-key-file`.
 
-diptych api-key alice >> keys.toml        # the key itself goes to the terminal (stderr) only
+diptych api-key alice >> keys.toml        # the key itself is printed only to the terminal (stderr)
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import secrets
 import sys
 from collections.abc import Sequence
 
+from common.arguments import CommandParser
 from router.access.keys import NAME, digest_of
 
 PROG = "diptych api-key"
@@ -19,30 +20,34 @@ NUM_RANDOM_BYTES = 32
 
 
 def draw() -> str:
-    """A new key of 256 random bits."""
+    """Generate a key of 256 random bits."""
     return PREFIX + secrets.token_urlsafe(NUM_RANDOM_BYTES)
 
 
 def entry(name: str, key: str) -> str:
-    """The table of `name` for the key file."""
+    """Return the key file's table for `name`."""
     return f'[[key]]\nname = "{name}"\nsha256 = "{digest_of(key.encode()).hex()}"\n'
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of `diptych api-key`."""
+    parser = CommandParser(
+        PROG,
+        description="Create an API key. Prints its entry for --api-key-file to stdout and the key itself to stderr.",
+    )
+    parser.add_argument("name", help="name of the key in logs and metrics: up to 64 letters, digits and . _ -")
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a new key. Returns exit status 0, or 2 for a name that is refused."""
-    parser = argparse.ArgumentParser(
-        prog=PROG,
-        description="Draws an API key: its entry for --api-key-file goes to stdout, the key itself to stderr, once.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("name", help="who it is for, in logs and metrics: up to 64 letters, digits and . _ -")
-    name = parser.parse_args(argv).name
+    name = build_parser().parse_args(argv).name
     if not NAME.fullmatch(name):
-        print(f"{PROG}: name={name!r} is refused: up to 64 letters, digits and . _ -", file=sys.stderr)
+        print(f"{PROG}: invalid name {name!r}: must be up to 64 letters, digits and . _ -", file=sys.stderr)
         return 2
     key = draw()
     print(entry(name, key))
-    print(f"the key of {name}, shown only now: {key}", file=sys.stderr)
+    print(f"API key of {name}, shown only once: {key}", file=sys.stderr)
     return 0
 
 

@@ -1,6 +1,6 @@
-"""The certificate of the HTTP server: checked before the start, read again when its files change.
+"""Certificate of the HTTP server: checked at start, and reloaded when its files change.
 
-The listening context passes each new connection to the context of the newest certificate; open ones keep theirs.
+The listening context passes each new connection to the context of the newest certificate. Open connections keep theirs.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ class Certificate:
         self.context.sni_callback = self._choose
 
     async def reload(self) -> None:
-        """Load the files again. Raises ConfigError, and then keeps the certificate that it has.
+        """Reload the files. Raises ConfigError, and then keeps the current certificate.
 
-        Each certificate gets a new context: if loading failed between the two files, because they are being replaced,
-        the listening context would be left with half of each.
+        Each certificate gets a new context. If loading failed between the two files, because they are being replaced,
+        the listening context would otherwise have the certificate of one and the key of the other.
         """
         self._newest = load_context(self._cert, self._key)
 
     def _choose(self, handshake: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-        """OpenSSL calls this at each ClientHello, even at one that names no host."""
+        """Select the context of a connection. OpenSSL calls this at each ClientHello, even without a host name."""
         handshake.context = self._newest
 
 
 def load_context(cert: str, key: str) -> ssl.SSLContext:
-    """A server's context, TLS 1.2 or newer. Raises ConfigError naming the setting and the file."""
+    """Create a server context for TLS 1.2 or newer. Raises ConfigError."""
     if b"-----BEGIN CERTIFICATE-----" not in _read(CERT, cert):
         raise ConfigError(CERT, cert, "a file with a PEM certificate")
     text = _read(KEY, key)
@@ -66,5 +66,5 @@ def _read(field: str, path: str) -> bytes:
 
 
 def _no_passphrase() -> NoReturn:
-    """Refuse an encrypted key, for whose passphrase OpenSSL would otherwise ask the terminal."""
+    """Refuse an encrypted key. Otherwise OpenSSL would ask for its passphrase on the terminal."""
     raise ConfigError(KEY, "", "a private key without a passphrase")

@@ -1,4 +1,4 @@
-"""Refuses requests from web pages of other sites in a local user's browser.
+"""Protection of routers on a loopback address against web pages of other sites in a local user's browser.
 
 A router without API keys on a loopback address trusts every local client. A local browser also sends requests for any
 web page it shows: cross-site requests (CSRF), and requests to a host name that the site's DNS server has rebound to
@@ -17,12 +17,12 @@ from router.access.errors import Forbidden
 LOCAL_DOMAINS = (".localhost", ".local", ".internal")
 """Domains that public DNS servers do not resolve."""
 APP_SCHEMES = ("app", "file", "tauri", "vscode-file", "vscode-webview")
-"""URL schemes of installed applications' origins."""
+"""URL schemes in the origins of installed applications."""
 NAMED = frozenset((b"host", b"origin", b"sec-fetch-dest", b"sec-fetch-mode", b"sec-fetch-site"))
 
 
 def check_web_page(method: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Check the headers of a request to a loopback address. Their names are in lower case. Raises Forbidden.
+    """Check the headers of a request to a loopback address. Header names must be in lower case. Raises Forbidden.
 
     Requests of programs pass, because they have no `Origin` and their `Host` is an address or `localhost`.
     """
@@ -30,23 +30,23 @@ def check_web_page(method: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
     host, origin = found.get(b"host", ""), found.get(b"origin") or "null"
     if not _is_local(_host_of(host)):
         raise Forbidden(
-            f"the host name {host[:MAX_SHOWN_CHARS]!r} is not local: a router without API keys that listens on a "
-            "loopback address accepts localhost, IP addresses, the machine's name, and names that end in "
-            f"{', '.join(LOCAL_DOMAINS)}. Let the proxy send Host: localhost, or start the router with an API key"
+            f"The host name {host[:MAX_SHOWN_CHARS]!r} is not local. A router without API keys on a loopback address "
+            "accepts only localhost, IP addresses, the machine's host name, and names that end in "
+            f"{', '.join(LOCAL_DOMAINS)}. Make the proxy send 'Host: localhost', or start the router with an API key."
         )
     if origin == "null":  # a page without an address, or no page
-        is_foreign = found.get(b"sec-fetch-site") == "cross-site" and not _is_visit(method, found)
+        is_foreign = found.get(b"sec-fetch-site") == "cross-site" and not _is_navigation(method, found)
         origin = "another site"
     else:
         is_foreign = not _is_own(origin, host)
     if is_foreign:
         raise Forbidden(
-            f"web pages of {origin[:MAX_SHOWN_CHARS]} must not use this router: without API keys, a router on a "
-            "loopback address serves only pages of this machine. To serve others, start the router with an API key"
+            f"Web pages of {origin[:MAX_SHOWN_CHARS]} cannot use this router. A router without API keys on a loopback "
+            "address accepts only pages of this machine. To accept others, start the router with an API key."
         )
 
 
-def _is_visit(method: str, found: dict[bytes, str]) -> bool:
+def _is_navigation(method: str, found: dict[bytes, str]) -> bool:
     """Whether the user followed a link to the router. The linking page cannot read the response."""
     return (
         method in ("GET", "HEAD")
@@ -76,7 +76,7 @@ def _is_local(name: str) -> bool:
 
 
 def _host_of(authority: str) -> str:
-    """Return the host of `host:port`, without an address's brackets and the root domain's dot."""
+    """Return the host of `host:port`, without the brackets of an IPv6 address and without a trailing dot."""
     name = authority[1:].partition("]")[0] if authority.startswith("[") else authority.partition(":")[0]
     return name.removesuffix(".")
 

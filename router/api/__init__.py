@@ -1,4 +1,4 @@
-"""The endpoints, in the shapes of OpenAI's and Anthropic's APIs."""
+"""HTTP endpoints of the OpenAI-compatible and Anthropic-compatible APIs, and endpoints for operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LoRA adapters of a served model: loaded and unloaded on all its workers, by operators."""
+"""Endpoints for operators that load and unload LoRA adapters on all workers of a model."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from common.config import ADAPTER_NAME
 from common.errors import InvalidRequest
 from router.api import service_answers
 from router.api.openapi import documented
-from router.generation import FrontDoor, ServedModel, front_door_of, key_of
+from router.generation import RouterState, ServedModel, key_of, router_state_of
 from router.request import LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH, Fields
 
 AdapterName = Annotated[str, StringConstraints(pattern=rf"^{ADAPTER_NAME}$")]
-"""As `--lora` takes it."""
+"""The names that `--lora` accepts."""
 
 
 class LoadAdapterRequest(Fields):
-    """`POST /v1/load_lora_adapter`."""
+    """Body of `POST /v1/load_lora_adapter`."""
 
     lora_name: AdapterName
     lora_path: Annotated[str, Field(min_length=1, max_length=1024)] = Field(
-        description="a folder in PEFT's layout that every worker can read"
+        description="Folder in PEFT's layout that every worker can read."
     )
-    load_inplace: bool | None = Field(None, description="in place of what the name stands for")
-    model: str | None = Field(None, description="its base model; without it the default one")
+    load_inplace: bool | None = Field(None, description="Replace the adapter that currently has this name.")
+    model: str | None = Field(None, description="The base model of the adapter. Default: the default model.")
 
 
 class UnloadAdapterRequest(Fields):
-    """`POST /v1/unload_lora_adapter`."""
+    """Body of `POST /v1/unload_lora_adapter`."""
 
     lora_name: AdapterName
     model: str | None = None
@@ -45,15 +45,17 @@ adapter_routes = APIRouter(tags=["operate"])
 
 @adapter_routes.post(LOAD_ADAPTER_PATH, **documented(LoadAdapterRequest, service_answers.LoadedAdapter))
 async def load_lora_adapter(request: Request) -> Response:
-    """Load an adapter on every worker of a model that has places for adapters; answers once all have it."""
-    door = front_door_of(request)
-    with door.bodies.lease() as lease:
-        fields = await door.reader.read(request, LoadAdapterRequest, lease)
-    base = _base(door, request, fields.model)
+    """Load a LoRA adapter on every worker of a model that supports adapters. Returns when all have loaded it."""
+    router_state = router_state_of(request)
+    with router_state.bodies.lease() as lease:
+        fields = await router_state.reader.read(request, LoadAdapterRequest, lease)
+    base = _base(router_state, request, fields.model)
     name = fields.lora_name
-    known = door.models.base_of(name)
-    if door.models.catalog.has(name) or known not in (None, base.name):
-        raise InvalidRequest(f"lora_name: {name!r} is the name of a model or of another's adapter", param="lora_name")
+    known = router_state.models.base_of(name)
+    if router_state.models.catalog.has(name) or known not in (None, base.name):
+        raise InvalidRequest(
+            f"lora_name: {name!r} is already the name of a model or of another model's adapter", param="lora_name"
+        )
     outcome = await base.adapters.load(name, fields.lora_path, in_place=bool(fields.load_inplace))
     body = {"status": "ok", "id": name, "parent": base.name, "digest": outcome.digest}
     return Response(orjson.dumps(body | {"num_workers": outcome.num_loaded}), media_type="application/json")
@@ -61,16 +63,16 @@ async def load_lora_adapter(request: Request) -> Response:
 
 @adapter_routes.post(UNLOAD_ADAPTER_PATH, **documented(UnloadAdapterRequest, service_answers.Status))
 async def unload_lora_adapter(request: Request) -> Response:
-    """Unload an adapter everywhere; requests that use it already go on to their end."""
-    door = front_door_of(request)
-    with door.bodies.lease() as lease:
-        fields = await door.reader.read(request, UnloadAdapterRequest, lease)
-    known = door.models.base_of(fields.lora_name)
-    base = door.models.served[known] if known is not None else _base(door, request, fields.model)
+    """Unload a LoRA adapter from every worker. Running requests that use it are completed."""
+    router_state = router_state_of(request)
+    with router_state.bodies.lease() as lease:
+        fields = await router_state.reader.read(request, UnloadAdapterRequest, lease)
+    known = router_state.models.base_of(fields.lora_name)
+    base = router_state.models.served[known] if known is not None else _base(router_state, request, fields.model)
     await base.adapters.unload(fields.lora_name)
     return Response(orjson.dumps({"status": "ok"}), media_type="application/json")
 
 
-def _base(door: FrontDoor, request: Request, asked: str | None) -> ServedModel:
-    """The model that an adapter is for: the default one unless the body names another."""
-    return door.models.one(asked, key_of(request))
+def _base(router_state: RouterState, request: Request, requested: str | None) -> ServedModel:
+    """Return the base model: `requested`, or else the default model."""
+    return router_state.models.one(requested, key_of(request))

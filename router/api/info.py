@@ -1,4 +1,4 @@
-"""The endpoints that do not generate: probes, metrics, models, tokens, and the chat page."""
+"""Endpoints without generation: probes, metrics, models, tokenisation, and web pages."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from router.api.openai import answers as openai_answers
 from router.api.openapi import documented
 from router.api.pages import CHAT, DASHBOARD, HEADERS, page
 from router.generation import (
-    FrontDoor,
+    RouterState,
     ServedModel,
     ShownModel,
     conversation_tokens,
-    front_door_of,
     functions_of,
     key_of,
+    router_state_of,
 )
 from router.request import MODELS_PATH, check_number_of_ids
 from router.request.errors import error_response, speaks_anthropic
@@ -37,31 +37,31 @@ from router.text import SHORT_TEXT
 EITHER_ERROR = (openai_answers.ErrorBody, anthropic_answers.AnthropicErrorBody)
 
 probe_routes = APIRouter(tags=["operate"])
-"""`/health`, `/ready`, `/metrics` and others for operators and orchestrators."""
+"""`/health`, `/ready`, `/metrics` and other endpoints for operators and orchestrators."""
 
 
 @probe_routes.get("/", response_class=HTMLResponse)
 async def index() -> Response:
-    """A chat page."""
+    """The chat web page."""
     return HTMLResponse(page(CHAT), headers=HEADERS)
 
 
 @probe_routes.get("/dashboard", response_class=HTMLResponse)
 async def dashboard() -> Response:
-    """A page that shows what `/load` says, each second: traffic, times, workers, classes, plan."""
+    """The dashboard web page. It shows the data of `/load` every second: traffic, latencies, workers, classes, plan."""
     return HTMLResponse(page(DASHBOARD), headers=HEADERS)
 
 
 @probe_routes.get("/live", response_class=RedirectResponse, status_code=308)
 async def live() -> Response:
-    """The dashboard, under its old name."""
+    """Redirect of the dashboard's former path."""
     return RedirectResponse("/dashboard", status_code=308)
 
 
 @probe_routes.get("/health", **documented(None, service_answers.Status))
 async def health(request: Request) -> Response:
-    """200 while the process is healthy."""
-    failure = front_door_of(request).failure()
+    """Liveness probe: 200 while the process is healthy."""
+    failure = router_state_of(request).failure()
     if failure:
         return error_response(Unavailable(failure))
     return _json({"status": "ok"})
@@ -69,11 +69,11 @@ async def health(request: Request) -> Response:
 
 @probe_routes.get("/ready", **documented(None, service_answers.Readiness))
 async def ready(request: Request) -> Response:
-    """200 when the service takes requests: for some model, or with `?model=` for that one."""
-    door, asked = front_door_of(request), request.query_params.get("model")
-    is_ready, detail = door.ready
-    if asked is not None and (is_ready or not door.draining):
-        is_ready, detail = door.models.one(asked).availability
+    """Readiness probe: 200 while the service accepts requests for any model, or for the model in `?model=`."""
+    router_state, asked = router_state_of(request), request.query_params.get("model")
+    is_ready, detail = router_state.ready
+    if asked is not None and (is_ready or not router_state.draining):
+        is_ready, detail = router_state.models.one(asked).availability
     if not is_ready:
         return error_response(Unavailable(detail, retry_after_s=RETRY_AFTER_S))
     return _json({"status": "ready", "detail": detail})
@@ -82,44 +82,44 @@ async def ready(request: Request) -> Response:
 @probe_routes.get("/ping", **documented(None, service_answers.Status))
 @probe_routes.post("/ping", operation_id="ping_by_post", **documented(None, service_answers.Status))
 async def ping(request: Request) -> Response:
-    """Like `/health`, under SageMaker's name."""
+    """Liveness probe for SageMaker, equivalent to `/health`."""
     return await health(request)
 
 
 @probe_routes.get("/metrics", response_class=Response)
 async def metrics(request: Request) -> Response:
-    """Prometheus text."""
-    door = front_door_of(request)
-    text = door.metrics.render() if door.siblings is None else await door.siblings.metrics()
+    """Metrics in Prometheus text format."""
+    router_state = router_state_of(request)
+    text = router_state.metrics.render() if router_state.siblings is None else await router_state.siblings.metrics()
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 @probe_routes.get("/version", **documented(None, service_answers.Version))
 async def version() -> Response:
-    """The version of this server."""
+    """Return the version of this server."""
     return _json({"version": __version__})
 
 
 @probe_routes.get("/load", **documented(None, service_answers.Load))
 async def load(request: Request) -> Response:
-    """Requests by stage and class, the traffic of late, each worker's load, the plan, and the latest events.
+    """Return request counts by stage and class, recent traffic, the load of each worker, the plan, and recent events.
 
-    Of several models together, or with `?model=` of that one.
+    Covers all models together, or only the model in `?model=`.
     """
-    door, asked = front_door_of(request), request.query_params.get("model")
-    model = None if asked is None else door.models.one(asked)
-    if door.siblings is None:
-        return _json(load_of(door, model))
+    router_state, asked = router_state_of(request), request.query_params.get("model")
+    model = None if asked is None else router_state.models.one(asked)
+    if router_state.siblings is None:
+        return _json(load_of(router_state, model))
     params = {} if model is None else {"model": model.name}
-    others = (orjson.loads(body) for body in (await door.siblings.ask_all("/load", **params)).values())
-    told = [orjson.loads(orjson.dumps(own_load(door, model))), *others]
-    return _json(merged_load([one["load"] for one in told], [one["counts"] for one in told]))
+    others = (orjson.loads(body) for body in (await router_state.siblings.ask_all("/load", **params)).values())
+    loads = [orjson.loads(orjson.dumps(own_load(router_state, model))), *others]
+    return _json(merged_load([one["load"] for one in loads], [one["counts"] for one in loads]))
 
 
 @probe_routes.post("/reset_prefix_cache", **documented(None, service_answers.Status))
 async def reset_prefix_cache(request: Request) -> Response:
     """Make every worker drop its prefix cache."""
-    for served in front_door_of(request).models.served.values():
+    for served in router_state_of(request).models.served.values():
         served.client.reset_prefix_cache()
     return _json({"status": "ok"})
 
@@ -133,12 +133,12 @@ model_routes = APIRouter(tags=["models"])
     **documented(None, openai_answers.ModelList | anthropic_answers.AnthropicModelList, errors=EITHER_ERROR),
 )
 async def models(request: Request) -> Response:
-    """What a key may ask for now; in the shape of Anthropic's API for requests with the header `anthropic-version`."""
-    door = front_door_of(request)
-    shown = door.models.listed(key_of(request))
+    """List the models that the API key may use now. With the header `anthropic-version`, in Anthropic's format."""
+    router_state = router_state_of(request)
+    shown = router_state.models.listed(key_of(request))
     if speaks_anthropic(request.scope):
-        return _json(_anthropic_page([_anthropic_model(door, one) for one in shown], request.query_params))
-    return _json({"object": "list", "data": [_model(door, one) for one in shown]})
+        return _json(_anthropic_page([_anthropic_model(router_state, one) for one in shown], request.query_params))
+    return _json({"object": "list", "data": [_model(router_state, one) for one in shown]})
 
 
 @model_routes.get(
@@ -146,17 +146,17 @@ async def models(request: Request) -> Response:
     **documented(None, openai_answers.Model | anthropic_answers.AnthropicModel, errors=EITHER_ERROR),
 )
 async def model(model: str, request: Request) -> Response:
-    """One model, by name."""
-    door = front_door_of(request)
-    one = door.models.shown(model, key_of(request))
-    return _json((_anthropic_model if speaks_anthropic(request.scope) else _model)(door, one))
+    """Retrieve one model by name."""
+    router_state = router_state_of(request)
+    one = router_state.models.shown(model, key_of(request))
+    return _json((_anthropic_model if speaks_anthropic(request.scope) else _model)(router_state, one))
 
 
-def _model(door: FrontDoor, one: ShownModel) -> dict[str, object]:
+def _model(router_state: RouterState, one: ShownModel) -> dict[str, object]:
     return {
         "id": one.name,
         "object": "model",
-        "created": door.created,
+        "created": router_state.created,
         "owned_by": "diptych",
         "root": one.name if one.model is None else one.model.files.model_id,
         "parent": one.parent or None,
@@ -165,16 +165,16 @@ def _model(door: FrontDoor, one: ShownModel) -> dict[str, object]:
     }
 
 
-def _anthropic_model(door: FrontDoor, one: ShownModel) -> dict[str, object]:
+def _anthropic_model(router_state: RouterState, one: ShownModel) -> dict[str, object]:
     name = one.name
-    created = datetime.fromtimestamp(door.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    created = datetime.fromtimestamp(router_state.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     unknown = dict.fromkeys(("max_tokens", "capabilities", "deprecated_at", "retires_at", "line"))
     known = {"type": "model", "id": name, "display_name": name, "created_at": created, "lifecycle": "active"}
     return {**known, "max_input_tokens": one.max_model_len, **unknown}
 
 
 def _anthropic_page(models: list[dict[str, object]], asked: Mapping[str, str]) -> dict[str, object]:
-    """The models behind `after_id` and before `before_id`, all on one page."""
+    """Return the page of models after `after_id` and before `before_id`. One page contains all of them."""
     names = [one["id"] for one in models]
     after, before = asked.get("after_id"), asked.get("before_id")
     first = names.index(after) + 1 if after in names else 0
@@ -185,16 +185,16 @@ def _anthropic_page(models: list[dict[str, object]], asked: Mapping[str, str]) -
 
 
 token_routes = APIRouter(tags=["tokens"])
-"""`/tokenize`, `/detokenize`, `/tokenizer_info`: a tokenizer for remote clients."""
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`: the tokenizer for remote clients."""
 
 
 @token_routes.post("/tokenize", **documented(TokenizeRequest, service_answers.Tokens))
 async def tokenize(request: Request) -> Response:
-    """The tokens of a text or of a rendered conversation."""
-    door = front_door_of(request)
-    with door.bodies.lease() as lease:
-        fields = await door.reader.read(request, TokenizeRequest, lease)
-        model = door.models.one(fields.model, key_of(request))
+    """Tokenise a text or a conversation."""
+    router_state = router_state_of(request)
+    with router_state.bodies.lease() as lease:
+        fields = await router_state.reader.read(request, TokenizeRequest, lease)
+        model = router_state.models.one(fields.model, key_of(request))
         token_ids = await _tokens(model, fields)
     body = {"count": len(token_ids), "max_model_len": model.max_model_len, "tokens": token_ids}
 
@@ -208,11 +208,11 @@ async def tokenize(request: Request) -> Response:
 
 @token_routes.post("/detokenize", **documented(DetokenizeRequest, service_answers.Text))
 async def detokenize(request: Request) -> Response:
-    """The text of tokens."""
-    door = front_door_of(request)
-    with door.bodies.lease() as lease:
-        fields = await door.reader.read(request, DetokenizeRequest, lease)
-        model = door.models.one(fields.model, key_of(request))
+    """Convert tokens to text."""
+    router_state = router_state_of(request)
+    with router_state.bodies.lease() as lease:
+        fields = await router_state.reader.read(request, DetokenizeRequest, lease)
+        model = router_state.models.one(fields.model, key_of(request))
         check_number_of_ids(len(fields.tokens), model.max_detokenize_ids)
         shown = await model.text.decode(fields.tokens, skip_special_tokens=bool(fields.skip_special_tokens))
     many = len(fields.tokens) > SHORT_TEXT
@@ -221,8 +221,8 @@ async def detokenize(request: Request) -> Response:
 
 @token_routes.get("/tokenizer_info", **documented(None, service_answers.TokenizerInfo))
 async def tokenizer_info(request: Request) -> Response:
-    """Special tokens and the chat template; with `?model=` those of that model."""
-    model = front_door_of(request).models.one(request.query_params.get("model"), key_of(request))
+    """Return the special tokens and the chat template of the default model, or of the model in `?model=`."""
+    model = router_state_of(request).models.one(request.query_params.get("model"), key_of(request))
     text, files = model.text, model.files
     tokens = {"bos_token": files.bos_token or None, "eos_token": files.eos_token or None}
     ids = {f"{name}_id": text.tokenizer.token_to_id(token) if token else None for name, token in tokens.items()}
@@ -233,7 +233,7 @@ async def tokenizer_info(request: Request) -> Response:
 
 async def _tokens(model: ServedModel, fields: TokenizeRequest) -> list[int]:
     if (fields.prompt is None) == (fields.messages is None):
-        raise InvalidRequest("prompt: send either prompt or messages", param="prompt")
+        raise InvalidRequest("prompt: send either prompt or messages, not both or neither", param="prompt")
     most = model.max_tokenize_bytes
     if fields.prompt is not None:
         special = fields.add_special_tokens is not False

@@ -1,6 +1,6 @@
-"""The answer of `/load`: stages of requests, recent traffic, classes, workers, and the plan.
+"""Response of `/load`: request counts by stage, recent traffic, classes, workers, and the plan.
 
-Loads add up twice: those of several models in one process, and the answers of several processes.
+Loads are merged at two levels: those of several models in one process, and the responses of several processes.
 """
 
 from __future__ import annotations
@@ -12,39 +12,41 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from router.dispatch import ClassLoad, DispatchLoad
-from router.generation import FrontDoor, ServedModel
+from router.generation import RouterState, ServedModel
 from router.observe import Traffic, percentiles_of
 from router.planner import Goals, Outlook, goals_of
 
 Load = Mapping[str, Any]
-"""The answer of `/load`, as another process sent it."""
+"""The response of `/load`, as another process sent it."""
 K = TypeVar("K")
 N = TypeVar("N", int, float)
 
 OWN_OF_CLASS = ("num_in_flight", "num_waiting", "num_held", "num_refused")
 WORST_OF_CLASS = ("oldest_wait_s", "wait_limit_s")
 OWN_OF_WORKER = ("num_booked_requests", "num_dropped_frames", "num_unsent", "num_cuts")
-"""What each process has of its own; the rest is a view of the same workers."""
+"""Values that differ between processes. All other values describe the same workers."""
 
 
-def load_of(door: FrontDoor, model: ServedModel | None = None) -> dict[str, object]:
-    """The load of a model in this process, or of all."""
-    models = list(door.models.served.values()) if model is None else [model]
+def load_of(router_state: RouterState, model: ServedModel | None = None) -> dict[str, object]:
+    """Return the load of a model, or of all models, in this process."""
+    models = list(router_state.models.served.values()) if model is None else [model]
     alone = models[0] if len(models) == 1 else None
     load = joined_load([one.client.load() for one in models])
-    outlook, goals = (None, goals_of(door.config)) if alone is None else (alone.outlook(), goals_of(alone.config))
-    traffic = (door if alone is None else alone).metrics.traffic.summary(time.monotonic())
+    outlook, goals = (
+        (None, goals_of(router_state.config)) if alone is None else (alone.outlook(), goals_of(alone.config))
+    )
+    traffic = (router_state if alone is None else alone).metrics.traffic.summary(time.monotonic())
     return load_body(load, outlook, goals, [_model(one) for one in models], traffic)
 
 
-def own_load(door: FrontDoor, model: ServedModel | None = None) -> dict[str, object]:
-    """The same with its times by kind and bucket, from which those of several processes are computed."""
-    metrics = (door if model is None else model).metrics
-    return {"load": load_of(door, model), "counts": metrics.traffic.counts(time.monotonic())}
+def own_load(router_state: RouterState, model: ServedModel | None = None) -> dict[str, object]:
+    """Return `load_of` with latency histograms, from which the percentiles of several processes are computed."""
+    metrics = (router_state if model is None else model).metrics
+    return {"load": load_of(router_state, model), "counts": metrics.traffic.counts(time.monotonic())}
 
 
 def _model(model: ServedModel) -> dict[str, object]:
-    """One model, with its own goals, classes and plan."""
+    """Return one model with its goals, classes and plan."""
     outlook, goals = model.outlook(), goals_of(model.config)
     return {
         "id": model.name,
@@ -63,7 +65,7 @@ def load_body(
     models: Sequence[Mapping[str, object]],
     traffic: Traffic,
 ) -> dict[str, object]:
-    """For `orjson`, which writes dataclasses by itself, and infinity as null."""
+    """Return the response body for `orjson`, which serialises dataclasses, and infinity as null."""
     return {
         "server_load": sum(load.stages.values()),
         "models": models,
@@ -95,7 +97,7 @@ def _tails(ttft_s: float, tpot_s: float) -> dict[str, float]:
 
 
 def joined_load(loads: Sequence[DispatchLoad]) -> DispatchLoad:
-    """The loads of several models as one: counts add up, and workers follow each other."""
+    """Merge the loads of several models: counts are added, and workers are concatenated."""
     if len(loads) == 1:
         return loads[0]
     return DispatchLoad(
@@ -117,7 +119,7 @@ def joined_load(loads: Sequence[DispatchLoad]) -> DispatchLoad:
 
 
 def _joined_class(loads: Sequence[ClassLoad]) -> ClassLoad:
-    """A class in all models: the tightest of their goals, and the one that it met least, count."""
+    """Merge a class of several models: uses the tightest of their goals and the lowest attainment."""
     goals = dict.fromkeys(goal for load in loads for goal in load.attainment)
     return replace(
         loads[0],
@@ -134,14 +136,14 @@ def _joined_class(loads: Sequence[ClassLoad]) -> ClassLoad:
 
 
 def _tightest(goals_ms: Iterable[float]) -> float:
-    """The least of goals, of which 0 is none."""
+    """Return the lowest goal, ignoring 0, which means none."""
     return min(filter(None, goals_ms), default=0.0)
 
 
 def merged_load(loads: Sequence[Load], counts: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, Any]:
-    """Merge the `loads` of all processes, the asked one first, with their times by kind and bucket.
+    """Merge the `loads` of all processes, that of the asked one first. `counts` are their latency histograms.
 
-    Requests, rates and times are those of all. The state of workers, plan and events are the first process's view.
+    Requests, rates and latencies cover all processes. Workers' states, plan and events are those of the first process.
     """
     first, *_ = loads
     weights = [load["traffic"]["ttft"]["num"] for load in loads]
@@ -165,13 +167,13 @@ def _merged_model(first: Load, loads: Sequence[Load], weights: Sequence[int]) ->
     return {**first, "classes": _merged_classes([one["classes"] for one in same], weights)}
 
 
-def _merged_classes(told: Sequence[Sequence[Load]], weights: Sequence[int]) -> list[dict[str, Any]]:
-    return [_merged_class(one, told, weights) for one in told[0]]
+def _merged_classes(per_process: Sequence[Sequence[Load]], weights: Sequence[int]) -> list[dict[str, Any]]:
+    return [_merged_class(one, per_process, weights) for one in per_process[0]]
 
 
-def _merged_class(first: Load, told: Sequence[Sequence[Load]], weights: Sequence[int]) -> dict[str, Any]:
-    """A share that met a goal is weighed by the answers that each process gave lately."""
-    same = [next((one for one in classes if one["name"] == first["name"]), first) for classes in told]
+def _merged_class(first: Load, per_process: Sequence[Sequence[Load]], weights: Sequence[int]) -> dict[str, Any]:
+    """Merge a class. Attainments are weighted by the number of recent answers of each process."""
+    same = [next((one for one in classes if one["name"] == first["name"]), first) for classes in per_process]
     attained = {}
     for goal in first["attainment"]:
         total = sum(weights)

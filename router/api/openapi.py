@@ -1,4 +1,4 @@
-"""The OpenAPI schema. The endpoints read bodies themselves, to bound their size, so their models are added here."""
+"""OpenAPI schema. Endpoints read bodies themselves to limit their size, so their models are added here."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from router.api.openai.answers import ErrorBody
 
 REF = "#/components/schemas/{model}"
 STATUSES = {
-    400: "the request is wrong",
-    401: "missing or wrong key",
-    403: "only for keys with admin = true",
-    404: "no such model, response or path",
-    405: "not this method; see Allow",
-    408: "the request did not arrive in time",
-    413: "the body is too large",
-    415: "the body is not JSON",
-    429: "more than this service or this key takes; see Retry-After",
-    431: "the request's head is too large",
-    500: "the server failed",
-    503: "no worker, draining or full; see Retry-After",
-    504: "a deadline passed",
+    400: "The request is invalid.",
+    401: "The API key is missing or incorrect.",
+    403: "The API key does not have the required permission.",
+    404: "The model, response, file, batch or path does not exist.",
+    405: "The method is not allowed. See the Allow header.",
+    408: "The request did not arrive in time.",
+    413: "The body is too large.",
+    415: "The media type of the body is not supported.",
+    429: "A rate limit or the capacity of the service is exceeded. See the Retry-After header.",
+    431: "The request headers are too large.",
+    500: "The server failed to process the request.",
+    503: "No worker is available, or the router is shutting down or full. See the Retry-After header.",
+    504: "The request timed out.",
 }
 
 
@@ -38,9 +38,9 @@ def documented(
     streams: bool = False,
     errors: Sequence[type[BaseModel]] = (ErrorBody,),
 ) -> dict[str, Any]:
-    """Arguments of a route that takes one of `request` as its body and answers with `response`, or one of `errors`.
+    """Return a route's arguments, for one of `request` as its body and `response` or one of `errors` as its answer.
 
-    Errors are referred to by name: FastAPI would build a serializer for each status of each route.
+    Errors are referenced by name, because FastAPI would build a serializer for each status of each route.
     """
     references = [{"$ref": REF.format(model=error.__name__)} for error in errors]
     body = {"application/json": {"schema": references[0] if len(references) == 1 else {"anyOf": references}}}
@@ -49,8 +49,8 @@ def documented(
     }
     if streams:
         event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
-        events = {"text/event-stream": {"schema": {**event, "description": "one event of the answer"}}}
-        answers[200] = {"content": events, "description": "the answer; with stream: true as server-sent events"}
+        events = {"text/event-stream": {"schema": {**event, "description": "One event of the stream."}}}
+        answers[200] = {"content": events, "description": "The answer. With `stream: true`, as server-sent events."}
     extra: dict[str, Any] = {}
     if request is not None:
         models = get_args(request) or (request,)
@@ -61,7 +61,7 @@ def documented(
 
 
 def install_openapi(app: FastAPI, models: Sequence[type[BaseModel]]) -> None:
-    """Add the models to `/openapi.json` to which routes refer by name: of requests and of errors."""
+    """Add the models of requests and errors, which routes reference by name, to `/openapi.json`."""
 
     def schema() -> dict[str, Any]:
         if app.openapi_schema is None:

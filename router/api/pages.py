@@ -1,7 +1,7 @@
-"""The pages for people: each is one HTML text that loads nothing, put together from the files in `router/static`.
+"""Web pages for users: self-contained HTML documents, assembled from the files in `router/static`.
 
-A line `@file` of a page, in a comment of its language, stands for the text of that file. `@policy` stands for what a
-browser lets the page do: run the one script and use the one style sheet in it, ask this service, and nothing else.
+A line `@file`, in a comment of its language, is replaced by the text of that file. `@policy` is replaced by the page's
+Content-Security-Policy, which allows only its own script and style sheet, and requests to this service.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 STATIC = Path(__file__).parent.parent / "static"
 CHAT, DASHBOARD = "chat/page.html", "dashboard/page.html"
 HEADERS = {
-    "Content-Security-Policy": "frame-ancestors 'none'",  # no page may put it into a frame: only a header can say so
+    "Content-Security-Policy": "frame-ancestors 'none'",  # not supported in a <meta> element
     "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-cache",  # a browser that has the page of an older version asks for the new one
+    "Cache-Control": "no-cache",  # browsers must revalidate, to get the page of a new version
 }
 PART = re.compile(r"^/\* @([a-z0-9_/.-]+\.(?:css|js)) \*/\n", re.MULTILINE)
 POLICY = (
@@ -28,7 +28,7 @@ POLICY = (
 
 @cache
 def page(name: str) -> str:
-    """A page as it is served. Raises OSError when one of its files cannot be read."""
+    """Return the assembled page. Raises OSError if one of its files cannot be read."""
     text = PART.sub(lambda found: _text(found[1]), _text(name))
     return text.replace("@policy", POLICY.format(script=_hash(text, "script"), style=_hash(text, "style")), 1)
 
@@ -38,7 +38,7 @@ def _text(name: str) -> str:
 
 
 def _hash(text: str, tag: str) -> str:
-    """What names the content of the only such element in a policy."""
+    """Return the CSP hash of the content of the only `tag` element."""
     content = text.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
     digest = hashlib.sha256(content.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"

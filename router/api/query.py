@@ -1,4 +1,4 @@
-"""What endpoints read of a request beside its body: query parameters, in OpenAI's shape of errors, and its key."""
+"""Query parameters and API key of a request; errors have OpenAI's format."""
 
 from __future__ import annotations
 
@@ -10,52 +10,52 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import InvalidRequest
-from router.access import Visit
+from router.access import ClientRequest
 
 MAX_VALUE_SHOWN = 40
-"""Characters of a wrong parameter that an error shows."""
+"""Maximum length, in characters, of an invalid value quoted in an error."""
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100
-"""Entries in one answer with a list, as OpenAI has them."""
+"""OpenAI's limits on the number of entries in one page of a list."""
 
 
 def parameters(**names: dict[str, Any]) -> dict[str, Any]:
-    """Query parameters for the schema: endpoints read them themselves, so that errors have OpenAI's shape."""
+    """Describe query parameters for the schema. Endpoints parse them, so that errors have OpenAI's format."""
     return {"parameters": [{"name": name, "in": "query", "schema": schema} for name, schema in names.items()]}
 
 
 def owner_of(request: Request) -> str:
-    """The name of the request's key."""
-    visit: Visit = request.state.visit
-    return visit.key.name
+    """Return the name of the request's key."""
+    client_request: ClientRequest = request.state.client_request
+    return client_request.key.name
 
 
-def flag(asked: Mapping[str, str], name: str) -> bool:
-    """A parameter that is true or false. Raises InvalidRequest."""
-    value = asked.get(name, "false").lower()
+def flag(query: Mapping[str, str], name: str) -> bool:
+    """Return a boolean parameter. Raises InvalidRequest."""
+    value = query.get(name, "false").lower()
     if value not in ("true", "false", "1", "0"):
-        raise InvalidRequest(f"{name}: must be true or false (got {value[:MAX_VALUE_SHOWN]!r})", param=name)
+        raise InvalidRequest(f"{name}: must be true or false, got {value[:MAX_VALUE_SHOWN]!r}", param=name)
     return value in ("true", "1")
 
 
-def number(asked: Mapping[str, str], name: str, *, default: int, least: int, most: int) -> int:
-    """A parameter that is a whole number. Raises InvalidRequest."""
-    text = asked.get(name)
+def number(query: Mapping[str, str], name: str, *, default: int, least: int, most: int) -> int:
+    """Return an integer parameter. Raises InvalidRequest."""
+    text = query.get(name)
     if text is None:
         return default
     if not (text.isascii() and text.isdigit() and len(text) < 12 and least <= int(text) <= most):
         shown = text[:MAX_VALUE_SHOWN]
-        raise InvalidRequest(f"{name}: must be a whole number from {least:,} to {most:,} (got {shown!r})", param=name)
+        raise InvalidRequest(f"{name}: must be a whole number from {least:,} to {most:,}, got {shown!r}", param=name)
     return int(text)
 
 
-def order_of(asked: Mapping[str, str]) -> str:
-    """`order`: asc or desc. Raises InvalidRequest."""
-    order = asked.get("order") or "desc"
+def order_of(query: Mapping[str, str]) -> str:
+    """Return the parameter `order`: asc or desc. Raises InvalidRequest."""
+    order = query.get("order") or "desc"
     if order not in ("asc", "desc"):
-        raise InvalidRequest(f"order: must be asc or desc (got {order[:MAX_VALUE_SHOWN]!r})", param="order")
+        raise InvalidRequest(f"order: must be asc or desc, got {order[:MAX_VALUE_SHOWN]!r}", param="order")
     return order
 
 
 def json_answer(body: object) -> Response:
-    """What `orjson` makes of an answer."""
+    """Serialise an answer with `orjson`."""
     return Response(orjson.dumps(body), media_type="application/json")

@@ -1,4 +1,4 @@
-"""The shapes of what the service says of itself, its load and its tokeniser, for the OpenAPI schema only."""
+"""Response bodies of the service's own endpoints (state, load, tokenizer), for the OpenAPI schema only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Status(BaseModel):
 
 
 class LoadedAdapter(Status):
-    """`num_workers` hold the adapter `id` of the model `parent`; `digest` names its weights."""
+    """`num_workers` workers have loaded the adapter `id` of the model `parent`. `digest` identifies its weights."""
 
     id: str
     parent: str
@@ -21,7 +21,7 @@ class LoadedAdapter(Status):
 
 
 class Readiness(Status):
-    """`detail`: a problem that does not stop the service from taking requests."""
+    """`detail`: a problem that does not prevent the service from accepting requests."""
 
     detail: str = ""
 
@@ -31,9 +31,12 @@ class Version(BaseModel):
 
 
 class WorkerStatus(BaseModel):
-    """`home`: the role that it was started with. `step_model`: coefficients of its steps, in seconds. `link_model`: of
-    the KV transfers that come to it, in seconds and bytes. `max_num_seqs`, `max_step_tokens`: bounds of `batch_cap` and
-    `step_tokens`, which say what it does now. `window`: tokens that every layer looks back to at most; 0: some see all.
+    """State of one worker.
+
+    `home`: the role with which it was started. `step_model`: coefficients of its step time, in seconds. `link_model`:
+    coefficients of KV transfers to it, in seconds and bytes. `batch_cap` and `step_tokens`: its current limits per
+    step, at most `max_num_seqs` and `max_step_tokens`. `window`: the maximum number of tokens that any layer looks
+    back; 0: unlimited.
     """
 
     worker_id: str
@@ -82,7 +85,7 @@ class ClassStatus(BaseModel):
 
 
 class WorkerEvent(BaseModel):
-    """What happened to a worker `age_s` seconds ago."""
+    """An event of a worker, `age_s` seconds ago."""
 
     kind: Literal["found", "gone", "withheld", "back", "ready", "lost", "role"]
     worker: str
@@ -99,14 +102,14 @@ class PoolPlanStatus(BaseModel):
 
 
 class Tails(BaseModel):
-    """At the quantile of the goals; 0: nothing to go by, null: a wait without end."""
+    """Latencies at the quantile of the goals. 0: no data. null: an unlimited wait."""
 
     ttft_ms: float | None
     tpot_ms: float | None
 
 
 class PlanStatus(BaseModel):
-    """The planner's latest look. `unmet`: why the goals cannot be met, `held`: why the plan does not change, or ""."""
+    """Latest result of the planner. `unmet`: why the goals cannot be met. `held`: why the plan does not change."""
 
     pools: dict[str, PoolPlanStatus]
     quantile: float
@@ -119,7 +122,7 @@ class PlanStatus(BaseModel):
 
 
 class ModelStatus(BaseModel):
-    """`ready`: whether a worker of it would answer now. Its pools are planned for its `goals`; 0: none."""
+    """State of one model. `ready`: whether a worker would answer now. `goals` are those of its pools; 0: none."""
 
     id: str
     max_model_len: int
@@ -130,7 +133,7 @@ class ModelStatus(BaseModel):
 
 
 class TimesStatus(BaseModel):
-    """Percentiles of `num` observations, in milliseconds; 0 without any."""
+    """Percentiles of `num` observations, in milliseconds; 0 without observations."""
 
     num: int
     p50_ms: float
@@ -139,7 +142,7 @@ class TimesStatus(BaseModel):
 
 
 class RatesStatus(BaseModel):
-    """A second, over the last `rate_s` seconds."""
+    """Rates per second over the last `rate_s` seconds."""
 
     requests_per_s: float
     failed_per_s: float
@@ -151,7 +154,7 @@ class RatesStatus(BaseModel):
 
 
 class TrafficStatus(BaseModel):
-    """What this router served: rates of the last `rate_s` seconds, times of the last `window_s`."""
+    """Traffic of this router: rates of the last `rate_s` seconds, latencies of the last `window_s` seconds."""
 
     rate_s: float
     window_s: float
@@ -165,9 +168,9 @@ class TrafficStatus(BaseModel):
 
 
 class Load(BaseModel):
-    """`plan` is null where none is made (`--planner off`) and for several models together; `events`: newest first.
+    """Load of the service. `plan` is null with `--planner off` and for several models. `events`: newest first.
 
-    Of several models `classes` have the tightest goals and the least attained ones; `models` have each one's own.
+    For several models, `classes` have the tightest goals and the lowest attainments; `models` have those of each model.
     """
 
     server_load: int

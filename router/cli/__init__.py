@@ -1,1 +1,1 @@
-"""The `diptych` commands."""
+"""Commands of `diptych`."""

@@ -1,6 +1,6 @@
-"""`diptych batch IN OUT`: sends every request of a file, and writes each answer when it is there.
+"""`diptych batch IN OUT`: send all requests of a file and write each answer as it arrives.
 
-A run that is stopped, or crashes, goes on with the same command: what OUT has an answer to is not sent again.
+After an interruption, the same command resumes the run: requests with an answer in OUT are not sent again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import fcntl
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,6 @@ from typing import BinaryIO, NoReturn
 from tqdm import tqdm
 
 from router.api.batches import (
-    PATHS,
     BadBatch,
     BatchRequest,
     BatchResult,
@@ -30,17 +29,14 @@ from router.api.batches import (
     read_requests,
     take_up,
 )
-from router.cli.client_flags import DEFAULT_URL, add_api_key
+from router.cli.client_flags import batch_parser
 
 PROG = "diptych batch"
-MAX_CONCURRENCY = 10_000
-"""Each has a connection of its own."""
-DAY_S = 86_400.0
 
 
 @dataclass
 class Run:
-    """A run's output, and how far it is."""
+    """Output and progress of a run."""
 
     output: BinaryIO
     bar: tqdm[NoReturn]
@@ -57,20 +53,23 @@ class Run:
         self.num_unanswered += not result.status
         self.bar.update()
         if self.num_refused or self.num_unanswered:
-            self.bar.set_postfix(refused=self.num_refused, unanswered=self.num_unanswered)
+            self.bar.set_postfix(rejected=self.num_refused, unanswered=self.num_unanswered)
 
     @property
     def summary(self) -> str:
         parts = [f"{self.num_good:,} answered"]
-        parts += [f"{self.num_refused:,} refused"] * bool(self.num_refused)
-        parts += [f"{self.num_unanswered:,} without an answer"] * bool(self.num_unanswered)
+        parts += [f"{self.num_refused:,} rejected"] * bool(self.num_refused)
+        parts += [f"{self.num_unanswered:,} unanswered"] * bool(self.num_unanswered)
         return ", ".join(parts)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0 when all is answered well, 1 when something is not, 2 for refused files or arguments, or 128 and
-    the number of the signal that stopped it."""
-    arguments = _parser().parse_args(argv)
+    """Run the command.
+
+    Returns exit status 0 if all requests succeeded, 1 if some failed, 2 for invalid files or arguments, or 128 plus the
+    number of the signal that stopped it.
+    """
+    arguments = batch_parser().parse_args(argv)
     source, target = Path(arguments.input), Path(arguments.output)
     try:
         total = check_requests(source)
@@ -87,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace, source: Path, output: BinaryIO, total: int, answered: set[str]) -> int:
     if answered:
-        print(f"{PROG}: {arguments.output} answers {len(answered):,} of them already", file=sys.stderr)
+        print(f"{PROG}: {arguments.output} already has {len(answered):,} answers", file=sys.stderr)
     requests = (request for request in read_requests(source) if request.custom_id not in answered)
     bar: tqdm[NoReturn] = tqdm(total=total, initial=min(total, len(answered)), unit="req", disable=None, desc="batch")
     run = Run(output, bar)
@@ -104,7 +103,7 @@ def _run(arguments: argparse.Namespace, source: Path, output: BinaryIO, total: i
     except asyncio.CancelledError:
         number = run.signals[0] if run.signals else signal.SIGINT
         bar.close()
-        print(f"{PROG}: stopped: {run.summary}; the same command goes on", file=sys.stderr)
+        print(f"{PROG}: stopped: {run.summary}; run the same command to resume", file=sys.stderr)
         return 128 + number
     finally:
         bar.close()
@@ -113,7 +112,7 @@ def _run(arguments: argparse.Namespace, source: Path, output: BinaryIO, total: i
 
 
 async def _send(sender: BatchSender, requests: Iterator[BatchRequest], run: Run) -> None:
-    """Send all, or until a signal."""
+    """Send all requests, or until a signal."""
     task = asyncio.ensure_future(sender.run(requests))
     loop = asyncio.get_running_loop()
 
@@ -127,16 +126,16 @@ async def _send(sender: BatchSender, requests: Iterator[BatchRequest], run: Run)
 
 
 def _locked(path: Path) -> BinaryIO:
-    """The output, which this run alone writes. Raises BadBatch."""
+    """Open and lock the output. Raises BadBatch if it is not writable or another run has locked it."""
     try:
         output = path.open("ab")
     except OSError as error:
-        raise BadBatch(f"{path}: cannot be written ({error.strerror})") from error
+        raise BadBatch(f"cannot write {path}: {error.strerror}") from error
     try:
         fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         output.close()
-        raise BadBatch(f"{path}: another run writes it") from error
+        raise BadBatch(f"another run is writing {path}") from error
     return output
 
 
@@ -145,62 +144,6 @@ def _headers(arguments: argparse.Namespace) -> dict[str, str]:
     if arguments.request_class:
         headers["X-Request-Class"] = arguments.request_class
     return headers
-
-
-def _number(least: float, most: float, *, whole: bool = False) -> Callable[[str], float]:
-    def number(text: str) -> float:
-        value = int(text) if whole else float(text)
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text} is refused: {least:g} to {most:g}")
-        return value
-
-    return number
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=PROG,
-        description=(
-            "Sends every request of a file, and writes each answer to another when it is there. IN has a JSON object a "
-            'line, as OpenAI\'s batches have: {"custom_id": ..., "url": "/v1/chat/completions", "body": {...}}. '
-            "A run that was stopped goes on with the same command. Busy and failing servers are asked again."
-        ),
-        epilog=f"Possible urls: {', '.join(PATHS)}. Answers come in the order in which they are ready.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("input", metavar="IN", help="requests, a JSON object a line")
-    parser.add_argument("output", metavar="OUT", help="results, a JSON object a line; new ones are added")
-    parser.add_argument("--url", default=DEFAULT_URL, help=f"of the router, or another server (default {DEFAULT_URL})")
-    parser.add_argument(
-        "--concurrency",
-        type=_number(1, MAX_CONCURRENCY, whole=True),
-        default=32,
-        metavar="N",
-        help="requests under way at once (default 32)",
-    )
-    add_api_key(parser)
-    parser.add_argument(
-        "--service-tier",
-        default="flex",
-        metavar="NAME",
-        help="of requests that name none: flex is the class batch, where the router has it (default flex; '' for none)",
-    )
-    parser.add_argument("--request-class", default="", metavar="NAME", help="the router's class for all requests")
-    parser.add_argument(
-        "--patience-s",
-        type=_number(1, 30 * DAY_S),
-        default=DAY_S,
-        metavar="X",
-        help="how long a request may take with all its tries (default 86400)",
-    )
-    parser.add_argument(
-        "--answer-s",
-        type=_number(1, DAY_S),
-        default=3600.0,
-        metavar="X",
-        help="how long one answer may take (default 3600)",
-    )
-    return parser
 
 
 if __name__ == "__main__":

@@ -1,19 +1,104 @@
-"""What commands that ask a router have in common: where it is, and the API key."""
+"""Command lines of the commands that send requests to a router. Imports no optional package."""
 
 from __future__ import annotations
 
 import argparse
 import os
 
+from common.arguments import CommandParser, number
+
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "DIPTYCH_API_KEY"
+MAX_CONCURRENCY = 10_000
+"""Each concurrent request has its own connection."""
+DAY_S = 86_400.0
+MIN_INTERVAL_S, MAX_INTERVAL_S = 0.2, 3600.0
 
 
 def add_api_key(parser: argparse.ArgumentParser) -> None:
-    """The flag `--api-key`, from the environment where it is not given."""
+    """Add the flag `--api-key`, with the environment variable as its default."""
     parser.add_argument(
         "--api-key",
         default=os.environ.get(KEY_VARIABLE, ""),
         metavar="KEY",
-        help=f"sent as Authorization: Bearer; better in the environment as {KEY_VARIABLE}",
+        help=f"API key to send as a bearer token (default: the environment variable {KEY_VARIABLE})",
     )
+
+
+def top_parser() -> argparse.ArgumentParser:
+    """Build the parser of `diptych top`."""
+    parser = CommandParser(
+        "diptych top",
+        description="Show the load of a router: throughput, latencies, pools, request classes, plan and workers. "
+        "Press q or Ctrl-C to quit.",
+    )
+    parser.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"URL of the router (default {DEFAULT_URL})")
+    parser.add_argument("--model", default="", metavar="NAME", help="show only this model (default: all models)")
+    parser.add_argument("--once", action="store_true", help="print the load once as text and exit")
+    parser.add_argument("--json", action="store_true", help="print the response of /load as JSON and exit")
+    parser.add_argument(
+        "--interval-s",
+        type=number(MIN_INTERVAL_S, MAX_INTERVAL_S),
+        default=1.0,
+        metavar="X",
+        help="refresh interval in seconds (default 1)",
+    )
+    add_api_key(parser)
+    parser.add_argument(
+        "--ca-file",
+        default="",
+        metavar="FILE",
+        help="PEM file with trusted certificates (default: system)",
+    )
+    return parser
+
+
+def batch_parser() -> argparse.ArgumentParser:
+    """Build the parser of `diptych batch`."""
+    parser = CommandParser(
+        "diptych batch",
+        description=(
+            "Send all requests of a file and write the answers to another. Each line of IN is a JSON object as in "
+            'OpenAI\'s Batch API: {"custom_id": ..., "url": "/v1/chat/completions", "body": {...}}. Requests that fail '
+            "with a temporary error are retried. Run the same command again to resume an interrupted run."
+        ),
+        epilog="Answers are written in the order in which they arrive.",
+    )
+    parser.add_argument("input", metavar="IN", help="requests, one JSON object per line")
+    parser.add_argument("output", metavar="OUT", help="answers, one JSON object per line; new ones are appended")
+    parser.add_argument("--url", default=DEFAULT_URL, help=f"URL of the server (default {DEFAULT_URL})")
+    parser.add_argument(
+        "--concurrency",
+        type=number(1, MAX_CONCURRENCY, whole=True),
+        default=32,
+        metavar="N",
+        help="maximum number of concurrent requests (default 32)",
+    )
+    add_api_key(parser)
+    parser.add_argument(
+        "--service-tier",
+        default="flex",
+        metavar="NAME",
+        help="service_tier of requests that set none; '' leaves it out (default flex, which selects the batch class)",
+    )
+    parser.add_argument(
+        "--request-class",
+        default="",
+        metavar="NAME",
+        help="request class of all requests (default: none)",
+    )
+    parser.add_argument(
+        "--patience-s",
+        type=number(1, 30 * DAY_S),
+        default=DAY_S,
+        metavar="X",
+        help="maximum time for a request with all retries, in seconds (default 86400)",
+    )
+    parser.add_argument(
+        "--answer-s",
+        type=number(1, DAY_S),
+        default=3600.0,
+        metavar="X",
+        help="maximum time for one attempt, in seconds (default 3600)",
+    )
+    return parser

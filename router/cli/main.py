@@ -1,87 +1,201 @@
-"""`diptych COMMAND`: runs the command's module, and imports no other command."""
+"""`diptych COMMAND`: run the module of the command. No other command is imported."""
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from common import __version__
+from common.arguments import suggestion
 from common.packages import PACKAGES
 
-COMMANDS = {
-    "serve": ("router.cli.serve.serve", "the whole service on this machine: model, workers and router"),
-    "router": ("router", "only the HTTP front door"),
-    "prefill-worker": ("prefill_worker", "only a worker that computes prompts"),
-    "decode-worker": ("decode_worker", "only a worker that generates tokens"),
-    "rank-host": ("common.engine.ranks.rank_host", "ranks of a worker that is spread over several hosts"),
-    "top": ("router.cli.top", "show a router's load in the terminal"),
-    "batch": ("router.cli.batch", "send every request of a file, and write the answers to another"),
-    "bench": ("benchmarks.load.command", "load any OpenAI-compatible server and measure it"),
-    "plan": ("benchmarks.plan", "find the cheapest pools and flags that meet goals for a load, by simulation"),
-    "simulate": ("benchmarks.simulator", "simulate a service in virtual time: a load, goals, policies, failures"),
-    "api-key": ("router.access.new_key", "draw an API key and print its entry for the router's key file"),
-    "keygen": ("common.wire.keygen", "make a key pair that encrypts and authenticates what processes send"),
-    "fetch": ("common.model_files.fetch", "download a built-in model into the cache"),
-    "size": ("router.cli.size", "estimate how many workers a load needs"),
-}
+PROG = "diptych"
 
-EXTRAS = {
-    "bench": "bench",
-    "plan": "bench",
-    "simulate": "bench",
-    "prefill-worker": "worker",
-    "decode-worker": "worker",
-    "rank-host": "worker",
+
+@dataclass(frozen=True)
+class Command:
+    """A command. `parser` is "module:name" of a function that builds its parser, or of its `Config` class.
+
+    `extra` is the optional dependency group that the command needs.
+    """
+
+    group: str
+    about: str
+    module: str
+    parser: str
+    extra: str = "router"
+
+
+COMMANDS = {
+    "serve": Command(
+        "Serve",
+        "serve a model on this machine: router and workers",
+        "router.cli.serve.serve",
+        "router.cli.serve.processes:build_parser",
+        "router,worker",
+    ),
+    "router": Command("Serve", "run only the router, the HTTP server", "router", "common.config:RouterConfig"),
+    "prefill-worker": Command(
+        "Serve",
+        "run only a worker that computes prompts",
+        "prefill_worker",
+        "common.config:PrefillWorkerConfig",
+        "worker",
+    ),
+    "decode-worker": Command(
+        "Serve",
+        "run only a worker that generates tokens",
+        "decode_worker",
+        "common.config:DecodeWorkerConfig",
+        "worker",
+    ),
+    "rank-host": Command(
+        "Serve",
+        "run the processes of a worker on a further host",
+        "common.engine.ranks.rank_host",
+        "common.config:RankHostConfig",
+        "worker",
+    ),
+    "top": Command(
+        "Use",
+        "show the load of a router in the terminal",
+        "router.cli.top",
+        "router.cli.client_flags:top_parser",
+    ),
+    "batch": Command(
+        "Use",
+        "send all requests of a file and write the answers",
+        "router.cli.batch",
+        "router.cli.client_flags:batch_parser",
+    ),
+    "bench": Command(
+        "Plan and measure",
+        "benchmark an OpenAI-compatible server",
+        "benchmarks.load.command",
+        "benchmarks.load.config:BenchConfig",
+        "bench",
+    ),
+    "plan": Command(
+        "Plan and measure",
+        "find the cheapest pools that meet latency goals, by simulation",
+        "benchmarks.plan",
+        "benchmarks.plan.options:build_parser",
+        "bench",
+    ),
+    "simulate": Command(
+        "Plan and measure",
+        "simulate a service in virtual time",
+        "benchmarks.simulator",
+        "benchmarks.simulator.options:build_parser",
+        "bench",
+    ),
+    "size": Command(
+        "Plan and measure",
+        "estimate the number of workers for a load",
+        "router.cli.size",
+        "router.cli.size:build_parser",
+    ),
+    "fetch": Command(
+        "Set up",
+        "download a model into the cache",
+        "common.model_files.fetch",
+        "common.model_files.fetch:build_parser",
+    ),
+    "api-key": Command(
+        "Set up",
+        "create an API key and its entry for the key file",
+        "router.access.new_key",
+        "router.access.new_key:build_parser",
+    ),
+    "keygen": Command(
+        "Set up",
+        "create a key pair for encrypted connections",
+        "common.wire.keygen",
+        "common.wire.keygen:build_parser",
+    ),
+    "completion": Command(
+        "Set up",
+        "print the shell code for tab completion",
+        "router.cli.completion",
+        "router.cli.completion:build_parser",
+        "completion",
+    ),
 }
-"""What brings the packages that a command needs; those of others come with `router`, or with both for `serve`."""
 
 
 def usage() -> str:
-    """The text of `diptych --help`."""
-    lines = [f"  {name:<16}{about}" for name, (_, about) in COMMANDS.items()]
-    return "\n".join(
-        (
-            "usage: diptych COMMAND [options]",
-            "",
-            "Serves a language model from two pools of workers: one computes prompts, one generates tokens.",
-            "",
-            *lines,
-            "",
-            "diptych COMMAND --help lists a command's options; diptych --version prints the version.",
-            "The shortest way to a running service: diptych serve",
-        )
-    )
+    """Return the text of `diptych --help`."""
+    lines = [
+        f"usage: {PROG} COMMAND [options]",
+        "",
+        "Serve large language models with separate prefill and decode workers behind an OpenAI-compatible API.",
+    ]
+    group = ""
+    for name, command in COMMANDS.items():
+        if command.group != group:
+            group = command.group
+            lines += ["", f"{group}:"]
+        lines.append(f"  {name:<16}{command.about}")
+    lines += [
+        "",
+        "Examples:",
+        "  diptych serve                    # serve the built-in SmolLM2-135M on http://127.0.0.1:8000",
+        "  diptych serve Qwen/Qwen3-8B      # serve a model from Hugging Face",
+        "",
+        "diptych help COMMAND shows the options of a command; diptych --version shows the version.",
+    ]
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status, unless the command ends the process itself."""
+    """Run a command. Returns the exit status, unless the command ends the process itself."""
+    if "_ARGCOMPLETE" in os.environ:  # set by the shell code of `diptych completion`
+        from router.cli.completion import complete
+
+        complete()
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["help"] and len(arguments) > 1:
+        arguments = [arguments[1], "--help"]
     command = arguments[0] if arguments else "--help"
     if command in ("-h", "--help", "help"):
         print(usage())
         return 0
     if command in ("-V", "--version"):
-        print(f"diptych {__version__}")
+        print(f"{PROG} {__version__}")
         return 0
     if command not in COMMANDS:
-        print(f"diptych: no command {command!r}; it is one of {', '.join(COMMANDS)}", file=sys.stderr)
+        print(f"{PROG}: {unknown_command(command)}", file=sys.stderr)
         return 2
-    sys.argv = [f"diptych {command}", *arguments[1:]]
+    sys.argv = [f"{PROG} {command}", *arguments[1:]]
     try:
-        runpy.run_module(COMMANDS[command][0], run_name="__main__", alter_sys=True)
+        for flag in ("-h", "--help", "--help-all"):
+            if flag in arguments[1:]:  # answered without the optional packages of the command
+                from router.cli.completion import parser_of
+
+                parser_of(command).parse_args([flag])
+        runpy.run_module(COMMANDS[command].module, run_name="__main__", alter_sys=True)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] in PACKAGES:
             raise
-        print(missing_package(command, error.name), file=sys.stderr)
+        print(missing_package(command, str(error.name).partition(".")[0]), file=sys.stderr)
         return 1
     return 0
 
 
-def missing_package(command: str, name: str | None) -> str:
-    """What to do where a command's packages are not installed."""
-    extra = EXTRAS.get(command, "router,worker" if command == "serve" else "router")
+def unknown_command(name: str) -> str:
+    """Describe an unknown command, with the closest one or all of them."""
+    if name.startswith("-"):
+        return f"unknown option {name}; options follow the command, as in {PROG} serve {name}"
+    return f"unknown command {name}{suggestion(name, COMMANDS)}; the commands are {', '.join(COMMANDS)}"
+
+
+def missing_package(command: str, name: str) -> str:
+    """Describe how to install the packages that a command needs."""
+    extra = COMMANDS[command].extra
     return (
-        f"diptych {command} needs the package {name}, which is not installed here: it comes with "
-        f"{sys.executable} -m pip install 'diptych[{extra}]', in a checkout with -e '.[{extra}]'"
+        f"{PROG} {command}: the package {name} is not installed; install it with "
+        f"{sys.executable} -m pip install 'diptych[{extra}]', or in a checkout with -e '.[{extra}]'"
     )

@@ -1,9 +1,9 @@
-"""`diptych size`: how many workers of each kind a load needs, from first principles. A start for tuning, not its end.
+"""`diptych size`: estimate the number of workers for a load, as a starting point for tuning.
 
-Prefill: a prompt takes 2 x parameters x uncached tokens FLOPs; workers are queues with one server and constant service
-(M/D/1), whose mean wait is u t / (2 (1 - u)) at utilisation u (DistServe, section 3.1).
+Prefill: a prompt takes 2 x parameters x uncached tokens FLOPs. Workers are M/D/1 queues, whose mean wait is
+u t / (2 (1 - u)) at utilization u (DistServe, section 3.1).
 Decode: a step reads the weights and the KV of its batch, or computes 2 x parameters x batch FLOPs, whichever takes
-longer. The batch is the largest that meets the TPOT goal and fits into memory; its rate gives the workers.
+longer. The batch is the largest that meets the TPOT goal and fits into memory.
 """
 
 from __future__ import annotations
@@ -15,23 +15,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.arguments import CommandParser, number
 from common.errors import ModelError
 from common.model_files import from_hf
 
 QUEUE_SHARE = 0.65
-"""The mean wait may use this share of the time that the TTFT goal leaves; the rest is for longer waits."""
+"""Share of the time left by the TTFT goal for the mean wait. The rest is for longer waits."""
 TPOT_SHARE, MAX_UTILISATION, MEMORY_SHARE = 0.9, 0.9, 0.9
-"""Shares that may be used: of the TPOT goal by a step, of a worker's time, and of the memory."""
+"""Usable shares of the TPOT goal, of the time of a worker, and of the memory."""
 
 
 class Infeasible(Exception):
-    """No number of workers meets the goals; the message names the goal and what is possible."""
+    """No number of workers meets the goals. The message names the goal and the limit."""
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """`kv_bytes` are the bytes of one token's KV, over all layers. No layer looks back further than `window` tokens, so
-    no more are kept, read or sent of a sequence; infinity: some layer sees all."""
+    """Size of a model.
+
+    `kv_bytes` is the KV of one token over all layers. `window` is the attention window in tokens, or infinity
+    if a layer has none.
+    """
 
     parameters: float
     weight_bytes: float
@@ -45,9 +49,9 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class Accelerator:
-    """Its data sheet: FLOP/s at the weights' precision without sparsity, bytes, bytes a second.
+    """Dense FLOP/s at the precision of the weights, memory in bytes, and bandwidth in bytes per second.
 
-    `compute_share` and `bandwidth_share` are the parts of the two rates that are reached in practice.
+    `compute_share` and `bandwidth_share` are the fractions of the two rates in practice.
     """
 
     flops: float
@@ -59,7 +63,7 @@ class Accelerator:
 
 @dataclass(frozen=True)
 class RequestLoad:
-    """Requests a second, mean tokens, the share of prompt tokens that caches hold, and the goals in seconds."""
+    """Requests per second, mean tokens, the share of cached prompt tokens, and the goals in seconds."""
 
     rate: float
     prompt: float
@@ -75,7 +79,7 @@ class RequestLoad:
 
 @dataclass(frozen=True)
 class Estimate:
-    """`link_bits` a second hide a prefill worker's KV transfer behind its computing; `traffic_bits` is the mean."""
+    """Estimate. `link_bits` per second hide the KV transfer of a prefill worker; `traffic_bits` is the mean."""
 
     prefill_workers: int
     decode_workers: int
@@ -88,7 +92,7 @@ class Estimate:
 
 
 def size(model: ModelSize, accelerator: Accelerator, load: RequestLoad) -> Estimate:
-    """The smallest pools that meet both goals on average. Raises Infeasible."""
+    """Return the smallest pools that meet both goals on average. Raises Infeasible."""
     tokens_per_s = accelerator.flops * accelerator.compute_share / (2 * model.parameters)
     sent = min(load.uncached, model.window)
     prompt_s = load.uncached / tokens_per_s
@@ -107,11 +111,11 @@ def size(model: ModelSize, accelerator: Accelerator, load: RequestLoad) -> Estim
 
 
 def _prefill(load: RequestLoad, prompt_s: float) -> tuple[int, float]:
-    """(workers, mean wait): the fewest whose mean wait is within QUEUE_SHARE of the time that the goal leaves."""
+    """Return the number of workers and the mean wait, which is within QUEUE_SHARE of the time left by the goal."""
     room_s = (load.ttft_s - prompt_s) * QUEUE_SHARE
     if room_s <= 0:
         raise Infeasible(
-            f"TTFT of {load.ttft_s * 1e3:.0f} ms: computing a prompt alone takes {prompt_s * 1e3:.0f} ms on one worker"
+            f"TTFT of {load.ttft_s * 1e3:.0f} ms: computing a prompt takes {prompt_s * 1e3:.0f} ms on one worker"
         )
     # u t / (2 (1 - u)) <= room  <=>  u <= 2 room / (t + 2 room)
     utilisation = min(MAX_UTILISATION, 2 * room_s / (prompt_s + 2 * room_s))
@@ -121,7 +125,7 @@ def _prefill(load: RequestLoad, prompt_s: float) -> tuple[int, float]:
 
 
 def _batch(model: ModelSize, accelerator: Accelerator, load: RequestLoad) -> tuple[int, float]:
-    """(sequences, seconds of a step): as many as the goal and the memory allow."""
+    """Return the largest batch that the goal and the memory allow, and the seconds of its step."""
     bandwidth = accelerator.bandwidth * accelerator.bandwidth_share
     flops = accelerator.flops * accelerator.compute_share
     weights_s = model.num_bytes / bandwidth
@@ -142,55 +146,73 @@ def _batch(model: ModelSize, accelerator: Accelerator, load: RequestLoad) -> tup
 
 
 def report(sizing: Estimate) -> str:
-    """What `diptych size` prints."""
+    """Return the output of `diptych size`."""
     rows = (
         ("prefill workers", f"{sizing.prefill_workers}"),
         ("decode workers", f"{sizing.decode_workers}"),
         ("a prompt takes", f"{sizing.prompt_s * 1e3:.0f} ms, after a mean wait of {sizing.wait_s * 1e3:.0f} ms"),
         ("a decode step takes", f"{sizing.step_s * 1e3:.1f} ms at {sizing.batch} sequences"),
-        ("link of a prefill worker", f"{sizing.link_bits / 1e9:.1f} Gb/s hides the KV transfer behind computing"),
+        ("link of a prefill worker", f"{sizing.link_bits / 1e9:.1f} Gb/s to overlap the KV transfer with computation"),
         ("KV traffic", f"{sizing.traffic_bits / 1e9:.2f} Gb/s on average, over all workers"),
     )
     return "\n".join(f"  {name:<26}{text}" for name, text in rows)
 
 
-def parse(argv: Sequence[str]) -> tuple[ModelSize, Accelerator, RequestLoad]:
-    """The model, the accelerator and the load of a command line."""
-    parser = argparse.ArgumentParser(
-        prog="diptych size", description="How many workers of each kind a load needs: a first estimate, by formula."
-    )
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of `diptych size`."""
+    parser = CommandParser("diptych size", description="Estimate the number of prefill and decode workers for a load.")
+    positive, share = number(above=0), number(0, 1)
     model = parser.add_argument_group("model")
-    model.add_argument("--parameters", type=positive, required=True, help="number of weights, such as 8e9")
-    model.add_argument("--weight-bytes", type=positive, default=2, help="bytes of a weight (default 2: bfloat16)")
+    model.add_argument("--parameters", type=positive, required=True, metavar="N", help="parameters, such as 8e9")
+    model.add_argument("--weight-bytes", type=positive, default=2, metavar="X", help="bytes per parameter (default 2)")
     cached = model.add_mutually_exclusive_group(required=True)
     cached.add_argument(
         "--kv-bytes",
         type=positive,
-        help="bytes of KV of one token: 2 x layers x KV heads x head size x 2, of latents layers x their numbers x 2",
+        metavar="N",
+        help="bytes of KV per token: 2 x layers x KV heads x head size x bytes per number",
     )
     cached.add_argument(
-        "--config", type=kv_bytes_of, metavar="FILE", help="the model's config.json, which tells them for bfloat16"
+        "--config", type=kv_bytes_of, metavar="FILE", help="config.json of the model, from which --kv-bytes follows"
     )
     model.add_argument(
         "--window",
         type=positive,
         default=math.inf,
-        help="tokens that every layer looks back to at most, as 4096 of Mistral 7B v0.1 (default: some layer sees all)",
+        metavar="N",
+        help="attention window in tokens, if all layers have one (default: none)",
     )
     device = parser.add_argument_group("accelerator, from its data sheet")
-    device.add_argument("--tflops", type=positive, required=True, help="dense TFLOP/s at the weights' precision")
-    device.add_argument("--memory-gb", type=positive, required=True)
-    device.add_argument("--bandwidth-gbs", type=positive, required=True, help="memory bandwidth in GB/s")
-    device.add_argument("--compute-share", type=part, default=0.6, help="of the TFLOP/s reached (default 0.6)")
-    device.add_argument("--bandwidth-share", type=part, default=0.7, help="of the bandwidth reached (default 0.7)")
+    device.add_argument(
+        "--tflops", type=positive, required=True, metavar="X", help="dense TFLOP/s at the precision of the weights"
+    )
+    device.add_argument("--memory-gb", type=positive, required=True, metavar="X", help="memory in GB")
+    device.add_argument("--bandwidth-gbs", type=positive, required=True, metavar="X", help="memory bandwidth in GB/s")
+    device.add_argument(
+        "--compute-share", type=part, default=0.6, metavar="X", help="usable fraction of the TFLOP/s (default 0.6)"
+    )
+    device.add_argument(
+        "--bandwidth-share",
+        type=part,
+        default=0.7,
+        metavar="X",
+        help="usable fraction of the bandwidth (default 0.7)",
+    )
     load = parser.add_argument_group("load and goals")
-    load.add_argument("--rate", type=positive, required=True, help="requests a second")
-    load.add_argument("--prompt", type=positive, required=True, help="mean prompt tokens")
-    load.add_argument("--output", type=positive, required=True, help="mean output tokens")
-    load.add_argument("--cached", type=share, default=0.0, help="share of prompt tokens that caches hold (default 0)")
-    load.add_argument("--ttft-ms", type=positive, required=True)
-    load.add_argument("--tpot-ms", type=positive, required=True)
-    given = parser.parse_args(argv)
+    load.add_argument("--rate", type=positive, required=True, metavar="X", help="requests per second")
+    load.add_argument("--prompt", type=positive, required=True, metavar="N", help="mean prompt length in tokens")
+    load.add_argument("--output", type=positive, required=True, metavar="N", help="mean output length in tokens")
+    load.add_argument(
+        "--cached", type=share, default=0.0, metavar="X", help="fraction of prompt tokens that are cached (default 0)"
+    )
+    load.add_argument("--ttft-ms", type=positive, required=True, metavar="X", help="goal for the TTFT, in milliseconds")
+    load.add_argument("--tpot-ms", type=positive, required=True, metavar="X", help="goal for the TPOT, in milliseconds")
+    return parser
+
+
+def parse(argv: Sequence[str]) -> tuple[ModelSize, Accelerator, RequestLoad]:
+    """Return the model, the accelerator and the load of a command line."""
+    given = build_parser().parse_args(argv)
     return (
         ModelSize(given.parameters, given.weight_bytes, given.kv_bytes or given.config, given.window),
         Accelerator(
@@ -204,15 +226,8 @@ def parse(argv: Sequence[str]) -> tuple[ModelSize, Accelerator, RequestLoad]:
     )
 
 
-def positive(text: str) -> float:
-    value = float(text)
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
-
-
 def kv_bytes_of(path: str) -> float:
-    """Bytes of a token's KV in bfloat16, by a config.json."""
+    """Return the bytes of KV per token in bfloat16 for a config.json."""
     try:
         return 2.0 * from_hf(Path(path)).kv_numbers
     except ModelError as error:
@@ -220,22 +235,19 @@ def kv_bytes_of(path: str) -> float:
 
 
 def part(text: str) -> float:
-    return min(positive(text), share(text))
-
-
-def share(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1")
+    """Parse a number above 0 and up to 1."""
+    value: float = number(above=0)(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be a number above 0 and up to 1")
     return value
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point. Returns 0, or 1 when no number of workers meets the goals."""
+    """Run the command. Returns 0, or 1 if no number of workers meets the goals."""
     try:
         print(report(size(*parse(sys.argv[1:] if argv is None else argv))))
     except Infeasible as error:
-        print(f"diptych size: cannot be met: {error}", file=sys.stderr)
+        print(f"diptych size: cannot meet the goals: {error}", file=sys.stderr)
         return 1
     return 0
 

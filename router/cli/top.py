@@ -1,11 +1,10 @@
-"""`diptych top [URL]`: a router's load in a terminal, refreshed until q or ctrl-c.
+"""`diptych top [URL]`: show the load of a router in the terminal until q or Ctrl-C.
 
-asking thread ── Answer ──> latest, wake ──> the loop: keys, age of the picture, drawing
+polling thread ── Answer ──> latest, wake ──> main loop: keyboard, age of the data, drawing
 """
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import os
@@ -30,20 +29,20 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from router.cli.client_flags import DEFAULT_URL, add_api_key
+from router.cli.client_flags import top_parser
 
 NONE = "-"
 SIZES = ("B", "kB", "MB", "GB", "TB")
 TIMEOUT_S = 5.0
-"""Of each step of an answer: to connect, to send, to read on."""
+"""Timeout of each network operation: connect, send, read."""
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
-"""Of an answer: a thousand workers take some MiB."""
+"""Maximum size of an answer; a thousand workers need a few MiB."""
 WIDTH = 80
-"""Columns that fit everything; a narrower terminal cuts lines."""
+"""Columns of the full output; a narrower terminal truncates lines."""
 NUM_EVENTS = 5
-"""Number of newest events that are shown, and of workers in trouble whose reasons are shown."""
+"""Maximum number of events, and of workers with a problem, that are shown."""
 MIN_WORKER_LINES = 7
-"""Lines of the table of workers, its header included, that classes and plan do not take."""
+"""Minimum number of lines of the worker table, including its header."""
 TIMES = (
     ("First token (TTFT)", "ttft", "ttft"),
     ("Later token (TPOT)", "tpot", "tpot"),
@@ -58,23 +57,22 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 PLAIN, BOLD, DIM, WARM, BAD = "", "bold", "dim", "yellow", "red"
 
 Part = Text | Table
-"""A line of text, or a table whose rows and header take one line each."""
+"""A line of text, or a table with one line per row and header."""
 PROG = "diptych top"
-LEAST_INTERVAL_S, MOST_INTERVAL_S = 0.2, 3600.0
 ROUTER_ANSWER_S = 10.0
-"""How long the router may take to answer."""
+"""Maximum time for an answer of the router."""
 LATE_S = 2.0
-"""How much older than the interval a picture is when its age is shown in red."""
+"""Delay beyond the interval after which the age of the data is shown in red."""
 REDRAW_S = 0.5
-"""Between two pictures without a new answer, as its age grows."""
+"""Redraw interval without a new answer."""
 MAX_KEY_BYTES = 64
-"""Bytes read at a time from the keyboard."""
+"""Maximum number of bytes per read from the keyboard."""
 QUIT = b"qQ\x03\x04"
-NO_LOAD = "what answers there is no Diptych router of this version"
+NO_LOAD = "the server is not a Diptych router of this version"
 
 
 def number(value: float) -> str:
-    """About three digits: 0.42, 7.5, 312, 4,210, 41.2k, 3.1M."""
+    """Format with about three digits: 0.42, 7.5, 312, 4,210, 41.2k, 3.1M."""
     if value >= 1e6:
         return f"{value / 1e6:.1f}M"
     if value >= 1e4:
@@ -85,7 +83,7 @@ def number(value: float) -> str:
 
 
 def size(value: float) -> str:
-    """Bytes, in units of thousands."""
+    """Format bytes with decimal units."""
     power = 0
     while value >= 1000 and power < len(SIZES) - 1:
         value, power = value / 1000, power + 1
@@ -93,9 +91,9 @@ def size(value: float) -> str:
 
 
 def duration(value_ms: float | None) -> str:
-    """Milliseconds; None is a wait without end."""
+    """Format milliseconds; None is an unlimited wait."""
     if value_ms is None:
-        return "no end"
+        return "no limit"
     if value_ms >= 9950:
         return f"{value_ms / 1e3:,.0f} s"
     if value_ms >= 1000:
@@ -104,38 +102,37 @@ def duration(value_ms: float | None) -> str:
 
 
 def ago(seconds: float) -> str:
-    """An age."""
+    """Format an age."""
     if seconds < 120:
         return f"{seconds:.0f} s ago"
     return f"{seconds / 60:.0f} min ago" if seconds < 7200 else f"{seconds / 3600:.0f} h ago"
 
 
 def percent(share: float) -> str:
-    """Just below 100 % it has a digit more, so that 99.8 % is not all."""
+    """Format a share as a percentage, with one decimal just below 100 %."""
     return f"{100 * share:.1f} %" if 0.99 < share < 0.9995 else f"{100 * share:.0f} %"
 
 
 def percentile(times: Mapping[str, float], share: str) -> str:
-    """One of `Percentiles`, by its name."""
+    """Format one of `Percentiles` by its name."""
     return duration(times[share]) if times["num"] else NONE
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The load, or why there is none."""
+    """The load, or the reason why it is unavailable."""
 
     load: dict[str, Any] | None = None
     problem: str = ""
 
 
 class WrongUrl(Exception):
-    """The text is no address of a router."""
+    """The text is not a valid router URL."""
 
 
 @dataclass(frozen=True)
 class LoadSource:
-    """A router. `path` comes before `/load`, for a router behind a proxy; `ca_file` may be empty. Of several models it
-    tells the load of one, the `model`, or of all of them."""
+    """A router. `path` is the URL prefix of a proxy. An empty `model` selects all models."""
 
     host: str
     port: int
@@ -147,19 +144,19 @@ class LoadSource:
 
     @classmethod
     def of(cls, url: str, key: str = "", ca_file: str = "", model: str = "") -> LoadSource:
-        """`url` may lack its scheme. Raises WrongUrl."""
+        """Parse a URL, whose scheme is optional. Raises WrongUrl."""
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             port = parts.port
         except ValueError as error:
-            raise WrongUrl(f"{url!r} is no URL ({error})") from error
+            raise WrongUrl(f"invalid URL {url}: {error}") from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise WrongUrl(f"{url!r} is refused: http://HOST:PORT or https://HOST:PORT")
+            raise WrongUrl(f"invalid URL {url}: must be http://HOST:PORT or https://HOST:PORT")
         tls = parts.scheme == "https"
         if port is None:
             port = 443 if tls else 80
         if not key.isprintable():
-            raise WrongUrl("the API key has a character that no header may have")
+            raise WrongUrl("invalid API key: must have only printable characters")
         return cls(parts.hostname, port, parts.path.rstrip("/"), tls, key, ca_file, model)
 
     @property
@@ -168,11 +165,11 @@ class LoadSource:
         return f"http{'s' if self.tls else ''}://{host}:{self.port}{self.path}"
 
     def ask(self) -> Answer:
-        """The load now. Never raises for what a router, or something else at its port, may do."""
+        """Request the load. Errors of the network or the server are returned as a problem."""
         try:
             connection = self._connection()
         except OSError as error:
-            return Answer(problem=f"{self.ca_file} cannot be used: {error.strerror or error}")
+            return Answer(problem=f"cannot use {self.ca_file}: {error.strerror or error}")
         try:
             asked = f"?{urlencode({'model': self.model})}" if self.model else ""
             connection.putrequest("GET", f"{self.path}/load{asked}", skip_accept_encoding=True)
@@ -193,11 +190,11 @@ class LoadSource:
             connection.close()
 
     def ask_within(self, seconds: float) -> Answer:
-        """The load now, or a problem once so much time is over, however slowly an answer drips in."""
+        """Request the load, and return a problem if the complete answer takes longer than `seconds`."""
         answers: list[Answer] = []
-        asking = threading.Thread(target=lambda: answers.append(self.ask()), daemon=True)
-        asking.start()
-        asking.join(seconds)
+        thread = threading.Thread(target=lambda: answers.append(self.ask()), daemon=True)
+        thread.start()
+        thread.join(seconds)
         return answers[0] if answers else Answer(problem=f"the router does not answer within {seconds:g} s")
 
     def _connection(self) -> http.client.HTTPConnection:
@@ -209,9 +206,9 @@ class LoadSource:
 
 def _read(status: int, body: bytes) -> Answer:
     if status == 401:
-        return Answer(problem="the router wants its API key: --api-key or DIPTYCH_API_KEY")
+        return Answer(problem="the router requires an API key: set --api-key or DIPTYCH_API_KEY")
     if status == 403:
-        return Answer(problem="this API key may not read /load: use one with admin = true")
+        return Answer(problem="this API key has no access to /load: use one with admin = true")
     try:
         answer = json.loads(body)
     except ValueError:
@@ -219,14 +216,14 @@ def _read(status: int, body: bytes) -> Answer:
     if status == 200 and isinstance(answer, dict) and "traffic" in answer and "workers" in answer:
         return Answer(load=answer)
     if status == 200:
-        return Answer(problem="what answers there is no Diptych router of this version")
+        return Answer(problem=NO_LOAD)
     error = answer.get("error") if isinstance(answer, dict) else None
     reason = error.get("message") if isinstance(error, dict) else None
     return Answer(problem=f"the router answers HTTP {status}{f': {reason}' if reason else ''}")
 
 
 def picture(load: Mapping[str, Any], num_lines: int = 0) -> Group:
-    """Draw a load, the most important lines first. Shows as many workers as fit `num_lines` (0: all)."""
+    """Draw a load, the most important lines first. The workers are limited to `num_lines` in total; 0 for no limit."""
     above: list[Part] = [*_now(load), line(""), _times(load), line("")]
     workers = sorted(load["workers"], key=lambda one: (one["state"] == "ready", one["role"] != "prefill", _name(one)))
     below: list[Part] = [*_reasons(workers), *_classes(load), *_plan(load), *_events(load)]
@@ -236,13 +233,13 @@ def picture(load: Mapping[str, Any], num_lines: int = 0) -> Group:
         if room < len(workers):
             shown = workers[: room - 1]
             below.insert(
-                0, line(f"... and {len(workers) - len(shown):,} workers more: a taller window shows them", DIM)
+                0, line(f"... and {len(workers) - len(shown):,} more workers; enlarge the window to show them", DIM)
             )
     return Group(*above, _workers(shown, several=len(load["models"]) > 1), *below)
 
 
 def line(text: str, style: str = PLAIN) -> Text:
-    """A line that is cut at the edge of the terminal."""
+    """Return a line that is truncated at the edge of the terminal."""
     return Text(text, style, no_wrap=True, overflow="ellipsis")
 
 
@@ -251,7 +248,7 @@ def _height(parts: Sequence[Part]) -> int:
 
 
 def _table(names: Mapping[str, int]) -> Table:
-    """An empty table of columns by name with their widths: the first to the left, numbers to the right."""
+    """Return an empty table with columns by name and width. Numbers are right-aligned."""
     table = Table(box=None, padding=(0, 0, 0, 1), pad_edge=False, header_style=BOLD)
     for place, (name, width) in enumerate(names.items()):
         is_text = place == 0 or name in ("role", "state", "model")
@@ -260,12 +257,12 @@ def _table(names: Mapping[str, int]) -> Table:
 
 
 def _add(table: Table, cells: Sequence[str], style: str = PLAIN) -> None:
-    """Add a row of plain text: rich would read markup in a string."""
+    """Add a row of plain text, because rich would interpret markup in a string."""
     table.add_row(*map(Text, cells), style=style)
 
 
 def clean(value: object) -> str:
-    """Text of a worker or a key, without what a terminal would obey."""
+    """Replace terminal control characters in the text of a worker or a key."""
     return CONTROL.sub("?", str(value))
 
 
@@ -293,7 +290,7 @@ def _now(load: Mapping[str, Any]) -> list[Text]:
 
 
 def _model(one: Mapping[str, Any]) -> str:
-    away = "" if one["ready"] else ", no worker is ready"
+    away = "" if one["ready"] else ", no ready worker"
     return f"{clean(one['id'])} ({one['max_model_len']:,} tokens{away})"
 
 
@@ -334,7 +331,7 @@ def _times(load: Mapping[str, Any]) -> Table:
 
 
 def _classes(load: Mapping[str, Any]) -> list[Part]:
-    """Nothing for a service with one class and no goals."""
+    """Draw the request classes, unless there is one without goals."""
     classes = load["classes"]
     if not any(one["attainment"] for one in classes) and len(classes) < 2:
         return []
@@ -357,7 +354,7 @@ def _plan(load: Mapping[str, Any]) -> list[Text]:
     if plan["unmet"]:
         lines.append(line(f"The goals cannot be met: {clean(plan['unmet'])}", BAD))
     if plan["held"]:
-        lines.append(line(f"The plan does not change: {clean(plan['held'])}", WARM))
+        lines.append(line(f"The plan is on hold: {clean(plan['held'])}", WARM))
     for role, pool in plan["pools"].items():
         text = f"{role}: {pool['present']} present, {pool['wanted']} wanted, {pool['needed']} needed. "
         lines.append(line(text + clean(pool["reason"]), WARM if pool["present"] < pool["wanted"] else PLAIN))
@@ -379,13 +376,13 @@ def _workers(workers: Sequence[Mapping[str, Any]], *, several: bool) -> Table:
 
 
 def _reasons(workers: Sequence[Mapping[str, Any]]) -> list[Text]:
-    """Why the first workers in trouble are not ready."""
-    ailing = [one for one in workers if one["state"] != "ready" and one["reason"] not in ("", one["state"])]
-    return [line(f"{_name(one)[1]}: {clean(one['reason'])}", DIM) for one in ailing[:NUM_EVENTS]]
+    """Draw why workers are not ready."""
+    not_ready = [one for one in workers if one["state"] != "ready" and one["reason"] not in ("", one["state"])]
+    return [line(f"{_name(one)[1]}: {clean(one['reason'])}", DIM) for one in not_ready[:NUM_EVENTS]]
 
 
 def _name(worker: Mapping[str, Any]) -> tuple[int, str]:
-    """So that decode-9 comes before decode-10."""
+    """Sort key that orders decode-9 before decode-10."""
     name = clean(worker["worker_id"] or worker["address"])
     return len(name), name
 
@@ -401,33 +398,33 @@ def _events(load: Mapping[str, Any]) -> list[Text]:
 
 
 class Ended(Exception):
-    """A signal asks the process to end."""
+    """A signal stops the process."""
 
 
-class Asking:
-    """Asks a router in a thread of its own, so that a slow answer holds up no key."""
+class Poller:
+    """Polls a router in its own thread, so that a slow answer does not block the keyboard."""
 
     def __init__(self, source: LoadSource, interval_s: float) -> None:
         self._source, self._interval_s = source, interval_s
-        self._latest = Answer(problem=f"asking {source.url} ...")
+        self._latest = Answer(problem=f"connecting to {source.url} ...")
         self._load: tuple[dict[str, Any], float] | None = None
         self.wake, self._woken = os.pipe()
         self._stop = threading.Event()
 
     def start(self) -> None:
-        threading.Thread(target=self._run, daemon=True).start()  # an answer that hangs must not hold up the end
+        threading.Thread(target=self._run, daemon=True).start()  # a pending answer must not delay the exit
 
     def stop(self) -> None:
         self._stop.set()
 
     @property
     def problem(self) -> str:
-        """Why the latest question had no answer; "" if it had."""
+        """Problem of the latest request, or ""."""
         return self._latest.problem
 
     @property
     def load(self) -> tuple[dict[str, Any], float] | None:
-        """The latest load that there was, and when it came."""
+        """The latest load and the time of its arrival."""
         return self._load
 
     def _run(self) -> None:
@@ -440,21 +437,21 @@ class Asking:
             self._stop.wait(self._interval_s)
 
 
-def frame(asking: Asking, url: str, interval_s: float, num_lines: int, now: float) -> Group:
-    """What the screen shows: a title, a problem if there is one, and the latest picture."""
-    title = line(f"diptych top   {url}   {time.strftime('%H:%M:%S')}   q: end", BOLD)
-    if asking.load is None:
-        return Group(title, line(""), line(_sentence(asking.problem), BAD))
-    load, came_at = asking.load
+def frame(poller: Poller, url: str, interval_s: float, num_lines: int, now: float) -> Group:
+    """Draw the screen: a title, the current problem if any, and the latest load."""
+    title = line(f"diptych top   {url}   {time.strftime('%H:%M:%S')}   q: quit", BOLD)
+    if poller.load is None:
+        return Group(title, line(""), line(_sentence(poller.problem), BAD))
+    load, came_at = poller.load
     age_s = now - came_at
-    warnings = [line(_sentence(asking.problem), BAD)] if asking.problem else []
+    warnings = [line(_sentence(poller.problem), BAD)] if poller.problem else []
     if warnings or age_s > interval_s + LATE_S:
-        warnings.append(line(f"What you see is from {ago(age_s)}.", BAD))
+        warnings.append(line(f"This data is from {ago(age_s)}.", BAD))
     return Group(title, *warnings, drawn(load, max(1, num_lines - 1 - len(warnings))))
 
 
 def drawn(load: dict[str, Any], num_lines: int = 0) -> Group:
-    """The picture, or a line that says that this is no load of a router."""
+    """Draw the load, or an error line if it is not the load of a router."""
     try:
         return picture(load, num_lines)
     except (KeyError, TypeError, ValueError, AttributeError):
@@ -463,12 +460,12 @@ def drawn(load: dict[str, Any], num_lines: int = 0) -> Group:
 
 @contextmanager
 def keyboard() -> Iterator[int | None]:
-    """The file descriptor of the keyboard, if there is one, which gives each key at once. Signals raise Ended."""
+    """Yield the file descriptor of the keyboard in unbuffered mode, or None. Signals raise Ended."""
     keys = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
     before: Any = None if keys is None else termios.tcgetattr(keys)
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # a background script's children ignore the first
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # background processes of a script ignore the first
     handlers = {number: signal.signal(number, _end) for number in signals}
-    handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # a stopped process leaves its screen
+    handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # keep the screen
     try:
         if keys is not None:
             tty.setcbreak(keys)
@@ -477,7 +474,7 @@ def keyboard() -> Iterator[int | None]:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         if keys is not None:
-            with suppress(termios.error):  # the terminal may be gone
+            with suppress(termios.error):  # the terminal may be closed
                 termios.tcsetattr(keys, termios.TCSADRAIN, before)
 
 
@@ -485,8 +482,8 @@ def _end(number: int, frame: FrameType | None) -> None:
     raise Ended
 
 
-def _is_going_on(keys: int | None, wake: int) -> bool:
-    """Wait until `wake` is readable, or for REDRAW_S. Returns False when a key ends the command."""
+def _continues(keys: int | None, wake: int) -> bool:
+    """Wait until `wake` is readable or REDRAW_S is over. Returns False if a key ends the command."""
     watched = [wake] if keys is None else [wake, keys]
     ready, _, _ = select.select(watched, [], [], REDRAW_S)
     if wake in ready:
@@ -499,23 +496,23 @@ def _is_going_on(keys: int | None, wake: int) -> bool:
 
 def watch(source: LoadSource, interval_s: float, console: Console) -> int:
     """Show the load until a key or a signal ends it."""
-    asking = Asking(source, interval_s)
+    poller = Poller(source, interval_s)
     try:
         with keyboard() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
-            asking.start()
+            poller.start()
             while True:
-                shown = frame(asking, source.url, interval_s, console.height, time.monotonic())
+                shown = frame(poller, source.url, interval_s, console.height, time.monotonic())
                 live.update(shown, refresh=True)
-                if not _is_going_on(keys, asking.wake):
+                if not _continues(keys, poller.wake):
                     return 0
     except (KeyboardInterrupt, Ended):
         return 0
     finally:
-        asking.stop()
+        poller.stop()
 
 
 def follow(source: LoadSource, interval_s: float, console: Console) -> int:
-    """Print one picture after another, for a pipe or a file."""
+    """Print the load repeatedly, for a pipe or a file."""
     while True:
         answer = source.ask_within(ROUTER_ANSWER_S)
         shown = line(_sentence(answer.problem)) if answer.load is None else drawn(answer.load)
@@ -524,7 +521,7 @@ def follow(source: LoadSource, interval_s: float, console: Console) -> int:
 
 
 def once(source: LoadSource, console: Console, *, as_json: bool) -> int:
-    """Print one picture. Returns 1 when the router did not answer."""
+    """Print the load once. Returns 1 if the router does not answer."""
     answer = source.ask_within(ROUTER_ANSWER_S)
     if answer.load is None:
         print(f"{PROG}: {source.url}: {answer.problem}", file=sys.stderr)
@@ -540,36 +537,9 @@ def _sentence(problem: str) -> str:
     return f"{problem[:1].upper()}{problem[1:]}." if problem and not problem.endswith(".") else problem
 
 
-def _interval(text: str) -> float:
-    value = float(text)
-    if not LEAST_INTERVAL_S <= value <= MOST_INTERVAL_S:
-        raise argparse.ArgumentTypeError(f"{text} is refused: {LEAST_INTERVAL_S:g} to {MOST_INTERVAL_S:g} seconds")
-    return value
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=PROG,
-        description="Shows a router's load: throughput, times, pools, classes, plan and workers. q or ctrl-c ends it.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"of the router (default {DEFAULT_URL})")
-    parser.add_argument("--model", default="", metavar="NAME", help="of several models, show this one alone")
-    parser.add_argument("--once", action="store_true", help="print one picture as text, and end")
-    parser.add_argument("--json", action="store_true", help="print the answer of /load as JSON, and end")
-    parser.add_argument(
-        "--interval-s", type=_interval, default=1.0, metavar="X", help="seconds between questions (default 1)"
-    )
-    add_api_key(parser)
-    parser.add_argument(
-        "--ca-file", default="", metavar="FILE", help="trust the certificates in this PEM file, not the system's"
-    )
-    return parser
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0, 1 when there was no answer to print, 2 for refused arguments."""
-    arguments = _parser().parse_args(argv)
+    """Run the command. Returns exit status 0, 1 without an answer, or 2 for invalid arguments."""
+    arguments = top_parser().parse_args(argv)
     try:
         source = LoadSource.of(arguments.url, arguments.api_key, arguments.ca_file, arguments.model)
     except WrongUrl as error:

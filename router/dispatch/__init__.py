@@ -1,7 +1,7 @@
-"""The router's core: every event of a request or worker becomes actions, and tokens of two workers one stream.
+"""Request dispatch: turns events of requests and workers into actions, and merges tokens of two workers into a stream.
 
-dispatcher (asyncio) -> core (synchronous, also in virtual time) -> turns -> router.dispatch (who waits)
-    │                     └────> router.dispatch -> router.policy, router.fleet (all pure)
+dispatcher (asyncio) -> core (synchronous, also in virtual time) -> request_scheduler (which request is placed next)
+    │                     └────> router.policy, router.fleet (all pure)
     └─────> fleet -> connection (ZeroMQ), registry -> worker
               └────> discovery: which addresses exist
 """

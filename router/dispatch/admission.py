@@ -1,10 +1,11 @@
-"""Whether a new request would miss a goal of its class, by what is predicted where the policy would place it. Pure.
+"""Admission control: rejects requests that are predicted to miss a goal of their class. Pure.
 
-Each class of requests has a limit of its own for the wait: one without a goal for first tokens may wait while others
-are refused. Prompts of lower priority delay none, and those that the router holds before this one count.
+The prediction is made for the worker that the policy would choose. Each class has its own wait limit, so a class
+without a time-to-first-token goal may wait while others are rejected. Prompts of lower priority are not counted,
+prompts that the router holds before this one are.
 
-A worker that has computed nothing yet counts as idle. Two things correct a prediction that is too short: how long
-requests have waited already, and how much later than predicted first tokens came.
+A worker without any completed step counts as idle. Two observations correct predictions that are too short: how long
+requests have waited already, and how much later than predicted first tokens arrived.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from common.wire import Role
 from router.dispatch.client import ANYONE, Caller, GenerationRequest
 from router.dispatch.load import DispatchCounters
 from router.dispatch.request_state import Assignment, RequestState, Stage
-from router.dispatch.waiting import Holding, WaitingRequests
+from router.dispatch.waiting import HeldPrompts, WaitingRequests
 from router.dispatch.waits import Decoding, lasting_s, observed_waits_s, wait_for, waits_at_most, waits_of
 from router.fleet import Worker, WorkerRegistry
 from router.policy import (
-    FEW,
     NO_HITS,
+    SHORTLIST_ABOVE,
     UNKNOWN_LENGTH,
     Choice,
-    Patience,
     Policy,
     RequestShape,
     Shortlist,
+    WaitLimit,
     places_of,
     queued_s,
     token_s_at,
@@ -40,27 +41,27 @@ from router.policy import (
 log = logging.getLogger(__name__)
 
 LEAST_SHARE = 0.25
-"""The share of a goal that others may always take: without it a request that needs most of the goal itself would be
-refused whenever it comes."""
+"""Fraction of a goal that the load of others may always use. Without it, a request that needs most of the goal for
+itself would always be rejected."""
 SPARE_SHARE = 0.5
-"""Of the time by which an answer's tokens are predicted to be early in all, that it may wait for a place in a batch
-behind its first token: lengths of answers and ends of others are known badly."""
+"""Fraction of an answer's slack (its time per output token goal minus the predicted time, summed over the answer) that
+it may wait for a batch slot after its first token. Output lengths are poorly known, hence not all of it."""
 MIN_EXPECTED_S = 0.05
-"""A shorter prediction teaches nothing when it proves wrong: messages and wake-ups take that long themselves."""
+"""Shorter predictions are not evaluated: message and wake-up latency dominates their error."""
 SMOOTHING = 0.1
-"""The share of one more request in the average time of prompts."""
+"""Smoothing factor of the average prompt computation time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The error for a request, and the pool that has too few workers for it."""
+    """Error for a rejected request, and the role of which there are too few workers."""
 
     error: Overloaded
-    behind: Role
+    bottleneck: Role
 
 
 class Admission:
-    """Admits new requests, or refuses and counts them."""
+    """Admits new requests, or rejects and counts them."""
 
     def __init__(
         self,
@@ -68,21 +69,21 @@ class Admission:
         policy: Policy,
         config: RouterConfig,
         counters: DispatchCounters,
-        holding: Holding | None = None,
+        held_prompts: HeldPrompts | None = None,
         shortlist: Shortlist | None = None,
     ) -> None:
         self._registry, self._policy, self._config, self._counters = registry, policy, config, counters
-        self._holding = holding or Holding(registry, WaitingRequests())
+        self._held = held_prompts or HeldPrompts(registry, WaitingRequests())
         self._shortlist = shortlist
-        self._least_turn_s: float | None = None  # of decode workers, at the last tick
-        self._prompt_s = Ewma(SMOOTHING, start=0.0)  # what a prompt takes, lately
+        self._least_turn_s: float | None = None  # minimum over decode workers at the last tick
+        self._prompt_s = Ewma(SMOOTHING, start=0.0)
         self._classes = config.classes
-        self._patience = {name: _patience_of(one, config) for name, one in self._classes.items()}
+        self._wait_limits = {name: _wait_limit_of(one, config) for name, one in self._classes.items()}
         self._priorities = sorted({one.priority for one in self._classes.values()})
-        self._placed_at: dict[int, float] = {}  # by priority: when a request was last placed
+        self._placed_at: dict[int, float] = {}  # time of the last placement, by priority
 
     def observe(self, decoding: Decoding, now: float) -> None:
-        """Note how long requests have waited for their first token, or have been decoded; at each tick."""
+        """Record how long requests have waited for their first token or been decoded. Called at each tick."""
         self._least_turn_s = None
         waiting = []
         for state in decoding.open:
@@ -96,7 +97,7 @@ class Admission:
         self._registry.on_observed(waits_s, lasting_s(decoding.begun, now), waits_from)
 
     def class_of(self, request: GenerationRequest) -> RequestClass:
-        """The class of a request; one of an unknown name is of the class `default`."""
+        """Return the class of a request, `default` if its name is unknown."""
         return self._classes.get(request.request_class) or self._classes[DEFAULT]
 
     def check(
@@ -108,9 +109,10 @@ class Admission:
         num_tokens: int = 0,
         num_expected: int = 0,
     ) -> None:
-        """Raises Overloaded for a prompt that would miss a goal of its class where it would be placed.
+        """Raise Overloaded if the request would miss a goal of its class where it would be placed.
 
-        It has `num_tokens` tokens, its answer `num_expected`, and it was sent with the key of this name.
+        The prompt has `num_tokens` tokens, the answer is expected to have `num_expected`. `key` is the name of the API
+        key.
         """
         one = request_class or self._classes[DEFAULT]
         if (refusal := self._judged(choice, now, one, key, num_expected)) is not None:
@@ -118,13 +120,13 @@ class Admission:
         if (refusal := self._slow(choice, one, num_tokens, num_expected)) is not None:
             self._count_failure(refusal, one)
             raise refusal.error
-        self._patience[one.name].count(refused=False)
+        self._wait_limits[one.name].count(refused=False)
 
     def check_unread(self, is_longer: Callable[[int], bool], now: float, caller: Caller = ANYONE) -> None:
-        """Raises Overloaded for a request that `check` would refuse whatever it turns out to be.
+        """Raise Overloaded if `check` would reject the request whatever its content turns out to be.
 
-        `is_longer` says whether the prompt surely has more than so many tokens. Decode workers compute a short prompt
-        themselves, so it may find room where a long one finds none.
+        `is_longer(n)` returns whether the prompt certainly has more than `n` tokens. Decode workers compute short
+        prompts themselves, so a short prompt may be admitted where a long one is not.
         """
         classes = caller.classes or (self._classes[DEFAULT],)
         refusals = []
@@ -135,7 +137,7 @@ class Admission:
         raise self._counted(refusals[0], classes[0])
 
     def place_for(self, num_tokens: int, now: float, one: RequestClass | None = None) -> Choice | None:
-        """Where a new prompt of so many tokens and a class would be placed if nothing of it is cached anywhere."""
+        """Return where a new prompt of `num_tokens` tokens would be placed if no worker had cached any of it."""
         one = one or self._classes[DEFAULT]
         shape = RequestShape(
             num_tokens,
@@ -150,7 +152,7 @@ class Admission:
         return self._policy.choose(ready("prefill"), ready("decode"), shape, now)
 
     def expect(self, state: RequestState, choice: Choice, now: float) -> None:
-        """A request was placed: note when its first token should come, by the worker's own account."""
+        """Record when the first token of a request that was just placed is predicted to arrive."""
         priority = state.request.priority
         state.times.expected_s, self._placed_at[priority] = 0.0, now
         if (assignment := state.waits_for) is None or not choice.forecast.is_known:
@@ -159,7 +161,7 @@ class Admission:
         self._prompt_s.observe(choice.forecast.prompt_s)
 
     def learn(self, state: RequestState, assignment: Assignment, now: float) -> None:
-        """The first tokens of `assignment` have come: compare with the prediction, unless others passed since."""
+        """Compare the first token's arrival with its prediction, unless higher priorities were placed since."""
         expected_s, state.times.expected_s = state.times.expected_s, 0.0
         if expected_s <= 0.0 or assignment is not state.waits_for or state.stage is not Stage.PREFILL:
             return
@@ -174,39 +176,39 @@ class Admission:
             self._registry.on_lone_prompt(assignment.role, took_s, forecast.prompt_s)
 
     def shed(self, states: Iterable[RequestState], now: float) -> list[tuple[RequestState, Overloaded]]:
-        """Requests to refuse although they were admitted, with their errors; at each tick.
+        """Return the admitted requests to reject, with their errors. Called at each tick.
 
-        There are some only when an overload of a class has just been found: those of the class that would wait for
-        their first token for longer than a new request may. Older requests keep their places.
+        Not empty only when an overload of a class was just detected. Contains requests of that class that would wait
+        longer than a new request may. Requests placed earlier are kept.
         """
-        changed = [name for name, patience in self._patience.items() if patience.tick(now)]
+        changed = [name for name, wait_limit in self._wait_limits.items() if wait_limit.tick(now)]
         if not changed:
             return []
-        waits = [*waits_of(states, self._registry.workers), *self._holding.waits(now)]
+        waits = [*waits_of(states, self._registry.workers), *self._held.waits(now)]
         return [one for name in changed for one in self._shed_of(name, waits, now)]
 
     @property
     def limit_s(self) -> float:
-        """How long a new request of the class `default` may wait now, in seconds."""
+        """Maximum wait of a new request of class `default`, in seconds."""
         return self._limit_s(DEFAULT)
 
     @property
     def limits_s(self) -> dict[str, float]:
-        """How long a new request of each class may wait now, in seconds."""
-        return {name: self._limit_s(name) for name in self._patience}
+        """Maximum wait of a new request by class, in seconds."""
+        return {name: self._limit_s(name) for name in self._wait_limits}
 
     def _limit_s(self, name: str) -> float:
-        patience = self._patience[name]
-        # While it is not brief it does not depend on turns, of which there are many to look at.
-        return patience.limit_s(self._turn_s()) if patience.is_brief else patience.longest_s
+        wait_limit = self._wait_limits[name]
+        # The unreduced limit does not depend on the workers, of which there may be many.
+        return wait_limit.limit_s(self._turn_s()) if wait_limit.is_reduced else wait_limit.longest_s
 
     def _shed_of(
         self, name: str, waits: Iterable[tuple[RequestState, float]], now: float
     ) -> list[tuple[RequestState, Overloaded]]:
-        patience, limit_s = self._patience[name], self._limit_s(name)
-        if not patience.is_brief:
-            told = {"request_class": name, "new_requests_may_wait_s": patience.longest_s}
-            log.info("the overload is over", extra=told)
+        wait_limit, limit_s = self._wait_limits[name], self._limit_s(name)
+        if not wait_limit.is_reduced:
+            fields = {"request_class": name, "wait_limit_s": wait_limit.longest_s}
+            log.info("request class %s is no longer overloaded", name, extra=fields)
             return []
         shed = [
             (state, _shed(now - state.times.progress_at, later_s, limit_s))
@@ -215,19 +217,20 @@ class Admission:
         ]
         self._counters.num_refused[name] += len(shed)
         log.warning(
-            "more requests come than can be served: requests that would wait too long are refused from now on",
+            "request class %s is overloaded: rejecting requests that would wait longer than %.3g s",
+            *(name, limit_s),
             extra={
                 "request_class": name,
-                "new_requests_may_wait_s": limit_s,
-                "instead_of_s": patience.longest_s,
-                "refused": len(shed),
+                "wait_limit_s": limit_s,
+                "usual_wait_limit_s": wait_limit.longest_s,
+                "num_rejected": len(shed),
             },
         )
         return shed
 
     def _turn_s(self) -> float:
-        """Seconds between two requests that a worker begins, while more wait. Of many workers, as of the last tick."""
-        if self._least_turn_s is None or len(self._registry.workers) <= FEW:
+        """Return the seconds between two requests that a worker starts while more are queued."""
+        if self._least_turn_s is None or len(self._registry.workers) <= SHORTLIST_ABOVE:
             turns_s = (
                 worker.estimates.service_s.value / places_of(worker) for worker in self._registry.ready("decode")
             )
@@ -235,14 +238,14 @@ class Admission:
         return max(self._prompt_s.value, self._least_turn_s)
 
     def _counted(self, refusal: Refusal, one: RequestClass) -> Overloaded:
-        self._patience[one.name].count(refused=True)
+        self._wait_limits[one.name].count(refused=True)
         self._count_failure(refusal, one)
         return refusal.error
 
     def _count_failure(self, refusal: Refusal, one: RequestClass) -> None:
         self._counters.num_failures[type(refusal.error).__name__] += 1
         self._counters.num_refused[one.name] += 1
-        self._counters.num_refused_for[refusal.behind] += 1
+        self._counters.num_refused_for[refusal.bottleneck] += 1
 
     def _judged_unread(
         self, is_longer: Callable[[int], bool], now: float, one: RequestClass, key: str
@@ -258,11 +261,11 @@ class Admission:
         return refusal if short is not None or is_longer(threshold) else None
 
     def _is_surely_in_time(self, workers: Iterable[Worker], now: float, one: RequestClass) -> bool:
-        """Whether `_judged` would take any prompt of a class, at whichever of these workers it were placed.
+        """Return whether `_judged` would admit any prompt of the class on any of these workers.
 
-        As a rule all are far from an overload, and this costs a small part of a placement.
+        This fast path covers normal load at a small part of the cost of a placement.
         """
-        if self._holding.holds_any:
+        if self._held.holds_any:
             return False
         limit_s = self._limit_s(one.name) * (LEAST_SHARE if one.ttft_s > 0 else 1.0)
         return all(waits_at_most(worker, limit_s, now, one.priority) for worker in workers)
@@ -270,31 +273,31 @@ class Admission:
     def _judged(
         self, choice: Choice | None, now: float, one: RequestClass, key: str, num_expected: int = UNKNOWN_LENGTH
     ) -> Refusal | None:
-        """The refusal of a prompt whose first token would come too late, its own time included, or None."""
+        """Return the rejection of a prompt whose first token would arrive too late, or None."""
         first = None if choice is None else choice.prefill or choice.decode
         if choice is None or first is None:
             return None
-        held_s, num_held = self._holding.ahead(one, key) if self._holding.concerns(choice) else (0.0, 0)
+        held_s, num_held = self._held.ahead(one, key) if self._held.concerns(choice) else (0.0, 0)
         meanwhile_s = 0.0
-        if choice.prefill is not None:  # it samples the first token, so the decode worker's batch delays later ones
-            meanwhile_s = choice.forecast.prompt_s + _spare_s(choice, one, num_expected)
+        if choice.prefill is not None:  # samples the first token, so a full decode batch delays only later tokens
+            meanwhile_s = choice.forecast.prompt_s + _slack_s(choice, one, num_expected)
         wait = wait_for(first, choice.decode, now, one.priority, held_s, num_held, meanwhile_s)
         limit_s, own_s = self._limit_s(one.name), 0.0
         if one.ttft_s > 0 and choice.forecast.is_known:
             own_s = min(choice.forecast.prompt_s, (1.0 - LEAST_SHARE) * limit_s)
         if wait.seconds <= limit_s - own_s:
             return None
-        return Refusal(too_late(wait.seconds, limit_s - own_s, self._others_s(one, first.role)), wait.behind)
+        return Refusal(too_late(wait.seconds, limit_s - own_s, self._others_s(one, first.role)), wait.bottleneck)
 
     def _others_s(self, one: RequestClass, role: Role) -> float:
-        """Seconds that those take who were refused before, and will come back before a client that is refused now."""
-        num_refused = self._patience[one.name].num_refused
+        """Return the seconds that earlier rejected requests will take when they retry."""
+        num_refused = self._wait_limits[one.name].num_refused
         return num_refused * self._turn_s() / max(1, len(self._registry.ready(role))) if num_refused else 0.0
 
     def _slow(self, choice: Choice | None, one: RequestClass, num_tokens: int, num_expected: int) -> Refusal | None:
-        """The refusal of an answer whose tokens would come too slowly beside those that run then, or None.
+        """Return the rejection of an answer whose tokens would arrive too slowly, or None.
 
-        A wait for a place in the batch behind the first token, which a prefill worker samples, makes them slower.
+        A wait for a batch slot after the first token counts as slower tokens.
         """
         if choice is None or choice.decode is None or one.tpot_s <= 0:
             return None
@@ -306,37 +309,37 @@ class Admission:
         limit_s = max(one.tpot_s, alone_s / (1.0 - LEAST_SHARE))
         if token_s <= limit_s:
             return None
-        why = f"its tokens would take about {token_s * 1e3:.3g} ms each, the most they may is {limit_s * 1e3:.3g} ms"
+        why = f"The request's tokens would take about {token_s * 1e3:.3g} ms each; the limit is {limit_s * 1e3:.3g} ms."
         later_s = worker.estimates.service_s.value / max(1, worker.load.num_requests)
         return Refusal(Overloaded(why, retry_after_s=_retry_after_s(later_s)), "decode")
 
 
-def _spare_s(choice: Choice, one: RequestClass, num_expected: int) -> float:
-    """How long an answer may wait for a place in a batch behind its first token, within the goal for later ones."""
+def _slack_s(choice: Choice, one: RequestClass, num_expected: int) -> float:
+    """Return how long an answer may wait for a batch slot after its first token and still meet the token goal."""
     return SPARE_SHARE * num_expected * max(0.0, one.tpot_s - choice.forecast.token_s) if one.tpot_s > 0 else 0.0
 
 
-def _patience_of(one: RequestClass, config: RouterConfig) -> Patience:
-    """A class that names no goal for first tokens waits for its turn whatever happens to others."""
+def _wait_limit_of(one: RequestClass, config: RouterConfig) -> WaitLimit:
+    """Return the wait limit of a class. Classes without a time-to-first-token goal keep theirs in an overload."""
     longest_s = min(config.max_wait_s, config.queue_timeout_s)
     if one.ttft_s > 0:
         longest_s = min(longest_s, one.ttft_s)
     is_patient = one.ttft_s <= 0 and one.name != DEFAULT
-    return Patience(longest_s, longest_s if is_patient else min(longest_s, config.overload_wait_s))
+    return WaitLimit(longest_s, longest_s if is_patient else min(longest_s, config.overload_wait_s))
 
 
 def too_late(predicted_s: float, limit_s: float, others_s: float = 0.0) -> Overloaded:
-    """The error for a request that would wait longer than it may.
+    """Return the error for a request that would wait longer than it may.
 
-    Its client should come back after those that were refused before it, whose turns take `others_s`.
+    `others_s`: seconds that earlier rejected requests will take when they retry. It is added to `Retry-After`.
     """
-    why = f"a new request would wait about {predicted_s:.1f} s, the most it may is {limit_s:.3g} s"
+    why = f"The request would wait about {predicted_s:.1f} s; the limit is {limit_s:.3g} s."
     return Overloaded(why, retry_after_s=_retry_after_s(predicted_s - limit_s + others_s))
 
 
 def _shed(waited_s: float, later_s: float, limit_s: float) -> Overloaded:
-    why = f"more requests come than can be served: after {waited_s:.1f} s this one would wait {later_s:.1f} s more"
-    return Overloaded(f"{why}, the most is {limit_s:.3g} s now", retry_after_s=_retry_after_s(later_s - limit_s))
+    why = f"The service is overloaded: after {waited_s:.1f} s this request would wait {later_s:.1f} s more"
+    return Overloaded(f"{why}; the limit is {limit_s:.3g} s.", retry_after_s=_retry_after_s(later_s - limit_s))
 
 
 def _retry_after_s(later_s: float) -> float:

@@ -1,7 +1,7 @@
-"""Lets answers move between ready decode workers where `balance.py` says so, a few at a time.
+"""Starts live migrations between ready decode workers, as `router/policy/balance.py` decides.
 
-tick ──choose_move──> hand-over ─┬─ the target goes on ──> both workers rest for PAUSE_S
-                                 └─ it failed, the source goes on ──> the source rests, the longer the more often
+tick ──choose_move──> hand-over ─┬─ succeeded: source and target pause for PAUSE_S
+                                 └─ failed: the source pauses, with exponential backoff
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from router.dispatch.load import DispatchCounters
 from router.dispatch.placement import Placement
 from router.dispatch.request_state import RequestState, Stage
 from router.fleet import Worker, WorkerRegistry
-from router.policy import Running, choose_move, why_leave
+from router.policy import Running, choose_move, overload_reason
 
 log = logging.getLogger(__name__)
 
 PAUSE_S, MAX_PAUSE_S = 0.5, 60.0
-"""How long a worker rests after a move before it takes part in another, and how long at most after failed ones."""
+"""Pause of a worker between two moves, and its maximum after repeated failures, in seconds."""
 SETTLED_S = 10.0
-"""How long an answer that moved stays where it is."""
+"""Seconds during which a moved answer is not moved again."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Open:
+class _Move:
     source: str
     target: str
     attempt: int
 
 
 class Balancer:
-    """Moves answers between ready decode workers. One move at a time touches a worker, so the next sees its effect."""
+    """Moves running answers between ready decode workers. A worker takes part in at most one move at a time."""
 
     def __init__(
         self,
@@ -45,16 +45,16 @@ class Balancer:
         *,
         least_tpot_s: float,
     ) -> None:
-        """`least_tpot_s`: the strictest goal for a token of any class; 0: none."""
+        """`least_tpot_s`: strictest goal for the time per output token over all classes, 0 if there is none."""
         self._registry, self._placement = registry, placement
         self._handovers, self._counters, self._least_tpot_s = handovers, counters, least_tpot_s
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, _Move] = {}
         self._rests_until: dict[str, float] = {}
         self._num_failed: dict[str, int] = {}
         self._moved_at: dict[str, float] = {}
 
     def tick(self, states: Mapping[str, RequestState], now: float) -> None:
-        """Begin the moves that are due; at each tick."""
+        """Start the moves that are due. Called at each tick."""
         self._close(states, now)
         workers = self._registry.ready("decode")
         if len(workers) < 2:
@@ -72,9 +72,9 @@ class Balancer:
     # ------------------------------------------------------------ inside
 
     def _candidates(self, states: Iterable[RequestState], busy: set[str], now: float) -> dict[str, list[RequestState]]:
-        """Answers that may move, by their worker, of the workers that an answer should leave."""
-        booked = (one for one in self._registry.ready("decode") if one.bookings)  # else it has no answer of this router
-        leaving = [one for one in booked if one.address not in busy and why_leave(one, self._least_tpot_s)]
+        """Return the movable answers of each worker that should lose one."""
+        booked = (one for one in self._registry.ready("decode") if one.bookings)  # others run nothing for this router
+        leaving = [one for one in booked if one.address not in busy and overload_reason(one, self._least_tpot_s)]
         found: dict[str, list[RequestState]] = {worker.address: [] for worker in leaving}
         if not found:
             return found
@@ -102,7 +102,7 @@ class Balancer:
 
     def _begin(self, state: RequestState, source: Worker, target: Worker, reason: str, now: float) -> bool:
         request_id = state.request.request_id
-        told = {
+        fields = {
             "reason": reason,
             "source_spare_blocks": source.load.num_spare_blocks,
             "target_spare_blocks": target.load.num_spare_blocks,
@@ -110,13 +110,13 @@ class Balancer:
         }
         if not self._handovers.begin(state, target, now):
             return False
-        self._open[request_id] = _Open(source.address, target.address, state.attempts.number)
+        self._open[request_id] = _Move(source.address, target.address, state.attempts.number)
         self._counters.num_balanced[reason] += 1
-        log.info("request %s moves from %s to %s", request_id, source.worker_id, target.worker_id, extra=told)
+        log.info("request %s: moving from %s to %s", request_id, source.worker_id, target.worker_id, extra=fields)
         return True
 
     def _close(self, states: Mapping[str, RequestState], now: float) -> None:
-        """Let the workers of moves that are over rest."""
+        """Process finished moves: pause their workers."""
         for request_id, move in list(self._open.items()):
             state = states.get(request_id)
             if state is not None and state.attempts.successor is not None and state.attempts.number == move.attempt:

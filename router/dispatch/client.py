@@ -1,9 +1,9 @@
-"""The interface between the HTTP front and the dispatcher.
+"""Interface between the HTTP API and the dispatcher.
 
-    front ── GenerationRequest ──> GenerationClient.generate ── TokenEvent, ... (the last has finish_reason) ──> front
+    API ── GenerationRequest ──> GenerationClient.generate ── TokenEvent, ... (the last has finish_reason) ──> API
 
-The front owns text: it tokenises, detokenises, finds stop strings and speaks HTTP. The dispatcher owns tokens: it
-chooses workers, retries, and joins what they send into one ordered stream in which no token is missing or repeated.
+The API layer handles text: tokenisation, detokenisation, stop strings, HTTP. The dispatcher handles tokens: it selects
+workers, retries, and merges their output into one ordered stream without gaps or duplicates.
 """
 
 from __future__ import annotations
@@ -20,24 +20,29 @@ from router.dispatch.prompt import Prompt
 from router.policy import Forecast
 
 Sink = Callable[["TokenEvent"], bool]
-"""Takes an event at once, in the turn of the event loop in which a worker sent it, or says False: then `generate`
-brings it. Called while the reader of `generate` waits for an event, so all earlier ones were taken. Without it each
-token would cost a turn of one more task."""
+"""Consumes an event synchronously when it arrives from a worker, or returns False to have `generate` deliver it.
+
+Called only while the consumer of `generate` waits for an event, so order is preserved. Saves one task switch per token.
+"""
 
 
 class GenerationRequest(msgspec.Struct, frozen=True):
-    """One sequence to generate. The router makes `request_id`: it is unique and never a client's text.
+    """One sequence to generate.
 
-    `deadline_s` is how long the request may take from now until its last token, `ttft_s` how long until its first one
-    should come and `tpot_s` how long each later one should take; 0: no goal. These goals and the `priority` are those
-    of the class of requests that `request_class` names, as is the `share` of places among classes of this priority,
-    0 for none of its own. Keys, by name, share places fairly. `params.seed` is always set.
-    `cache_salt` keeps prefix cache entries of different tenants apart. `traceparent` is W3C's, or empty. Requests that
-    answer the same prompt share `prompt`, which has the same tokens and salt. With `params.pooling` the answer is one
-    vector of `pooled_width` numbers. `adapter` is the digest of the LoRA weights that it uses, "" for the base model.
-    `sink` is offered events in the middle of the answer: see `Sink`. A request that `continues` is a later step of an
-    admitted answer, so admission does not judge it again. The first step announces that up to `num_at_once` follow
-    concurrently.
+    - `request_id` is created by the router: unique, and never text from a client.
+    - `deadline_s` bounds the whole request. `ttft_s` and `tpot_s` are goals for the first and for each later token, 0
+      for none. Together with `priority` and `share` they come from the class `request_class`. A `share` of 0 means that
+      the class has no separate lane.
+    - `key` is the name of the API key. Keys share capacity fairly.
+    - `params.seed` is always set.
+    - `cache_salt` separates the prefix caches of tenants.
+    - `traceparent` is a W3C trace context or "".
+    - `prompt` is shared by requests with the same tokens and salt.
+    - `pooled_width` is the vector size for `params.pooling`.
+    - `adapter` is the digest of the LoRA weights, "" for the base model.
+    - `sink`: see `Sink`.
+    - `continues` marks a later step of an admitted answer, which skips admission. The first step reserves capacity for
+      up to `num_at_once` concurrent steps.
     """
 
     request_id: str
@@ -66,14 +71,14 @@ class GenerationRequest(msgspec.Struct, frozen=True):
 
     @property
     def weight(self) -> float:
-        """The share of its lane."""
+        """Weight of the lane in fair sharing."""
         return self.share or COMMON_SHARE
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """The client, as far as its request's head tells: the name of its key, and the classes that a request may be of.
+    """The client as known from the HTTP headers: the name of its API key, and the classes that its request may have.
 
-    The first of them is that of a request that names none. Without classes it is of the class `default`.
+    A request that does not name a class has the first of them, or `default` if there are none.
     """
 
     key: str = ""
@@ -85,7 +90,7 @@ ANYONE = Caller()
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """Tokens were drafted `num_drafts` times, `num_tokens` in all; `accepted[i]` drafts had place i accepted."""
+    """Speculative decoding statistics. `accepted[i]` is the number of drafts whose token `i` was accepted."""
 
     num_drafts: int = 0
     num_tokens: int = 0
@@ -97,14 +102,14 @@ class DraftCounts:
 
 
 class RequestTimeline(msgspec.Struct, frozen=True, gc=False):
-    """A request's life inside the pools; durations in seconds, 0 for a phase that did not happen.
+    """Latency breakdown of a request in the worker pools. Durations are in seconds, 0 for phases that did not happen.
 
         dispatched ─ queue_s ─ prefill_s ─ first token ─ decode_s ─ last token
                                  └ grant_wait_s, transfer_s; only exposed_transfer_s of it delayed the second token
 
-    `num_attempts` is 1 when nothing failed. A local prefill has an empty `prefill_worker`; a request that never
-    needed a decode worker an empty `decode_worker`. `forecast` is that of its latest place. The KV that came
-    to the decode worker crossed in `transfer_bytes` bytes. `drafts` are those of all its decode workers.
+    `num_attempts` is 1 without failures. `prefill_worker` is "" for a local prefill, `decode_worker` is "" if none was
+    needed. `forecast` belongs to the last placement. `transfer_bytes` is the size of the KV transfer to the decode
+    worker. `drafts` is the total over all decode workers.
     """
 
     prefill_worker: str = ""
@@ -123,14 +128,13 @@ class RequestTimeline(msgspec.Struct, frozen=True, gc=False):
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):
-    """The next tokens of a sequence, in order, each exactly once whatever happened to the workers.
+    """The next tokens of a sequence. Tokens arrive in order and exactly once, whatever happens to the workers.
 
-    `logprobs` is empty, or as long as `token_ids` when `params.logprobs >= 0`. `finish_reason` is "" until the last
-    event, then "stop" or "length"; the last token of a "stop" event is the end token itself and is not text.
-    `num_cached_tokens` counts prompt tokens that a prefix cache held. `timeline` grows: an early event has the workers
-    and the prefill, the last one everything. `prompt_logprobs`, in the first event, are those of the prompt's tokens
-    but the first, if the request asks for them. `pooled`, in the only event of a request with `params.pooling`, is the
-    prompt's vector, float32 in little-endian bytes.
+    `logprobs` has one entry per token if `params.logprobs >= 0`, else it is empty. `finish_reason` is "" except in the
+    last event, where it is "stop" or "length". The last token of a "stop" event is the end token, which is not text.
+    `num_cached_tokens` is the number of prompt tokens found in a prefix cache. `timeline` is complete in the last
+    event. `prompt_logprobs`, in the first event, covers all prompt tokens except the first. `pooled`, in the only event
+    of a request with `params.pooling`, is the prompt's vector: float32, little-endian.
     """
 
     token_ids: tuple[int, ...]
@@ -143,35 +147,36 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
 
 
 class TokenSource(Protocol):
-    """Serves token streams. One event loop owns it and calls all methods."""
+    """Source of token streams. Not thread-safe: use only from its event loop."""
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
-        """The token stream of one request; ends after the event that carries a finish reason.
+        """Yield the tokens of one request. Ends after the event with a finish reason.
 
-        Closing it early (`aclose`, or cancelling the consumer and then closing) aborts on every worker at once.
-        Raises a RequestError subclass: Overloaded or Unavailable before the first event when the request cannot be
-        admitted, DeadlineExceeded when its time is over, InvalidRequest when a worker refuses it for good.
+        Closing the generator early aborts the request on every worker.
+
+        Raises Overloaded or Unavailable before the first event if the request is not admitted, DeadlineExceeded when
+        its deadline passes, InvalidRequest when a worker rejects it permanently.
         """
         ...
 
 
 class GenerationClient(TokenSource, Protocol):
-    """Serves token streams from the pools, and says whether there is room for one."""
+    """Token source over the worker pools, with an early capacity check."""
 
     def check_room(self, is_longer: Callable[[int], bool], caller: Caller = ANYONE) -> None:
-        """Refuse, before it is read, a request that `generate` would refuse now whatever it asks for.
+        """Raise Overloaded or Unavailable if `generate` would reject any request of this caller now.
 
-        `is_longer` says whether the prompt surely has more than so many tokens, `caller` which classes it may be of.
-        Raises Overloaded or Unavailable. A request that passes may still be refused by `generate`.
+        Called before the body is parsed. `is_longer(n)` returns whether the prompt certainly has more than `n` tokens.
+        A request that passes may still be rejected by `generate`.
         """
         ...
 
     @property
     def ready(self) -> tuple[bool, str]:
-        """Whether a request would be served now, and if not, why in one line."""
+        """Whether requests would be served now, and if not, the reason in one line."""
         ...
 
     @property
     def max_model_len(self) -> int:
-        """The longest sequence (prompt and output, in tokens) that all ready workers take; 0 while none is known."""
+        """Maximum tokens of prompt and output that all ready workers accept; 0 if unknown."""
         ...

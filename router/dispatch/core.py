@@ -1,11 +1,11 @@
-"""Where requests run, when they move and when they end: events and `now` in, actions out. No I/O, no clock, no asyncio.
+"""Request dispatch as a synchronous state machine: events and `now` in, actions out. No I/O, clock or asyncio.
 
     submit ─> waiting ─> placed on P and D ─> first token (P) ─> tokens (D) ─> finished
                ^          │ P lost before D delivered: next attempt, same D, another P or none
                └──────────┘ D lost: next attempt anywhere, the output so far becomes part of the prompt
 
-Nothing here waits. Workers' messages, lost workers, timers and ticks change a `RequestState`; its consumer is woken and
-takes the next event. A process (`Dispatcher`) or a simulation in virtual time carries the actions out.
+Worker messages, lost workers, timers and ticks change a `RequestState`. Then its consumer is woken and takes the next
+event. `Dispatcher` executes the actions in a process, the simulator in virtual time.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from common.wire.messages import PromptResult, RequestFailed, TokenDelta, TokenO
 from router.dispatch.admission import Admission
 from router.dispatch.balancer import Balancer
 from router.dispatch.client import ANYONE, Caller, GenerationRequest
-from router.dispatch.growth import Growth
+from router.dispatch.growth import BookingResizer
 from router.dispatch.handover import HandOverOrders
 from router.dispatch.load import Demand, DemandMeter, DispatchCounters
 from router.dispatch.placement import Abort, Placement, Send
-from router.dispatch.prompt import KnownHashes
+from router.dispatch.prompt import PromptHashCache
 from router.dispatch.recovery import Recovery, refusal
+from router.dispatch.request_scheduler import Cancel, Later, RequestScheduler
 from router.dispatch.request_state import Assignment, RequestState
 from router.dispatch.role_changes import RoleChanges
-from router.dispatch.silence import QuietRequests
+from router.dispatch.silence import SilenceDetector
 from router.dispatch.stream import StreamConflict, TokensDiffer
-from router.dispatch.turns import Cancel, Later, Turns
-from router.dispatch.waiting import OUTPUT_WEIGHT, Holding, WaitingRequests
+from router.dispatch.waiting import OUTPUT_WEIGHT, HeldPrompts, WaitingRequests
 from router.dispatch.waits import Decoding
 from router.fleet import PrefixIndex, WorkerRegistry, WorkerState
 from router.policy import Choice, GuardedPolicy, Policy, RequestShape, RoutingPolicy, SplitForecaster, load_policy
@@ -42,11 +42,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Actions:
-    """What the core asks its owner to do. None of these waits, and none calls the core back before it returns.
+    """Actions that the core requests from its owner. They must neither block nor call the core.
 
-    `send` and `abort` are those of a connection to a worker. `later` calls back after so many seconds, with the time
-    that it is then, unless it is cancelled; 0 seconds let other work have a turn first. `wake` tells the consumer of a
-    request, by its id, that `RequestState.take_event` has something new.
+    `send` and `abort` are those of a worker connection. `later(delay_s, then)` calls `then(now)` after the delay unless
+    cancelled; a delay of 0 yields to other work first. `wake(request_id)` notifies the consumer that
+    `RequestState.take_event` has a new event.
     """
 
     send: Send
@@ -56,10 +56,9 @@ class Actions:
 
 
 class DispatchCore:
-    """One router's requests, over the workers of `registry`. Owned by one thread.
+    """All requests of one router over the workers of `registry`. Not thread-safe.
 
-    `states` has every request between `submit` and `end`, by id; `waiting` those of them that are on no worker.
-    `policy` chooses their workers.
+    `states` maps ids to requests between `submit` and `end`. `waiting` contains those that are on no worker.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class DispatchCore:
         splits: SplitForecaster | None = None,
         has_prefill: bool = True,
     ) -> None:
-        """Without a `policy`, that of the configuration routes. `splits` and `has_prefill`: see `Dispatcher`."""
+        """Without `policy`, the configured policy is used. For `splits` and `has_prefill` see `Dispatcher`."""
         self._config, self._registry, self._index, self._actions = config, registry, index, actions
         self.states: dict[str, RequestState] = {}
         self.waiting, self.counters = WaitingRequests(), DispatchCounters()
@@ -86,18 +85,18 @@ class DispatchCore:
         self.has_prefill = has_prefill and bool(config.prefill or config.prefill_services or config.discovery_file)
         self._demand = DemandMeter(self.has_prefill, config.local_prefill_threshold)
         self._recovery = Recovery(config.max_retries, self._placement, self.waiting, self.counters)
-        self._growth = Growth(registry, self._placement.lengths)
-        self._decoding, self._known_hashes, self._quiet = Decoding(), KnownHashes(), QuietRequests(config)
-        holding = self._holding = Holding(registry, self.waiting)
-        self._admission = Admission(registry, policy, config, self.counters, holding, self._placement.shortlist)
-        self._turns = Turns(
+        self._resizer = BookingResizer(registry, self._placement.lengths)
+        self._decoding, self._hash_cache, self._silence = Decoding(), PromptHashCache(), SilenceDetector(config)
+        held_prompts = self._held = HeldPrompts(registry, self.waiting)
+        self._admission = Admission(registry, policy, config, self.counters, held_prompts, self._placement.shortlist)
+        self._scheduler = RequestScheduler(
             config,
             registry,
             self.waiting,
             self._placement,
             self._recovery,
             self._admission,
-            holding,
+            held_prompts,
             self.counters,
             actions.later,
             self._fail,
@@ -112,27 +111,27 @@ class DispatchCore:
         )
         self._roles = RoleChanges(config, registry, actions.send, registry.router_id, self.counters, splits)
 
-    # ------------------------------------------------------------ for the front
+    # ------------------------------------------------------------ for the API layer
 
     def submit(self, request: GenerationRequest, now: float) -> RequestState:
-        """Admit a request, and place it if a worker takes it now. Its consumer must `end` it.
+        """Admit a request, and place it if a worker can take it now. The consumer must call `end`.
 
-        Raises InvalidRequest, Overloaded or Unavailable for a request that is not admitted.
+        Raises InvalidRequest, Overloaded or Unavailable if the request is not admitted.
         """
         state, chosen = self._admit(request, now)
         try:
-            self._turns.place_new(state, now, chosen)
+            self._scheduler.place_new(state, now, chosen)
         except BaseException:
             self.end(state)
             raise
         return state
 
     def end(self, state: RequestState) -> None:
-        """The consumer has ended, whether the request is over or not."""
+        """Remove a request after its consumer ended. Aborts the request if it is still running."""
         self._deadlines.pop(state.request.request_id, _nothing)()
         self.waiting.discard(state)
         self._decoding.discard(state)
-        self._quiet.discard(state)
+        self._silence.discard(state)
         if self.states.pop(state.request.request_id, None) is not None:
             self.waiting.charge(state, OUTPUT_WEIGHT * len(state.stream.token_ids))
         if not state.done:
@@ -141,7 +140,7 @@ class DispatchCore:
 
     def close(self) -> None:
         """Fail all requests and abort them on the workers."""
-        self._turns.close()
+        self._scheduler.close()
         for state in list(self.states.values()):
             self._fail(state, Unavailable("the router is shutting down", retry_after_s=RETRY_AFTER_S))
 
@@ -155,26 +154,26 @@ class DispatchCore:
             raise
 
     def forget_prefixes(self) -> None:
-        """Every worker empties its prefix cache."""
+        """Clear the prefix index, because all workers clear their prefix caches."""
         self._index.clear_all()
 
     @property
     def wait_limits_s(self) -> Mapping[str, float]:
-        """How long a new request of each class may wait now, in seconds."""
+        """Maximum wait of a new request by class, in seconds."""
         return self._admission.limits_s
 
     def demand(self, slo_s: float) -> Demand:
-        """The load that autoscalers read; see `DemandMeter.measure`."""
+        """Return the load that autoscalers read; see `DemandMeter.measure`."""
         workers = self._registry.workers.values()
         return self._demand.measure(self.states.values(), self.waiting, workers, slo_s)
 
-    # ------------------------------------------------------------ what happens to workers
+    # ------------------------------------------------------------ worker events
 
     def on_output(self, address: str, output: TokenOutput, now: float) -> None:
         for delta in output.outputs:
             if (match := self._match_assignment(address, output.epoch, delta)) is not None:
                 self._on_delta(*match, delta, now)
-        if self._registry.workers[address].state is WorkerState.DRAINING:  # sooner than at the next tick
+        if self._registry.workers[address].state is WorkerState.DRAINING:  # do not wait for the next tick
             known = (self.states.get(delta.request_id) for delta in output.outputs)
             self._handovers.leave((state for state in known if state is not None), now)
 
@@ -207,7 +206,7 @@ class DispatchCore:
         for state in list(self.states.values()):
             for assignment in state.attempts.all:
                 if assignment.address == address and not state.done:
-                    why = f"{assignment.name} {reason}"
+                    why = f"{assignment.name} was lost: {reason}"
                     self._recover(state, assignment, why, now, died=True)
 
     def uses(self, address: str) -> bool:
@@ -217,32 +216,33 @@ class DispatchCore:
         epoch = self._registry.workers[address].epoch
         for state in self.states.values():
             state.attempts.forgive_death(address, epoch)
-        self._turns.serve(now)
+        self._scheduler.serve(now)
 
     def on_tick(self, now: float) -> None:
-        self._growth.tick(self.states.values())
+        self._resizer.tick(self.states.values())
         self._handovers.leave(self.states.values(), now)
         if self._config.balance_decode:
             self._balancer.tick(self.states, now)
-        self._turns.serve(now)
-        for state, assignment, why in self._quiet.silent(self.states, self._registry.workers, now):
+        self._scheduler.serve(now)
+        for state, assignment, why in self._silence.silent(self.states, self._registry.workers, now):
             self._recover(state, assignment, why, now)
         self._decoding.look()
         self._admission.observe(self._decoding, now)
-        self._turns.take_back(self._decoding.open, now)
+        self._scheduler.revoke_overdue(self._decoding.open, now)
         for state, error in self._admission.shed(self._decoding.open, now):
             self._fail(state, error)
         self._roles.tick(now, len(self.waiting))
 
-    # ------------------------------------------------------------ a request's life
+    # ------------------------------------------------------------ request lifecycle
 
     def _check_bounds(self, num_new: int = 1) -> None:
         if len(self.states) + num_new > self._config.max_inflight:
-            why = f"{len(self.states)} requests are in flight; {num_new} more would exceed {self._config.max_inflight}"
+            limit = f"--max-inflight {self._config.max_inflight}"
+            why = f"{len(self.states)} requests are in flight; {num_new} more would exceed {limit}"
             raise Unavailable(why, retry_after_s=RETRY_AFTER_S)
 
     def _admit(self, request: GenerationRequest, now: float) -> tuple[RequestState, tuple[Choice, RequestShape] | None]:
-        """The request's state, and where it would be placed."""
+        """Return the state of an admitted request, and where it would be placed."""
         if not request.continues:
             self._check_bounds(request.num_at_once)
         if request.request_id in self.states:
@@ -250,11 +250,11 @@ class DispatchCore:
         if not request.prompt_token_ids:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
         try:
-            state = RequestState(request, now, self._known_hashes)
+            state = RequestState(request, now, self._hash_cache)
         except (OverflowError, TypeError) as error:
-            raise InvalidRequest(f"the prompt holds what is no token id: {error}", param="prompt") from error
+            raise InvalidRequest(f"invalid token id in the prompt: {error}", param="prompt") from error
         request_class = self._admission.class_of(request)
-        held_s = self._holding.before_s(request_class, request.key, state.num_tokens)
+        held_s = self._held.before_s(request_class, request.key, state.num_tokens)
         chosen = self._placement.choose(state, now, held_s=held_s)
         choice, shape = chosen or (None, None)
         num_cached = max(shape.hits.values(), default=0) if shape else 0
@@ -264,7 +264,7 @@ class DispatchCore:
             self._admission.check(choice, now, request_class, request.key, state.num_tokens, num_expected)
         self.states[request.request_id] = state
         self._decoding.add(state)
-        self._quiet.add(state)
+        self._silence.add(state)
         deadline = self._actions.later(request.deadline_s, lambda _: self._on_deadline(state))
         self._deadlines[request.request_id] = deadline
         self.waiting.add(state, now)
@@ -273,7 +273,10 @@ class DispatchCore:
     def _match_assignment(
         self, address: str, epoch: int, message: TokenDelta | PromptResult
     ) -> tuple[RequestState, Assignment] | None:
-        """The request and the assignment of a worker's message; None, and an abort to the worker, if it has neither."""
+        """Return the request and assignment of a worker's message.
+
+        If there is none, abort on the worker and return None.
+        """
         worker = self._registry.workers[address]
         current = worker.hello is not None and worker.epoch == epoch
         state = self.states.get(message.request_id)
@@ -307,7 +310,7 @@ class DispatchCore:
         if first:
             self._registry.on_request_served(assignment.address)
             self._placement.computed(assignment, now)
-            self._turns.room_expected(now)
+            self._scheduler.room_expected(now)
             if assignment is state.attempts.decode:
                 self._placement.remember(state, assignment, now)
                 self._placement.spare_prefill(state)
@@ -317,22 +320,22 @@ class DispatchCore:
             self._recover(state, assignment, f"{assignment.name} did not end a one-token request", now)
 
     def _on_left(self, state: RequestState, assignment: Assignment, how: str, now: float) -> None:
-        """The worker ended a request that is not over: it goes on where it was handed over, or somewhere else."""
+        """Process a "moved" or "abort" from a worker: continue on the hand-over target, or recover."""
         if how == "moved" and assignment is state.attempts.decode and state.attempts.successor is not None:
             self._take_over(state, now, moved=True)
         else:
             self._recover(state, assignment, f"{assignment.name} {how} the request", now)
 
     def _on_conflict(self, state: RequestState, assignment: Assignment, conflict: StreamConflict, now: float) -> None:
-        """The worker is at fault, unless it computed again what another worker had computed before."""
+        """Recover from conflicting tokens. Blames the worker unless it recomputed what another worker had computed."""
         what = f"{assignment.name} sent {conflict}"
         if not (isinstance(conflict, TokensDiffer) and state.attempts.may_differ):
             self._recover(state, assignment, what, now)
             return
-        log.info("request %s starts over behind the tokens that were sent: %s", state.request.request_id, what)
+        log.info("request %s: restarting after the tokens already sent: %s", state.request.request_id, what)
         self._recovery.continue_behind(state, assignment, now)
         if state in self.waiting:
-            self._turns.try_place(state, now)
+            self._scheduler.try_place(state, now)
 
     def _take_over(self, state: RequestState, now: float, *, moved: bool) -> None:
         self._handovers.succeed(state, now, moved=moved)
@@ -343,13 +346,13 @@ class DispatchCore:
         self._handovers.leave(self.states.values(), now)
 
     def _finish(self, state: RequestState, last: Assignment, now: float) -> None:
-        """The last token has come: release the workers, and abort on a decode worker that may still expect KV."""
+        """Release the workers after the last token. Aborts on a decode worker that may still expect KV."""
         state.done = True
         self._decoding.discard(state)
-        self._quiet.discard(state)
+        self._silence.discard(state)
         self._placement.settle(state)
         self._roles.ended(len(state.request.prompt_token_ids), len(state.stream.token_ids))
-        self._turns.room_expected(now)
+        self._scheduler.room_expected(now)
         decode = state.attempts.decode
         if last is decode:
             self._placement.remember(state, last, now)
@@ -359,12 +362,10 @@ class DispatchCore:
             )
         if decode is None:
             return
-        # A decode worker may read of a second attempt only after it has ended the first: it would start over.
+        # The decode worker may read a second attempt only after it ended the first, and would start it.
         if last is not decode or decode.attempt > decode.first_attempt:
             self._actions.abort(decode.address, state.request.request_id, state.attempts.number)
-        if (
-            last is state.attempts.prefill
-        ):  # else it would offer its KV, and hold the blocks until the lease of that ends
+        if last is state.attempts.prefill:  # it would offer its KV and hold the blocks until the lease expires
             self._actions.abort(last.address, state.request.request_id, state.attempts.number)
 
     def _recover(
@@ -373,7 +374,7 @@ class DispatchCore:
         if assignment is state.attempts.successor:
             self._give_up_handover(state, reason, now)
             return
-        is_moving = state.attempts.successor is not None  # it was preempted before the order to hand it over came
+        is_moving = state.attempts.successor is not None  # preempted before the hand-over order arrived
         worker = self._registry.workers[assignment.address]
         if worker.ready and not is_moving and not state.attempts.is_through_with(assignment):
             self._registry.on_request_failed(assignment.address, now)
@@ -381,15 +382,15 @@ class DispatchCore:
         if error is not None:
             self._fail(state, error)
         elif state in self.waiting:
-            self._turns.try_place(state, now)
+            self._scheduler.try_place(state, now)
 
     def _on_policy_error(self) -> None:
         self.counters.num_policy_errors += 1
 
     def _on_deadline(self, state: RequestState) -> None:
         if not state.done:
-            allowed = f"{state.request.deadline_s:g} s"
-            self._fail(state, DeadlineExceeded(f"the request's {allowed} were over in its {state.stage} phase"))
+            why = f"the request exceeded its deadline of {state.request.deadline_s:g} s in its {state.stage} phase"
+            self._fail(state, DeadlineExceeded(why))
 
     def _fail(self, state: RequestState, error: RequestError) -> None:
         if state.done:
@@ -397,11 +398,11 @@ class DispatchCore:
         self.counters.num_failures[type(error).__name__] += 1
         self.waiting.discard(state)
         self._decoding.discard(state)
-        self._quiet.discard(state)
+        self._silence.discard(state)
         self._placement.withdraw(state)
         state.fail(error)
         self._actions.wake(state.request.request_id)
 
 
 def _nothing() -> None:
-    """The deadline of a request that has none."""
+    """Default for a missing deadline timer."""

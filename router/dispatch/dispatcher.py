@@ -1,7 +1,7 @@
-"""The `GenerationClient` over ZeroMQ: it carries out what `DispatchCore` decides, on one event loop.
+"""`GenerationClient` over ZeroMQ: executes the actions of `DispatchCore` on one event loop.
 
-It gives the core messages, ticks and the time, keeps its timers, and lets the consumer of each stream wait for its next
-event. The request's deadline bounds that wait: its timer fails the request.
+Feeds messages, ticks and the time to the core, runs its timers, and wakes the consumers of streams. Each wait for an
+event is bounded by the request's deadline, whose timer fails the request.
 """
 
 from __future__ import annotations
@@ -19,16 +19,20 @@ from router.dispatch.adapter_orders import AdapterOrders
 from router.dispatch.client import ANYONE, Caller, GenerationRequest, TokenEvent
 from router.dispatch.core import Actions, DispatchCore
 from router.dispatch.load import Demand, DispatchLoad
-from router.dispatch.turns import Cancel
+from router.dispatch.request_scheduler import Cancel
 from router.fleet import CONTROL_HWM, WorkerFleet
 from router.policy import SplitForecaster
 
 PASSED_ON_S = 60.0
-"""How long a request that went to another model counts as held here: autoscalers look a few times a minute."""
+"""Seconds during which a request that was sent to another model still counts as demand. Autoscalers poll a few times a
+minute."""
 
 
 class Dispatcher:
-    """Serves token streams from the pools. Owned by one event loop: `start`, serve, `close`."""
+    """Serves token streams from the worker pools.
+
+    Not thread-safe: one event loop calls `start`, serves, and `close`.
+    """
 
     def __init__(
         self,
@@ -40,10 +44,11 @@ class Dispatcher:
         models: Collection[str] = (),
         has_prefill: bool = True,
     ) -> None:
-        """`splits` predicts for changes of roles. `models`: see the fleet.
+        """Create a dispatcher.
 
-        Nothing is served without a worker of the role that is `needed`: prefill for a model that generates no text.
-        Without `has_prefill` the model has no prefill workers, and none is missed, whatever discovery could find.
+        `splits` forecasts the effect of role changes. `models`: see `WorkerFleet`. Requests need a ready worker of the
+        role `needed`: "prefill" for models that generate no text. `has_prefill=False` means that the model has no
+        prefill workers by design.
         """
         self._clock = time.monotonic
         self._wakes: dict[str, asyncio.Future[TokenEvent | None]] = {}
@@ -57,15 +62,15 @@ class Dispatcher:
         actions = Actions(self.fleet.send, self.fleet.abort, self._later, self._wake)
         self.core = DispatchCore(config, self.fleet.registry, self.fleet.index, actions, None, splits, has_prefill)
 
-    # ------------------------------------------------------------ for the front
+    # ------------------------------------------------------------ for the API layer
 
     async def start(self) -> None:
-        """Connect to the workers; returns at once. Requests wait until workers are ready."""
+        """Start connecting to the workers and return. Requests are queued until workers are ready."""
         await self.fleet.start()
         self._open = True
 
     async def close(self) -> None:
-        """Fail all requests, abort them on the workers, close every socket. Takes well under a second."""
+        """Fail all requests, abort them on the workers, and close all sockets. Takes well under a second."""
         self._open = False
         self.core.close()
         await self.fleet.close()
@@ -77,7 +82,7 @@ class Dispatcher:
         loop, request_id = asyncio.get_running_loop(), request.request_id
         try:
             while True:
-                event = state.take_event()  # raises the request's error behind the last event
+                event = state.take_event()  # raises the request's error after the last event
                 while event is None:
                     wake = self._wakes[request_id] = loop.create_future()
                     event = await wake or state.take_event()
@@ -95,7 +100,7 @@ class Dispatcher:
 
     @property
     def ready(self) -> tuple[bool, str]:
-        """Whether a request would be served now, and what is missing: workers of the needed role are enough."""
+        """Whether requests would be served now, and what is missing. Workers of the needed role suffice."""
         if not self._open:
             return False, "the router is not connected to its workers"
         if self.fleet.failure:
@@ -110,32 +115,32 @@ class Dispatcher:
 
     @property
     def max_model_len(self) -> int:
-        """The longest sequence that all ready workers take, or took when some were last ready; 0 before."""
+        """Maximum sequence length over all ready workers, or the last known one; 0 before the first."""
         self._last_max_model_len = self.fleet.registry.max_model_len() or self._last_max_model_len
         return self._last_max_model_len
 
     def reset_prefix_cache(self) -> None:
-        """Have every worker empty its prefix cache, and clear the prefix index."""
+        """Clear the prefix caches of all workers, and the prefix index."""
         self.core.forget_prefixes()
         for address in self.fleet.connections:
             self.fleet.send(address, ResetPrefixCache(request_id="reset"))
 
     def load(self) -> DispatchLoad:
-        """Where requests are and how the workers are, in numbers."""
+        """Return a snapshot of requests and workers."""
         core = self.core
         return DispatchLoad.of(
             core.states.values(), self.fleet, core.counters, self._classes, core.wait_limits_s, self._clock()
         )
 
     def demand(self, slo_s: float) -> Demand:
-        """The load that autoscalers read; see `DemandMeter.measure`."""
+        """Return the load that autoscalers read; see `DemandMeter.measure`."""
         demand = self.core.demand(slo_s)
         if self._clock() - self._passed_on_at > PASSED_ON_S or self.fleet.registry.ready("decode"):
             return demand
         return replace(demand, held={**demand.held, "decode": demand.held["decode"] + 1})
 
     def passed_on(self) -> None:
-        """See `ServingClient.passed_on`. Without a decode worker it counts as a request that is held for one."""
+        """See `ServingClient.passed_on`. Counts as one queued request while there is no decode worker."""
         self._passed_on_at = self._clock()
 
     # ------------------------------------------------------------ for the fleet
@@ -168,7 +173,7 @@ class Dispatcher:
         return loop.call_later(delay_s, lambda: then(self._clock())).cancel
 
     def _wake(self, request_id: str) -> None:
-        """Pass what is new of a stream to its sink, or wake `generate`, which waits, for it."""
+        """Pass the next event of a stream to its sink, or wake `generate`."""
         wake = self._wakes.get(request_id)
         if wake is None or wake.done():
             return
@@ -180,7 +185,7 @@ class Dispatcher:
             event = state.take_event()
             if event is None or not sink(event):
                 wake.set_result(event)
-        except Exception as error:  # a bug ends the answer, not what its worker sent to others
+        except Exception as error:  # a bug must end only this stream, not the processing of the worker's message
             wake.set_exception(error)
 
     def _check_open(self) -> None:

@@ -1,6 +1,6 @@
-"""Which blocks of a prompt a worker should take from its disk or from a peer, and which peer lends. Pure.
+"""Selects the blocks of a prompt that a worker should read from disk or pull from a peer, and the peer. Pure.
 
-A worker decides by the same models once more when the prompt's turn comes (`common/engine/sequences/restores.py`).
+The worker decides again, with the same models, when it schedules the prompt (`common/engine/sequences/restores.py`).
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from common.latency import WORTHWHILE, StepShape
 from common.wire.messages import KVPeer
 from router.dispatch.request_state import RequestState
 from router.fleet import PrefixHits, PrefixIndex, Worker, WorkerRegistry, WorkerState
-from router.policy import Fetch, terms_of
+from router.policy import Fetch, forecast_inputs
 
 Hits = Mapping[int, PrefixHits]
-"""How much of a prompt each worker holds, by block size."""
+"""Cached blocks of a prompt on each worker, by block size."""
 MOST_LENDERS = 8
-"""So many of the workers that hold equally much of a prompt are compared as lenders."""
+"""Maximum number of workers with equally many cached blocks that are compared as lenders."""
 
 
-class Fetches:
-    """`of` says what is worth it. `begin` counts a pull, so that the next ones find the lender busy."""
+class FetchPlanner:
+    """Plans fetches of cached blocks. `begin` records a pull, so that later plans see the lender as busy."""
 
     def __init__(self, registry: WorkerRegistry, index: PrefixIndex) -> None:
         self._registry, self._index = registry, index
         self._lends_until: dict[str, float] = {}
 
-    def of(self, state: RequestState, workers: Collection[Worker], hits: Hits, now: float) -> Mapping[str, Fetch]:
-        """What each worker should fetch, by its address, where fetching is predicted to be faster than computing."""
+    def plan(self, state: RequestState, workers: Collection[Worker], hits: Hits, now: float) -> Mapping[str, Fetch]:
+        """Return the best fetch for each worker by address, where fetching is predicted to be faster than computing."""
         found: dict[str, Fetch] = {}
         lenders: dict[tuple[str, int], tuple[Worker, int] | None] = {}
         for worker in workers:
@@ -47,25 +47,25 @@ class Fetches:
         return found
 
     def begin(self, fetch: Fetch | None, now: float) -> None:
-        """Count a pull: the request was sent to a worker that will take this."""
+        """Record a pull that was sent to a worker."""
         if fetch is not None and fetch.lender:
             self._lends_until = {address: until for address, until in self._lends_until.items() if until > now}
             self._lends_until[fetch.lender] = now + self._busy_s(fetch.lender, now) + fetch.lending_s
 
     def _busy_s(self, lender: str, now: float) -> float:
-        """Seconds until the lender has sent what this router had others pull from it."""
+        """Return the seconds until the lender has sent all pulls that this router ordered."""
         return max(0.0, self._lends_until.get(lender, 0.0) - now)
 
     def _lender(
         self, state: RequestState, held: PrefixHits, layout: tuple[str, int], now: float
     ) -> tuple[Worker, int] | None:
-        """The worker of a layout that lends the most blocks, the least busy one of several, and how many."""
+        """Return the least busy of the workers with the most blocks to lend, and the number of blocks."""
         hashes = state.hashes(layout[1])
         for count, addresses in held.holders():
             for worker in sorted(
                 self._able(addresses, layout[0]), key=lambda each: (self._busy_s(each.address, now), each.order)
             ):
-                # What it is only expected to have by and by, it cannot lend yet.
+                # Blocks that are only expected cannot be lent yet.
                 if num_blocks := self._index.num_reported(worker.address, hashes[:count]):
                     return worker, num_blocks
         return None
@@ -82,12 +82,12 @@ class Fetches:
     def _from_peer(
         self, worker: Worker, num_blocks: int, lender: Worker, num_lent: int, held: PrefixHits, now: float
     ) -> tuple[float, Fetch] | None:
-        """Seconds saved, and the pull of what `lender` has beyond the worker's blocks."""
-        terms, size = terms_of(worker), worker.identity.block_size
-        if num_lent <= num_blocks or not terms.peer.block_bytes:
+        """Return the seconds saved, and the pull of the blocks that only `lender` has."""
+        inputs, size = forecast_inputs(worker), worker.identity.block_size
+        if num_lent <= num_blocks or not inputs.peer.block_bytes:
             return None
         num_below = num_lent - max(num_blocks, held.num_blocks(lender.address))
-        lending_s = terms.peer.seconds(num_lent - num_blocks) + terms_of(lender).disk.seconds(max(0, num_below))
+        lending_s = inputs.peer.seconds(num_lent - num_blocks) + forecast_inputs(lender).disk.seconds(max(0, num_below))
         seconds = lending_s + self._busy_s(lender.address, now)
         computed_s = _computed_s(worker, size * num_blocks, size * num_lent)
         if seconds > WORTHWHILE * computed_s:
@@ -98,15 +98,15 @@ class Fetches:
 
 
 def _from_disk(worker: Worker, num_blocks: int, num_there: int) -> tuple[float, Fetch] | None:
-    """Seconds saved, and the read of what is on the worker's disk beyond its memory."""
-    terms, size = terms_of(worker), worker.identity.block_size
-    if num_there <= num_blocks or not terms.disk.block_bytes:
+    """Return the seconds saved, and the read of the blocks that are only on the worker's disk."""
+    inputs, size = forecast_inputs(worker), worker.identity.block_size
+    if num_there <= num_blocks or not inputs.disk.block_bytes:
         return None
-    read_s = terms.disk.seconds(num_there - num_blocks)
+    read_s = inputs.disk.seconds(num_there - num_blocks)
     computed_s = _computed_s(worker, size * num_blocks, size * num_there)
     return (computed_s - read_s, Fetch(size * num_there, read_s)) if read_s < computed_s else None
 
 
 def _computed_s(worker: Worker, start: int, end: int) -> float:
-    terms = terms_of(worker)
-    return terms.model.steps_s(StepShape.of_prompt(start, end), terms.max_step_tokens)
+    inputs = forecast_inputs(worker)
+    return inputs.model.steps_s(StepShape.of_prompt(start, end), inputs.max_step_tokens)

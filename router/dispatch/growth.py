@@ -1,4 +1,4 @@
-"""Keeps bookings on decode workers as large as their sequences are, and as they will probably become. Pure."""
+"""Keeps bookings on decode workers at the current and predicted size of their sequences. Pure."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from router.fleet import Worker, WorkerRegistry
 from router.policy import OutputLengths
 
 MOST_A_TICK = 500
-"""How many sequences a tick looks at: see `Growth`."""
+"""Maximum number of sequences checked per tick."""
 
 
 def num_more_blocks(worker: Worker, num_tokens: int, num_expected: int) -> int:
-    """How many more blocks a sequence of `num_tokens` tokens takes once `num_expected` more have come.
+    """Return how many more blocks a sequence of `num_tokens` tokens needs for `num_expected` more tokens.
 
-    It ends at the worker's longest sequence.
+    The sequence is limited to the worker's maximum length.
     """
     most = max(num_tokens, min(num_tokens + num_expected, worker.max_tokens))
     return worker.num_blocks_of(most) - worker.num_blocks_of(num_tokens)
 
 
-class Growth:
-    """Resizes the bookings of answers that grew, or whose end is expected elsewhere than before.
+class BookingResizer:
+    """Resizes the bookings of answers that grew or whose expected length changed.
 
-    Each tick looks at `MOST_A_TICK` of them, in turns: with ten thousand, a look at all holds tokens up for 20 ms.
+    Each tick checks `MOST_A_TICK` sequences in round-robin order: checking ten thousand would delay tokens by 20 ms.
     """
 
     def __init__(self, registry: WorkerRegistry, lengths: OutputLengths) -> None:
@@ -34,7 +34,7 @@ class Growth:
         self._next = 0
 
     def tick(self, states: Collection[RequestState]) -> None:
-        """Look at those whose turn it is."""
+        """Check the next sequences. Called at each tick."""
         if self._next >= len(states):
             self._next = 0
         first, self._next = self._next, self._next + MOST_A_TICK
@@ -42,7 +42,7 @@ class Growth:
             self._registry.resize(address, sizes)
 
     def _changed(self, states: Iterable[RequestState]) -> dict[str, dict[int, tuple[int, int]]]:
-        """The bookings that have changed: by worker and serial, the blocks that each has gained and will still gain."""
+        """Return changed bookings: by worker and serial, the blocks gained and the blocks still expected."""
         workers = self._registry.workers
         changed: defaultdict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
         for state in states:

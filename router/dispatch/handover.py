@@ -1,9 +1,10 @@
-"""Moves running streams between decode workers by live hand-over, and all other requests off draining ones.
+"""Moves running streams between decode workers by live migration, and drains workers.
 
-    begin ──> the old worker decodes on and copies its KV to the new one ──"moved", or the new one's first token──> done
-      └── either side fails, or it takes too long ──> the old worker goes on; another try a little later
+    begin ──> the source decodes on and copies its KV to the target ──"moved", or the target's first token──> done
+      └── either side fails, or the timeout passes ──> the source continues; retry after RETRY_HANDOVER_S
 
-The router takes tokens from the old worker until then, and from the new one afterwards, which repeats the last ones.
+Until the hand-over completes, tokens are taken from the source. Afterwards they are taken from the target, which
+repeats the last ones.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from router.fleet import Worker, WorkerRegistry
 log = logging.getLogger(__name__)
 
 MAX_PER_TARGET = 8
-"""Hand-overs to one worker at once; their copies share its wire and its host."""
+"""Maximum concurrent hand-overs to one worker, which share its network link and host."""
 RESERVED_TOKENS = 128
-"""Tokens that the old worker may generate while it copies; the new one sets blocks aside for them."""
+"""Tokens that the source may generate during the copy. The target reserves blocks for them."""
 TIMEOUT_S = 15.0
-"""Ends a hand-over of which neither worker reports; longer than their own deadline."""
+"""Timeout of a hand-over about which neither worker reports, in seconds. Longer than the workers' own deadline."""
 RETRY_HANDOVER_S = 0.5
-"""How long after a failed hand-over the next one may begin."""
+"""Delay before the next attempt after a failed hand-over, in seconds."""
 
 
 class HandOverOrders:
-    """Gives workers the orders for hand-overs, and follows them.
+    """Orders hand-overs from workers and tracks them.
 
-    Requests that start over go into `waiting`, as after a failure, but do not count as failed.
+    Requests that start over are added to `waiting`, but do not count as failed.
     """
 
     def __init__(
@@ -43,7 +44,10 @@ class HandOverOrders:
         self._open: dict[str, RequestState] = {}
 
     def leave(self, states: Iterable[RequestState], now: float) -> None:
-        """Take requests off draining workers as far as others have room; at each tick, and when a hand-over ends."""
+        """Move requests off draining workers, as far as others have capacity.
+
+        Called at each tick and after each hand-over.
+        """
         self._expire(now)
         targets, draining = self._registry.ready("decode"), self._registry.draining
         if not draining or not targets:
@@ -53,30 +57,32 @@ class HandOverOrders:
             if state.done or decode is None or decode.address not in draining or state.attempts.successor is not None:
                 continue
             if not decode.delivered:
-                if self._placement.candidates.usable("decode", state):  # else the draining worker serves it to its end
+                if self._placement.candidates.usable("decode", state):  # else the draining worker completes it
                     self._place_again(state, now)
             elif now >= state.attempts.handover_after and not state.stream.has_gap:
                 self._begin(state, targets, now)
 
     def begin(self, state: RequestState, target: Worker, now: float) -> bool:
-        """Hand a running answer over to `target`. False when a worker takes no messages: it stays where it is."""
+        """Start the hand-over of a running answer to `target`. Return False if a worker cannot receive messages now."""
         self._open[state.request.request_id] = state
         state.attempts.handover_until = now + TIMEOUT_S
         if self._placement.hand_over(state, target, _num_reserved(state), now):
             return True
-        self.fail(state, "a worker takes no messages", now)
+        self.fail(state, "a worker cannot receive messages", now)
         return False
 
     @property
     def workers(self) -> set[str]:
-        """Addresses of those that take part in a hand-over under way."""
+        """Addresses of workers that take part in a hand-over."""
         parts = ((state.attempts.decode, state.attempts.successor) for state in self._open.values())
         return {one.address for pair in parts for one in pair if one is not None}
 
     def succeed(self, state: RequestState, now: float, *, moved: bool) -> None:
-        """The new worker goes on. `moved`: the old one reported that the new one has all KV, and ended the request.
+        """Switch to the target.
 
-        Without that report the router aborts the request on the old worker.
+        With `moved`, the source has reported that the target has all KV, and ended the request.
+
+        Without that report, the router aborts the request on the source.
         """
         before, successor = state.succeed(now)
         if moved:
@@ -85,13 +91,13 @@ class HandOverOrders:
         self._close(state, "done")
 
     def fail(self, state: RequestState, reason: str, now: float) -> None:
-        """Leave the request with the old worker, and abort it on the new one."""
+        """Cancel a hand-over: the request stays on the source and is aborted on the target."""
         successor, state.attempts.successor = state.attempts.successor, None
         if successor is not None:
             self._placement.leave(state, successor, abort=True)
         state.attempts.handover_after = now + RETRY_HANDOVER_S
         self._close(state, "failed")
-        log.info("request %s is not handed over: %s", state.request.request_id, reason)
+        log.info("request %s: not handed over: %s", state.request.request_id, reason)
 
     # ------------------------------------------------------------ inside
 
@@ -109,13 +115,13 @@ class HandOverOrders:
             self.begin(state, target, now)
 
     def _place_again(self, state: RequestState, now: float) -> None:
-        """No token came from the decode worker yet: starting over elsewhere costs no token."""
+        """Start over on another worker. The decode worker has sent no token yet, so no token is lost."""
         self._placement.start_over(state)
         self._waiting.add(state, now)
 
     def _expire(self, now: float) -> None:
         for state in list(self._open.values()):
-            if state.done or state.attempts.successor is None:  # the answer ended, or its old worker was lost
+            if state.done or state.attempts.successor is None:  # the answer ended, or the source was lost
                 self._close(state, "ended")
             elif now > state.attempts.handover_until:
                 self.fail(state, f"no worker reported for {TIMEOUT_S:g} s", now)
@@ -126,16 +132,16 @@ class HandOverOrders:
 
 
 def _num_reserved(state: RequestState) -> int:
-    """How many tokens the old worker may generate during the hand-over."""
+    """Return the number of tokens that the source may generate during the hand-over."""
     return min(RESERVED_TOKENS, state.num_remaining)
 
 
 def choose_target(
     workers: Sequence[Worker], source: Worker, *, num_tokens: int, num_left: int = 0, busy: Mapping[str, int]
 ) -> Worker | None:
-    """The best worker for a sequence of `num_tokens` on `source`; None when none has room for it now.
+    """Return the best target for a sequence of `num_tokens` tokens on `source`, or None if no worker has capacity.
 
-    The sequence may grow by `num_left` tokens. `busy`: hand-overs under way, by the target's address.
+    The sequence may grow by `num_left` tokens. `busy` is the number of active hand-overs by target address.
     """
 
     def fits(worker: Worker) -> bool:

@@ -1,7 +1,7 @@
-"""Where requests are and how the workers are, in numbers: for metrics, for /load and for autoscalers.
+"""Snapshots of requests and workers for metrics, `/load` and autoscalers.
 
-In the load of each pool, `held` and `backlog_s` are this router's own share: add up those of several routers.
-`pressure` and `workers` come from the workers' heartbeats, which every router gets: take the largest.
+`held` and `backlog_s` of a pool are this router's share: sum them over routers. `pressure` and `workers` come from
+heartbeats, which every router receives: take the maximum over routers.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ STATES = (*(str(state) for state in WorkerState), "withheld")
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """`held`: sequences that find no worker, by role; `backlog_s`: seconds of prompts for one prefill worker;
-    `pressure`: load in decode workers; `workers`: workers by role and state. `num_running` and `num_waiting`: sequences
-    of all ready workers, and those that wait here; `kv_usage`: share of the ready decode workers' blocks in use."""
+    """Load of the pools, as autoscalers read it.
+
+    `held`: sequences without a worker, by role. `backlog_s`: prompts in seconds of one prefill worker. `pressure`: load
+    in decode workers. `workers`: number of workers by role and state. `num_running`, `num_waiting`: sequences on ready
+    workers, and queued ones including this router's. `kv_usage`: fraction of the ready decode workers' blocks in use.
+    """
 
     held: Mapping[str, int]
     backlog_s: float
@@ -39,8 +42,11 @@ class Demand:
 
 @dataclass(slots=True)
 class DemandMeter:
-    """`has_prefill`: a prefill pool is configured, though it may be empty. Prompts of at most `threshold` tokens never
-    need it."""
+    """Measures the load of the pools.
+
+    `has_prefill`: a prefill pool is configured, even if it is empty. Prompts of at most `threshold` tokens never need
+    it.
+    """
 
     has_prefill: bool
     threshold: int
@@ -53,7 +59,7 @@ class DemandMeter:
         workers: Collection[Worker],
         slo_s: float,
     ) -> Demand:
-        """The present load. `slo_s` is the goal for the time of a token, or 0."""
+        """Return the current load. `slo_s` is the goal for the time per output token, 0 for none."""
         ready = [worker for worker in workers if worker.ready]
         self._learn_rate(ready)
         decode = [worker for worker in ready if worker.role == "decode"]
@@ -71,7 +77,7 @@ class DemandMeter:
         )
 
     def _num_without_prefill(self, states: Iterable[RequestState], ready: Collection[Worker]) -> int:
-        """Sequences that wait, or that a decode worker serves alone, because no prefill worker is ready."""
+        """Return the number of sequences that wait or are prefilled locally because no prefill worker is ready."""
         if not self.has_prefill or any(worker.role == "prefill" for worker in ready):
             return 0
         return sum(
@@ -82,7 +88,7 @@ class DemandMeter:
     def _backlog_s(self, queue: Iterable[RequestState], workers: Iterable[Worker]) -> float:
         if not self.has_prefill:
             return 0.0
-        """Prompts in the queue wait for a decode worker, unless there is no prefill worker to compute them either."""
+        # Queued prompts wait for a decode worker, except when there is no prefill worker either.
         prefill = [worker for worker in workers if worker.role == "prefill"]
         booked = sum(worker.bookings.total.num_tokens * _unblocked_share(worker) for worker in prefill)
         lengths = (len(state.request.prompt_token_ids) for state in queue)
@@ -90,7 +96,7 @@ class DemandMeter:
         return backlog_s(booked + held, self.prefill_tokens_per_s)
 
     def _learn_rate(self, ready: Iterable[Worker]) -> None:
-        """The mean rate of prefill workers that have one; while none has, the last known mean stays."""
+        """Update the mean rate over prefill workers that report one. Keeps the last mean if none does."""
         beats = [worker.load.beat for worker in ready if worker.role == "prefill" and worker.load.beat is not None]
         rates = [beat.full_tokens_per_s for beat in beats if beat.full_tokens_per_s > 0]
         if rates:
@@ -130,14 +136,14 @@ def _by_state(workers: Iterable[Worker]) -> dict[tuple[str, str], int]:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """One worker: what it reports and what is booked on it. `reason` says why it is not ready. `role` is its present
-    role, `home` the one that it was started with.
+    """State of one worker: its reports, and what is booked on it.
 
-    A new prompt waits `wait_s` there, and its first token comes `lag_s` later than models of steps say. `step_model` is
-    what the worker says of its steps, `link_model` of the transfers that come to it. This router knows of
-    `num_known_blocks` in its prefix cache. `batch_cap` requests run side by side at most, and a step computes at most
-    `step_tokens` prompt tokens, by its flags or as the worker has set them itself; 0: not known. `block_size`,
-    `max_num_seqs`, `max_step_tokens`, `window` and `model` are those of its hello.
+    `reason` explains why it is not ready. `role` is its current role, `home` the role that it was started with.
+    `wait_s` is the predicted wait of a new prompt, `lag_s` the average excess of the first token's time over the
+    prediction. `step_model` and `link_model` are fitted by the worker. `num_known_blocks` is the size of its prefix
+    cache as known to this router. `batch_cap` is the maximum batch size and `step_tokens` the maximum prompt tokens per
+    step, from flags or set by the worker itself; 0 if unknown. `block_size`, `max_num_seqs`, `max_step_tokens`,
+    `window` and `model` come from its hello.
     """
 
     address: str
@@ -211,11 +217,11 @@ def _batch_cap(worker: Worker) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ClassLoad:
-    """One class of requests: its goals, in milliseconds, its share (0: none of its own), and how it fares.
+    """State of one class of requests: goals in milliseconds, share (0: no separate lane) and current load.
 
-    `num_waiting` requests are on no worker, `num_held` of them behind prompts that are computed before, and the oldest
-    has waited `oldest_wait_s`. A new one may have to wait `wait_limit_s`. `num_refused` counts since the start, and
-    `attainment` is the share of the last minute that met a goal, by its name.
+    `num_waiting` requests are on no worker; `num_held` of them wait for earlier prompts. The oldest has waited
+    `oldest_wait_s`. A new request may have to wait up to `wait_limit_s`. `num_refused` counts since the start.
+    `attainment` is the fraction of the last minute's requests that met a goal, by goal.
     """
 
     name: str
@@ -235,7 +241,7 @@ class ClassLoad:
     def of(
         cls, one: RequestClass, states: Iterable[RequestState], wait_limit_s: float, num_refused: int, now: float
     ) -> ClassLoad:
-        """`states`: the requests of the class."""
+        """Create from `states`, the requests of the class."""
         active = [state for state in states if not state.done]
         waiting = [state for state in active if state.stage is Stage.QUEUE]
         return cls(
@@ -255,8 +261,11 @@ class ClassLoad:
 
 @dataclass(frozen=True, slots=True)
 class DispatchLoad:
-    """A snapshot. `stages` counts requests by stage, `wait_limit_s` is how long a new one of the class `default` may
-    have to wait; `events` are the latest of workers; the rest counts since the start, `role_changes` by (from, to)."""
+    """Snapshot of the dispatcher.
+
+    `stages` counts requests by stage. `wait_limit_s` is the maximum wait of a new request of class `default`. `events`
+    are recent worker events. The rest counts since the start; `role_changes` by (from, to).
+    """
 
     stages: Mapping[str, int]
     workers: tuple[WorkerLoad, ...]
@@ -315,12 +324,15 @@ class DispatchLoad:
 
 @dataclass(slots=True)
 class DispatchCounters:
-    """Retries by the failed worker's role, failures by error class, choices by kind (remote, local, prefill).
+    """Counters since the start.
 
-    Requests refused for a goal that they would miss, by class, and by the role of which there are too few workers for
-    them; prompts taken back from slow workers. Hand-overs by outcome: done; failed (the old worker went on); ended (the
-    answer ended, or its old worker). Those begun between ready workers, by what the first had not enough of: blocks, or
-    time for tokens. `num_policy_errors`: decisions that the routing policy failed to make.
+    - `num_retries` by the failed worker's role, `num_failures` by error class, `num_choices` by kind (remote, local,
+      prefill).
+    - `num_refused`: rejected because of a goal, by class. `num_refused_for`: the same by the role that lacks workers.
+    - `num_taken_back`: prompts revoked from slow workers.
+    - `num_handovers` by outcome: done; failed (the source continued); ended (the answer or its source ended).
+      `num_balanced`: those started between ready workers, by the scarce resource: blocks or time per token.
+    - `num_policy_errors`: decisions in which the routing policy raised.
     """
 
     num_retries: Counter[str] = field(default_factory=Counter)

@@ -1,7 +1,6 @@
-"""Puts a request onto workers and takes it off again: find candidates, choose, book, send; release, abort.
+"""Places requests on workers: finds candidates, chooses, books and sends; releases and aborts. Never blocks.
 
-Nothing here waits. A worker that cannot take a message now is passed over, and a request that finds no worker stays in
-the queue.
+A worker that cannot receive a message now is skipped. A request that finds no worker stays in the queue.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from common.latency import StepShape
 from common.wire import Role
 from common.wire.messages import DecodeRequest, HandOver, KVTarget, Message, PrefillRequest
-from router.dispatch.fetches import Fetches, Hits
+from router.dispatch.fetches import FetchPlanner, Hits
 from router.dispatch.growth import num_more_blocks
 from router.dispatch.request_state import Assignment, RequestState
 from router.fleet import Booking, PrefixIndex, Worker, WorkerRegistry, WorkerState
@@ -19,67 +18,71 @@ from router.policy import NO_HITS, Choice, Fetch, OutputLengths, Policy, Request
 
 
 class Candidates:
-    """Finds the workers among which a request's place is chosen: all ready ones, or of many a shortlist."""
+    """Finds the workers that are considered for a request: all ready ones, or a shortlist in a large pool."""
 
     def __init__(self, registry: WorkerRegistry, index: PrefixIndex, shortlist: Shortlist) -> None:
         self._registry, self._index, self._shortlist = registry, index, shortlist
 
     def usable(self, role: Role, state: RequestState) -> list[Worker]:
-        """Ready workers with room for the request so far, and with the weights that its answer began with.
+        """Return ready workers that can hold the request so far and have the weights with which its answer began.
 
-        A prefill worker needs room for two more tokens, if the answer may have them; for none if the prompt is pooled.
+        A prefill worker needs capacity for up to two more tokens, none for a pooled prompt.
         """
         accept = _accepting(role, state)
         return [worker for worker in self._registry.ready(role) if accept(worker)]
 
-    def of(self, state: RequestState, deaf: Collection[str], hits: Hits) -> tuple[list[Worker], list[Worker]]:
-        """Usable prefill and decode workers to weigh, without `deaf` ones and those that failed this request.
+    def of(self, state: RequestState, unreachable: Collection[str], hits: Hits) -> tuple[list[Worker], list[Worker]]:
+        """Return usable prefill and decode workers, without `unreachable` ones and those that failed this request.
 
-        When no other worker is left, one that failed gets a second chance. A failed prefill worker gets none beside a
-        decode worker, which can prefill itself.
+        If no other worker is left, a failed one is tried again. A failed prefill worker is not, if there is a decode
+        worker, which can compute the prompt.
         """
-        decode = [] if state.pools else self._weighed("decode", state, deaf, hits)
-        prefill = self._weighed("prefill", state, deaf, hits)
-        if not state.attempts.failed_lives:
+        decode = [] if state.pools else self._weighed("decode", state, unreachable, hits)
+        prefill = self._weighed("prefill", state, unreachable, hits)
+        if not state.attempts.failed_incarnations:
             return prefill, decode
-        spared = [worker for worker in prefill if (worker.address, worker.epoch) not in state.attempts.failed_lives]
-        others = [worker for worker in decode if (worker.address, worker.epoch) not in state.attempts.failed_lives]
+        spared = [
+            worker for worker in prefill if (worker.address, worker.epoch) not in state.attempts.failed_incarnations
+        ]
+        others = [
+            worker for worker in decode if (worker.address, worker.epoch) not in state.attempts.failed_incarnations
+        ]
         return (spared if decode else spared or prefill), (others or decode)
 
-    def _weighed(self, role: Role, state: RequestState, deaf: Collection[str], hits: Hits) -> list[Worker]:
-        """All usable workers of a role, or out of many those that are worth a look."""
+    def _weighed(self, role: Role, state: RequestState, unreachable: Collection[str], hits: Hits) -> list[Worker]:
+        """Return all usable workers of a role, or the most promising of many."""
         if not self._shortlist.is_needed:
-            return [worker for worker in self.usable(role, state) if worker.address not in deaf]
-        accept = _accepting(role, state, deaf)
-        if state.attempts.failed_lives:
-            others = self._shortlist.workers(role, _sparing(accept, state.attempts.failed_lives), hits)
+            return [worker for worker in self.usable(role, state) if worker.address not in unreachable]
+        accept = _accepting(role, state, unreachable)
+        if state.attempts.failed_incarnations:
+            others = self._shortlist.workers(role, _sparing(accept, state.attempts.failed_incarnations), hits)
             if others:
                 return others
         return self._shortlist.workers(role, accept, hits)
 
-    def may_decode(self, state: RequestState, deaf: Collection[str]) -> bool:
-        """Whether a decode worker can take the request at all; of many none is asked yet."""
+    def may_decode(self, state: RequestState, unreachable: Collection[str]) -> bool:
+        """Return whether any decode worker can take the request. Not checked in a large pool."""
         if self._shortlist.is_needed:
             return self._shortlist.has_ready("decode")
-        accept, workers = _accepting("decode", state, deaf), self._registry.workers.values()
+        accept, workers = _accepting("decode", state, unreachable), self._registry.workers.values()
         return any(worker.role == "decode" and worker.ready and accept(worker) for worker in workers)
 
     def hits(self, state: RequestState) -> Hits:
-        """What workers hold of the prompt, by size of a block."""
+        """Return the cached blocks of the prompt on each worker, by block size."""
         if state.computes_all or self._index.is_empty:
             return {}
         windows = self._shortlist.windows
         return {size: self._index.hits(state.hashes(size), window) for size, window in windows.items()}
 
 
-def _accepting(role: Role, state: RequestState, deaf: Collection[str] = ()) -> Callable[[Worker], bool]:
-    """Whether a worker has room for the request so far, the weights that its answer began with, and its adapter."""
+def _accepting(role: Role, state: RequestState, unreachable: Collection[str] = ()) -> Callable[[Worker], bool]:
+    """Return a check for capacity for the request so far, the weights of its answer, and its adapter."""
     more = 0 if state.pools else 1 if role == "decode" else min(2, state.num_remaining)
     num_tokens = state.num_tokens + more
     weights, adapter = state.weights, state.request.adapter
 
     def accept(worker: Worker) -> bool:
-        if worker.max_tokens < num_tokens or (deaf and worker.address in deaf):
+        if worker.max_tokens < num_tokens or (unreachable and worker.address in unreachable):
             return False
         if adapter and adapter not in worker.load.digests:
             return False
@@ -89,7 +92,7 @@ def _accepting(role: Role, state: RequestState, deaf: Collection[str] = ()) -> C
 
 
 def _sparing(accept: Callable[[Worker], bool], lives: Collection[tuple[str, int]]) -> Callable[[Worker], bool]:
-    """What `accept` says, but False for a worker whose present life failed the request."""
+    """Return `accept` restricted to workers whose current incarnation has not failed the request."""
     return lambda worker: accept(worker) and (worker.address, worker.epoch) not in lives
 
 
@@ -103,9 +106,10 @@ def decode_request(
     num_reserved: int = 0,
     fetch: Fetch | None = None,
 ) -> DecodeRequest:
-    """The order for a decode worker, booked as `serial`; the worker `source` computes or has the KV.
+    """Build the order for a decode worker, booked as `serial`. The worker `source` computes or has the KV.
 
-    `num_output`: output tokens in the prompt, by default the attempt's. Without `source` it takes `fetch` of it.
+    `num_output`: output tokens in the prompt, by default those of the attempt. Without `source`, blocks come from
+    `fetch`.
     """
     request = state.request
     num_output = state.attempts.num_base_tokens if num_output is None else num_output
@@ -132,7 +136,7 @@ def decode_request(
 def prefill_request(
     state: RequestState, decode: Worker | None, now: float, *, serial: int, fetch: Fetch | None = None
 ) -> PrefillRequest:
-    """The order for a prefill worker, booked as `serial`. `decode` gets the KV; None wants a first token alone."""
+    """Build the order for a prefill worker, booked as `serial`. KV goes to `decode`; None: only a first token."""
     request = state.request
     return PrefillRequest(
         request_id=request.request_id,
@@ -154,7 +158,7 @@ def prefill_request(
 
 
 def kv_target(decode: Worker) -> KVTarget:
-    """Where a decode worker takes KV."""
+    """Return the address at which a decode worker receives KV."""
     hello = decode.identity
     return KVTarget(hello.worker_id, hello.epoch, hello.kv_address)
 
@@ -164,7 +168,7 @@ Abort = Callable[[str, str, int], None]
 
 
 class Placement:
-    """Chooses, books and tells the workers of a request, as the policy says."""
+    """Chooses workers for requests by policy, books them and sends the orders."""
 
     def __init__(
         self,
@@ -179,19 +183,19 @@ class Placement:
         self.shortlist = Shortlist(registry, index, weighs_all=policy.weighs_all)
         self.candidates = Candidates(registry, index, self.shortlist)
         self.lengths = OutputLengths()
-        self._fetches = Fetches(registry, index)
+        self._fetches = FetchPlanner(registry, index)
 
     def choose(
-        self, state: RequestState, now: float, deaf: Collection[str] = (), held_s: float = 0.0
+        self, state: RequestState, now: float, unreachable: Collection[str] = (), held_s: float = 0.0
     ) -> tuple[Choice, RequestShape] | None:
-        """Where a request would be placed now if it were on no worker, without the workers `deaf`; None: nowhere.
+        """Return where the request would be placed now without the workers `unreachable`, or None if nowhere.
 
-        Prompts that the router holds take `held_s` seconds of each prefill worker before it.
+        `held_s`: seconds of earlier held prompts for each prefill worker.
         """
-        if state.num_remaining > 1 and not self.candidates.may_decode(state, deaf):
-            return None  # before the prompt is hashed: many may wait for a decode worker
+        if state.num_remaining > 1 and not self.candidates.may_decode(state, unreachable):
+            return None  # before the prompt is hashed: many requests may wait for a decode worker
         hits = self.candidates.hits(state)
-        prefill, decode = self.candidates.of(state, deaf, hits)
+        prefill, decode = self.candidates.of(state, unreachable, hits)
         shape = self._shape(state, [*prefill, *decode], hits, now, held_s)
         choice = self._policy.choose(prefill, decode, shape, now)
         return None if choice is None else (choice, shape)
@@ -199,38 +203,38 @@ class Placement:
     def place(
         self, state: RequestState, now: float, chosen: tuple[Choice, RequestShape] | None = None
     ) -> Choice | None:
-        """Choose workers and send them a request that is on none; None when no worker can take it now.
+        """Choose workers for an unplaced request and send the orders. Return None if no worker can take it now.
 
-        `chosen` is what `choose` has just said.
+        `chosen` is the result of a `choose` just before.
         """
         state.attempts.num_base_tokens = len(state.stream.token_ids)
-        if state.wants_prompt_logprobs:  # one worker computes all of them: another may have other weights
+        if state.wants_prompt_logprobs:  # from one worker only: another may have other weights
             state.stream.drop_prompt_logprobs()
-        deaf: set[str] = set()
-        while (chosen := chosen or self.choose(state, now, deaf)) is not None:
+        unreachable: set[str] = set()
+        while (chosen := chosen or self.choose(state, now, unreachable)) is not None:
             (choice, shape), chosen = chosen, None
             unheard = self._dispatch(state, choice, shape, now)
             if unheard is None:
                 state.forecast = choice.forecast
                 return choice
-            deaf.add(unheard)
+            unreachable.add(unheard)
             self.start_over(state)
         return None
 
     def replace_prefill(self, state: RequestState, now: float) -> bool:
-        """Begin a new attempt with another prefill worker, or none, on the decode worker that stays.
+        """Start a new attempt with another prefill worker, or none, on the same decode worker.
 
-        The decode worker keeps the blocks that have arrived. False when it cannot take the message.
+        The decode worker keeps the blocks that it has received. Returns False if it cannot receive the message.
         """
         assignment = state.attempts.decode
         decode = self._registry.workers[assignment.address] if assignment else None
         if assignment is None or decode is None or decode.state is not WorkerState.READY:
-            return False  # a draining worker refuses new attempts
-        deaf: set[str] = set()
+            return False  # a draining worker rejects new attempts
+        unreachable: set[str] = set()
         while True:
             state.attempts.begin()
             hits = self.candidates.hits(state)
-            partners, _ = self.candidates.of(state, deaf, hits)
+            partners, _ = self.candidates.of(state, unreachable, hits)
             shape = self._shape(state, [*partners, decode], hits, now)
             prefill = self._policy.choose_prefill(partners, decode, shape, now)
             request = decode_request(state, prefill, now, serial=assignment.booking.serial)
@@ -239,12 +243,13 @@ class Placement:
             assignment.attempt = state.attempts.number
             if prefill is None or self._send_prefill(state, prefill, decode, shape, now):
                 return True
-            deaf.add(prefill.address)
+            unreachable.add(prefill.address)
 
     def hand_over(self, state: RequestState, target: Worker, num_reserved_tokens: int, now: float) -> bool:
-        """Begin a new attempt on `target`, to which the present decode worker copies its KV.
+        """Start a new attempt on `target`, to which the current decode worker copies its KV.
 
-        `target` sets blocks aside for `num_reserved_tokens` more. False when one of the two cannot take its message.
+        `target` reserves blocks for `num_reserved_tokens` more tokens. Returns False if either cannot receive its
+        message.
         """
         source = state.attempts.decode
         if source is None:
@@ -279,25 +284,25 @@ class Placement:
         return self._send(source.address, order)
 
     def leave(self, state: RequestState, assignment: Assignment, *, abort: bool) -> None:
-        """End one worker's part in a request that goes on elsewhere."""
+        """Release one worker of a request that continues elsewhere."""
         self._registry.release(assignment.booking)
         if abort:
             self._abort(assignment.address, state.request.request_id, assignment.attempt)
 
     def computed(self, assignment: Assignment, now: float) -> None:
-        """The worker's first token came: take the prompt off its load."""
+        """Remove the prompt from the worker's booked load after its first token."""
         assignment.booking = self._registry.computed(assignment.booking, now)
         if assignment.role == "prefill":
             self._registry.release(assignment.booking)
 
     def spare_prefill(self, state: RequestState) -> None:
-        """The decode worker has the KV: abort a replacement prefill worker that is still computing it."""
+        """Abort a replacement prefill worker that still computes KV which the decode worker already has."""
         helper, decode = state.attempts.prefill, state.attempts.decode
         if helper and decode and not helper.delivered and state.attempts.number > decode.first_attempt:
             self._abort(helper.address, state.request.request_id, state.attempts.number)
 
     def settle(self, state: RequestState) -> None:
-        """The request ended well: release its bookings, and stop a hand-over."""
+        """Release the bookings of a completed request, and cancel its hand-over."""
         if not state.pools:
             self.lengths.observe(state.request.request_class, len(state.stream.token_ids))
         for assignment in (state.attempts.prefill, state.attempts.decode):
@@ -306,25 +311,25 @@ class Placement:
         self._drop_successor(state)
 
     def remove(self, state: RequestState, assignment: Assignment) -> None:
-        """Take the request off one worker."""
+        """Remove the request from one worker."""
         self._registry.release(assignment.booking)
         self._abort(assignment.address, state.request.request_id, state.attempts.number)
         state.unassign(assignment)
 
     def withdraw(self, state: RequestState) -> None:
-        """Take the request off every worker."""
+        """Remove the request from all workers."""
         for assignment in (state.attempts.prefill, state.attempts.decode):
             if assignment is not None:
                 self.remove(state, assignment)
         self._drop_successor(state)
 
     def start_over(self, state: RequestState) -> None:
-        """Take the request off every worker and begin a new attempt."""
+        """Remove the request from all workers and start a new attempt."""
         self.withdraw(state)
         state.attempts.begin()
 
     def remember(self, state: RequestState, assignment: Assignment, now: float) -> None:
-        """The worker holds the KV of all tokens so far but the last: expect later prompts to hit it."""
+        """Expect prefix hits on the worker, which has the KV of all tokens so far except the last."""
         worker = self._registry.workers[assignment.address]
         if worker.hello is not None and worker.epoch == assignment.epoch:
             size = worker.identity.block_size
@@ -332,25 +337,25 @@ class Placement:
             self._expect(worker, hashes, now)
 
     def expected_more(self, state: RequestState) -> int:
-        """Tokens that the answer will probably have beyond those of now."""
+        """Return the predicted number of further output tokens."""
         num_output = len(state.stream.token_ids)
         return self.lengths.expected_more(state.request.request_class, num_output, state.num_remaining)
 
     def obstacle(self, state: RequestState, now: float) -> str:
-        """Why the request has no place yet."""
+        """Return why the request has not been placed yet."""
         role: Role = "prefill" if state.pools else "decode"
         ready = self._registry.ready(role)
         if not ready or self.candidates.usable(role, state):
             missing = self._registry.missing(role, now)
-            return state.attempts.last_failure or missing or "workers take no messages"
+            return state.attempts.last_failure or missing or "no worker can receive messages"
         if (adapter := state.request.adapter) and not any(adapter in worker.load.digests for worker in ready):
-            return f"no ready {role} worker has its adapter"
+            return f"no ready {role} worker has loaded its adapter"
         same = [worker for worker in ready if state.weights in (None, worker.identity.weights)]
         if not same:
-            return f"its answer began with weights that no ready {role} worker has"
+            return f"no ready {role} worker has the weights with which its answer began"
         most = max(worker.max_tokens for worker in same)
-        included = "" if state.pools else ", the next one included"
-        return f"it has {state.num_tokens} tokens, and ready {role} workers take {most}{included}"
+        included = "" if state.pools else ", including the next one"
+        return f"it has {state.num_tokens} tokens, but ready {role} workers accept at most {most}{included}"
 
     # ------------------------------------------------------------ inside
 
@@ -363,7 +368,7 @@ class Placement:
         self, state: RequestState, workers: Sequence[Worker], hits: Hits, now: float, held_s: float = 0.0
     ) -> RequestShape:
         num_remaining = state.request.params.max_tokens - state.attempts.num_base_tokens
-        known = {size: held for size, held in hits.items() if held}  # nothing is known of most new prompts
+        known = {size: held for size, held in hits.items() if held}
         tokens = {}
         for worker in workers if known else ():
             size, address = worker.identity.block_size, worker.address
@@ -381,11 +386,11 @@ class Placement:
             held_s=held_s,
             ttft_s=state.times.first_token_s(now),
             tpot_s=state.request.tpot_s,
-            fetches=self._fetches.of(state, workers, known, now) if known else None,
+            fetches=self._fetches.plan(state, workers, known, now) if known else None,
         )
 
     def _dispatch(self, state: RequestState, choice: Choice, shape: RequestShape, now: float) -> str | None:
-        """Send the messages of a choice. Returns the address of a worker that could not take its own, or None."""
+        """Send the orders of a choice. Return the address of a worker that could not receive its order, or None."""
         if choice.decode is not None:
             fetch = shape.fetch(choice.decode) if choice.local else None
             request = decode_request(state, choice.prefill, now, serial=self._registry.next_serial, fetch=fetch)
@@ -410,13 +415,13 @@ class Placement:
         return True
 
     def _expect(self, worker: Worker, hashes: Sequence[bytes], now: float) -> None:
-        """The worker will report these blocks soon: with a window the last of more than it has room for."""
+        """Expect the worker to report these blocks soon. With a window, only the last ones that fit."""
         num_blocks = worker.identity.num_blocks
         kept = hashes[-num_blocks:] if worker.identity.window else hashes
         self._index.expect(worker.address, kept, now, capacity=num_blocks)
 
     def _assign(self, state: RequestState, worker: Worker, shape: RequestShape, *, local: bool, now: float) -> None:
-        """Book the worker; with `local` it computes the prompt itself."""
+        """Book the worker. With `local` it computes the prompt itself."""
         num_blocks = worker.num_blocks_of(shape.uncached(worker))
         prompt = shape.prompt(worker) if local else StepShape()
         booking = self._registry.book(
@@ -432,7 +437,7 @@ class Placement:
 
 
 def _assignment(state: RequestState, worker: Worker, booking: Booking, num_base_tokens: int) -> Assignment:
-    """The worker's part from the present attempt on."""
+    """Create the assignment of a worker from the current attempt on."""
     return Assignment(
         role=worker.role,
         address=worker.address,

@@ -1,10 +1,10 @@
-"""The tokens of a prompt, packed for the wire and hashed for prefix caches, once for all requests that answer it. Pure.
+"""Prompt tokens, packed for the wire and hashed for prefix caches once for all requests with the same prompt. Pure.
 
-Hashes of long prompts are kept: of a conversation that continues, only the rest is hashed.
+Hashes of long prompts are cached, so only the new part of a continued conversation is hashed:
 
 turn 1  [ first tokens │ ........... │ tail ]
 turn 2  [ first tokens │ ........... │ answer, question ]
-          lead to the prompts before    └ hashed: the packed tokens differ from here on
+          key of the cache            └ hashed from the first differing token
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from common.blocks import DIGEST_BYTES, BlockHasher
 from common.wire import TOKEN_BYTES, pack_tokens
 
 FIRST_BYTES = 1024 * TOKEN_BYTES
-"""Prompts that begin with the same 1,024 tokens are compared; shorter ones are hashed in half a millisecond."""
+"""Prompts with the same first 1,024 tokens are compared. Shorter prompts are hashed in half a millisecond."""
 ALTERNATIVES = 4
-"""Prompts with the same beginning that are kept: conversations behind one long system prompt, and branches of one."""
+"""Maximum number of cached prompts with the same beginning: conversations after one system prompt, and branches."""
 TAIL_BLOCKS = 16
-"""A prompt that differs from a new one in its last blocks alone is replaced by it."""
+"""A cached prompt is replaced by a new one that differs from it only in the last `TAIL_BLOCKS` blocks."""
 MAX_KEPT_HASHES_BYTES = 32 * 1024 * 1024
-"""What the hashes of all prompts together may take: half a million blocks."""
+"""Maximum memory of all cached hashes: half a million blocks."""
 HASH_BYTES = 64
-"""Memory that the hash of a block takes."""
+"""Memory of one block hash."""
 
 _Key = tuple[int, str, str, bytes]
 
@@ -43,18 +43,18 @@ class _Hashed:
         return len(self.packed) + HASH_BYTES * len(self.hashes)
 
 
-class KnownHashes:
-    """Prompts of another salt or adapter find nothing: what is known shows in the time. At most `max_bytes` are kept.
+class PromptHashCache:
+    """Cache of the block hashes of recent prompts, up to `max_bytes`. Not thread-safe.
 
-    One thread owns it.
+    Prompts with another salt or adapter are never matched, because hits are observable by their latency.
     """
 
     def __init__(self, max_bytes: int = MAX_KEPT_HASHES_BYTES) -> None:
         self._max_bytes, self.num_bytes = max_bytes, 0
-        self._prompts: OrderedDict[_Key, list[_Hashed]] = OrderedDict()  # the keys that were used last at the end
+        self._prompts: OrderedDict[_Key, list[_Hashed]] = OrderedDict()  # least recently used first
 
     def hasher(self, packed: bytes, block_size: int, salt: str, adapter: str = "") -> BlockHasher:
-        """A hasher that is through with the full blocks of a prompt, given in its form on the wire."""
+        """Return a hasher that has processed the full blocks of a packed prompt."""
         hasher = BlockHasher(block_size, salt, adapter)
         if len(packed) < 2 * FIRST_BYTES:
             hasher.extend_packed(packed)
@@ -87,7 +87,7 @@ class KnownHashes:
 
 
 def _num_equal(one: bytes, other: bytes) -> int:
-    """Bytes of the tokens that both begin with."""
+    """Return the size in bytes of the common token prefix."""
     most = min(len(one), len(other)) // TOKEN_BYTES
     differ = np.frombuffer(one, np.uint32, most) != np.frombuffer(other, np.uint32, most)
     first = int(differ.argmax()) if most else 0
@@ -99,30 +99,30 @@ def _length(one: tuple[int, _Hashed]) -> int:
 
 
 class Prompt:
-    """Prompt tokens with the salt of their block hashes. Both forms are made when they are first needed.
+    """Prompt tokens with the salt of their block hashes. Packed and hashed on first use.
 
-    Making them raises OverflowError or TypeError for tokens that are not 32-bit token ids.
+    Both raise OverflowError or TypeError for tokens that are not 32-bit token ids.
     """
 
     def __init__(self, token_ids: Sequence[int], salt: str = "", adapter: str = "") -> None:
-        """`adapter`: see `BlockHasher`."""
+        """For `adapter` see `BlockHasher`."""
         self._token_ids, self._salt, self._adapter = token_ids, salt, adapter
         self._packed = b""
         self._hashers: dict[int, BlockHasher] = {}
 
     @property
     def packed(self) -> bytes:
-        """The prompt in its form on the wire."""
+        """The prompt as packed for the wire."""
         self._packed = self._packed or pack_tokens(self._token_ids)
         return self._packed
 
-    def hasher(self, block_size: int, known: KnownHashes) -> BlockHasher:
-        """A hasher that is through with the prompt's full blocks and goes on with the tokens of one answer."""
+    def hasher(self, block_size: int, known: PromptHashCache) -> BlockHasher:
+        """Return a hasher that has processed the full blocks of the prompt, for one answer to continue."""
         hasher = self._hashers.get(block_size)
         if hasher is None:
             hasher = self._hashers[block_size] = known.hasher(self.packed, block_size, self._salt, self._adapter)
         return hasher.copy()
 
     def extend(self, hasher: BlockHasher, output: Sequence[int]) -> list[bytes]:
-        """Hashes of all full blocks of the prompt and the `output` so far, by a `hasher` of this prompt."""
+        """Return the hashes of all full blocks of the prompt and `output`, from a `hasher` of this prompt."""
         return hasher.extend_packed(self.packed + pack_tokens(output))

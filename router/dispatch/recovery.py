@@ -1,14 +1,14 @@
-"""What happens to a request when a worker fails it: the same decode worker, another place, or the end.
+"""Recovery of requests from failed workers: same decode worker, another placement, or an error.
 
-A request ends after `max_retries` failures without progress in between; progress resets the count, so a long stream
-outlives any number of workers.
+A request fails after `max_retries` failures without progress in between. Progress resets the count, so a long stream
+survives any number of workers.
 
-A request whose workers die before it makes progress may be what kills them. From its second such death on it is a
-suspect, and suspects are placed one at a time: those that were only near a death make progress and are cleared. A
-worker that was only silent, and comes back, does not count as dead.
+A request whose workers die before it makes progress may be the cause. After its second such death it is a suspect, and
+only one suspect is placed at a time. Requests that were on a dying worker by coincidence make progress and are cleared.
+A worker that was only silent and returns does not count as dead.
 
-The replacement of a prefill worker computes again what the first one may have sent already, and may round differently.
-Then the request starts over behind the tokens that were sent. No worker is at fault, so this counts as no failure.
+The replacement of a prefill worker recomputes tokens that the first one may have sent already, and may round
+differently. Then the request restarts after the tokens already sent. This does not count as a failure.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from router.dispatch.waiting import WaitingRequests
 log = logging.getLogger(__name__)
 
 BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
-"""The wait before the third placement without progress, which doubles up to the second number."""
+"""Initial delay of the third placement without progress, which doubles up to the second value, in seconds."""
 SUSPECT_DEATHS = 2
-"""Workers that died with a request, without progress, before it may be the cause."""
+"""Number of workers that died with a request, without progress, before the request becomes a suspect."""
 DEADLINE_SLACK_S = 0.1
-"""A worker may see the end of a deadline this much earlier than the router."""
+"""A worker may detect an exceeded deadline this much earlier than the router, in seconds."""
 
 
 class Recovery:
-    """Moves requests off workers that failed them. A request that it puts into `waiting` is placed again."""
+    """Moves requests off failed workers. Requests added to `waiting` are placed again."""
 
     def __init__(
         self, max_retries: int, placement: Placement, waiting: WaitingRequests, counters: DispatchCounters
@@ -52,7 +52,7 @@ class Recovery:
     def recover(
         self, state: RequestState, failed: Assignment, reason: str, now: float, *, died: bool = False
     ) -> RequestError | None:
-        """Go on without a worker that failed, or `died`. Returns the error that ends the request, or None."""
+        """Continue without a worker that failed, or `died`. Returns the error that ends the request, or None."""
         decode = state.attempts.decode
         if state.attempts.is_through_with(failed):
             self._placement.computed(failed, now)
@@ -61,7 +61,7 @@ class Recovery:
         if state.attempts.num_fruitless > self._max_retries:
             return _given_up(state)
         self._counters.num_retries[failed.role] += 1
-        log.info("request %s moves: %s", state.request.request_id, reason)
+        log.info("request %s: retrying: %s", state.request.request_id, reason)
         if failed is state.attempts.prefill and decode is not None and self.claim_trial(state):
             self._placement.remove(state, failed)
             if self._placement.replace_prefill(state, now):
@@ -70,14 +70,14 @@ class Recovery:
         return None
 
     def continue_behind(self, state: RequestState, differing: Assignment, now: float) -> None:
-        """Sound workers disagree: the tokens that were sent become part of the prompt of a new attempt."""
+        """Restart after the tokens already sent, because healthy workers disagree. Not a failure."""
         if state.attempts.is_through_with(differing):
             self._placement.computed(differing, now)
             return
         self._requeue(state, now)
 
     def claim_trial(self, state: RequestState) -> bool:
-        """Let a request be placed: a suspect goes on trial. False for a suspect while another one is on trial."""
+        """Return whether the request may be placed. False for a suspect while another one is on trial."""
         if state.attempts.num_deaths < SUSPECT_DEATHS:
             return True
         other = self._on_trial
@@ -87,7 +87,7 @@ class Recovery:
         return True
 
     def _requeue(self, state: RequestState, now: float) -> None:
-        """Queue the request again: at once the first time, then with a growing delay, to spare a sick worker."""
+        """Queue the request again, immediately the first time, then with exponential backoff."""
         self._placement.start_over(state)
         state.stream.drop_ahead()
         if state.attempts.num_fruitless > 1:
@@ -99,17 +99,17 @@ def _given_up(state: RequestState) -> RequestError:
     number = state.attempts.num_fruitless
     if state.attempts.num_deaths == number > 1:
         return FatalRequest(
-            f"{number} workers in a row died with this request; the last: {state.attempts.last_failure}"
+            f"The last {number} workers that ran this request died. Last failure: {state.attempts.last_failure}"
         )
     return Unavailable(
-        f"gave up after {number} attempts; the last: {state.attempts.last_failure}", retry_after_s=RETRY_AFTER_S
+        f"gave up after {number} attempts; last failure: {state.attempts.last_failure}", retry_after_s=RETRY_AFTER_S
     )
 
 
 def refusal(failed: RequestFailed, reason: str, remaining_s: float) -> RequestError:
-    """The error of a failure that would repeat on any other worker.
+    """Return the error for a failure that would repeat on any other worker.
 
-    A refusal before any computing is the request's own fault, and never a 5xx, which clients would retry.
+    A rejection before any computation is the client's fault, and never a 5xx, which clients would retry.
     """
     if remaining_s < DEADLINE_SLACK_S:
         return DeadlineExceeded(reason)

@@ -1,4 +1,4 @@
-"""One request between admission and its last token: its workers, its tokens so far, its failures."""
+"""State of one request from admission to its last token: workers, tokens, failures."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from common.errors import RequestError
 from common.wire import Role, pack_tokens
 from common.wire.messages import PooledOutput, PromptResult, Timeline, TokenDelta
 from router.dispatch.client import DraftCounts, GenerationRequest, RequestTimeline, TokenEvent
-from router.dispatch.prompt import KnownHashes, Prompt
+from router.dispatch.prompt import Prompt, PromptHashCache
 from router.dispatch.stream import TokenStream
 from router.fleet import Booking
 from router.policy import Forecast
 
 
 def added(past: Timeline, spent: Timeline) -> Timeline:
-    """What adds up over the decode workers of a request, one after the other."""
+    """Add up the counters and decode time of two decode workers of a request."""
     places = zip_longest(past.accepted_places, spent.accepted_places, fillvalue=0)
     return Timeline(
         decode_s=past.decode_s + spent.decode_s,
@@ -33,9 +33,10 @@ def added(past: Timeline, spent: Timeline) -> Timeline:
 
 
 def waited_s(report: Timeline, sent_at: float, answered_at: float) -> float:
-    """Seconds that a prompt, sent at `sent_at`, waited for its worker's first step, whose first token came then.
+    """Return the seconds that a prompt waited for its worker's first step.
 
-    A worker reads its messages between two steps, so it sees none of the wait for the step that it is in.
+    The prompt was sent at `sent_at`, its first token arrived at `answered_at`. The worker's own report excludes the
+    wait for the step in flight, because messages are read between steps.
     """
     if not sent_at or not report.prefill_s:
         return report.queue_s
@@ -47,14 +48,14 @@ def drafts_of(timeline: Timeline) -> DraftCounts:
 
 
 MIN_PROGRESS = 4
-"""Output tokens that count as progress after a move: a prefill worker alone makes one each time."""
+"""Output tokens that count as progress after a move. A prefill worker produces one each time."""
 LATE_S = 0.001
-"""What a worker hears is left until a first token that is late: 0 would say that it has no goal."""
+"""Remaining time sent to a worker if a first token is already late. 0 would mean that there is no goal."""
 NO_TIMELINE = Timeline()
 
 
 class Stage(StrEnum):
-    """queue ─> prefill ─> (transfer) ─> decode ─> done. An error of a deadline names the stage."""
+    """queue ─> prefill ─> (transfer) ─> decode ─> done. Deadline errors name the stage."""
 
     QUEUE = "queue"
     PREFILL = "prefill"
@@ -65,11 +66,11 @@ class Stage(StrEnum):
 
 @dataclass(slots=True)
 class Assignment:
-    """One worker's part in a request, for the attempts from `first_attempt` to `attempt`.
+    """One worker's part in a request, for the attempts `first_attempt` to `attempt`.
 
-    A decode worker keeps its assignment when only the prefill worker changes, so it may answer for several attempts.
-    Its prompt ended with the first `num_base_tokens` output tokens. `weights` is the hash of the worker's weights,
-    `delivered` whether tokens came from it.
+    A decode worker keeps its assignment if only the prefill worker changes, so it may cover several attempts. Its
+    prompt ended with the first `num_base_tokens` output tokens. `weights` is the hash of its weights. `delivered`: it
+    has sent tokens.
     """
 
     role: Role
@@ -88,16 +89,16 @@ class Assignment:
 
     @property
     def name(self) -> str:
-        """The worker in logs and errors."""
+        """Worker name for logs and errors."""
         return f"{self.role} worker {self.worker_id}"
 
 
 class Attempts:
-    """The workers of a request, attempt by attempt, and the failures of those before.
+    """The workers of a request by attempt, and earlier failures.
 
-    `number` is that of the present attempt: messages under an older number are dropped. `prefill` and `decode` have the
-    present parts, `successor` is the decode worker that the present one hands over to. Its prompts end with the first
-    `num_base_tokens` tokens of the output. `failed_lives` are (address, epoch) of workers that failed the request.
+    Messages with an attempt older than `number` are dropped. `prefill` and `decode` are the current assignments,
+    `successor` is the target of a hand-over. The prompts of the current attempt end with the first `num_base_tokens`
+    output tokens. `failed_incarnations` contains (address, epoch) of workers that failed the request.
     """
 
     def __init__(self, stream: TokenStream, now: float) -> None:
@@ -108,7 +109,7 @@ class Attempts:
         self.num_base_tokens = 0
         self.handover_until = self.handover_after = now
         self.num_failures = self.num_fruitless = self.num_taken_back = 0
-        self.failed_lives: set[tuple[str, int]] = set()
+        self.failed_incarnations: set[tuple[str, int]] = set()
         self.last_failure = ""
         self._stream = stream
         self._deaths: set[tuple[str, int]] = set()
@@ -116,65 +117,65 @@ class Attempts:
 
     @property
     def all(self) -> tuple[Assignment, ...]:
-        """The present parts, that of the worker that takes the request over first."""
+        """Current assignments, the hand-over target first."""
         return tuple(one for one in (self.successor, self.prefill, self.decode) if one is not None)
 
     @property
     def got_further(self) -> bool:
-        """Whether the output grew by more than a few prefills make since the last failure."""
+        """Whether the output has grown since the last failure by more than a few prefills produce."""
         return len(self._stream.token_ids) - self._num_tokens_at_move >= MIN_PROGRESS
 
     @property
     def num_deaths(self) -> int:
-        """How many workers died with the request since it last made progress."""
+        """Number of workers that died with the request since it last made progress."""
         return len(self._deaths)
 
     @property
     def may_differ(self) -> bool:
-        """Whether sound workers may disagree on tokens: a second prefill worker computed some of them again."""
+        """Whether healthy workers may disagree on tokens, because a second prefill worker recomputed some of them."""
         return self.decode is not None and self.number > self.decode.first_attempt
 
     def of(self, address: str, attempt: int) -> Assignment | None:
-        """The present assignment of the worker at `address`, if it covers this attempt."""
-        for one in (self.successor, self.prefill, self.decode):  # no call: once for each token
+        """Return the current assignment of the worker at `address`, if it covers this attempt."""
+        for one in (self.successor, self.prefill, self.decode):  # called for each token
             if one is not None and one.address == address and one.first_attempt <= attempt <= one.attempt:
                 return one
         return None
 
     def may_give_up_handover(self, address: str, attempt: int) -> bool:
-        """Whether the worker is one of the two of a hand-over under this attempt."""
+        """Return whether the worker is source or target of a hand-over under this attempt."""
         successor, decode = self.successor, self.decode
         if successor is None or decode is None or attempt != successor.attempt:
             return False
         return address in (successor.address, decode.address)
 
     def is_through_with(self, assignment: Assignment) -> bool:
-        """Whether a prefill worker's part is over: the decode worker sends tokens, or took over a running stream."""
+        """Return whether a prefill worker is no longer needed: the decode worker sends tokens or took over a stream."""
         decode = self.decode
         if decode is None or assignment is not self.prefill:
             return False
         return decode.delivered or decode.first_attempt > assignment.attempt
 
     def begin(self) -> None:
-        """Drop all messages of earlier attempts, except from assignments that are extended to the new one."""
+        """Start a new attempt. Earlier messages are dropped, except from assignments that are extended to it."""
         self.number += 1
 
     def add(self, assignment: Assignment) -> None:
-        """A worker was sent its part."""
+        """Record that an order was sent to a worker."""
         if assignment.role == "prefill":
             self.prefill = assignment
         else:
             self.decode = assignment
 
     def remove(self, assignment: Assignment) -> None:
-        """The worker's part has ended."""
+        """Record that a worker's part has ended."""
         if assignment is self.prefill:
             self.prefill = None
         elif assignment is self.decode:
             self.decode = None
 
     def record_failure(self, failed: Assignment, reason: str, *, died: bool) -> None:
-        """A worker failed the request, or `died`: count it as fruitless unless the request made progress before."""
+        """Record a failed or dead worker. Fruitless unless the request made progress before."""
         self.num_failures += 1
         if self.got_further:
             self.num_fruitless = 0
@@ -185,19 +186,20 @@ class Attempts:
                 self._deaths.add((failed.address, failed.epoch))
         self._num_tokens_at_move = len(self._stream.token_ids)
         self.last_failure = reason
-        self.failed_lives.add((failed.address, failed.epoch))
+        self.failed_incarnations.add((failed.address, failed.epoch))
 
     def forgive_death(self, address: str, epoch: int) -> None:
-        """A worker that was silent, and counted as dead, goes on with the same life."""
+        """Clear the death of a worker that was only silent and returned with the same epoch."""
         self._deaths.discard((address, epoch))
 
 
 @dataclass(slots=True)
 class Times:
-    """When what happened to a request, and is due. `ask_at`: when it is to be asked whether its worker is silent.
+    """Timestamps and deadlines of a request, on the monotonic clock.
 
-    `ttft_s` is the goal for its first token, 0 for none. `expected_s`: predicted from its placement to its first
-    token; 0: unknown. It is not placed before `not_before`.
+    `ttft_s` is the goal for the first token, 0 for none. `expected_s` is the predicted time from placement to first
+    token, 0 if unknown. The request is not placed before `not_before`. `ask_at` is the time of the next check for
+    silence.
     """
 
     accepted_at: float
@@ -211,31 +213,31 @@ class Times:
     expected_s: float = 0.0
 
     def remaining_s(self, now: float) -> float:
-        """Seconds until the request's deadline."""
+        """Return the seconds until the deadline."""
         return max(0.0, self.deadline - now)
 
     def first_token_s(self, now: float) -> float:
-        """Seconds until its first token is due: at least `LATE_S` once it is late, and 0 without a goal."""
+        """Return the seconds until the first token is due: `LATE_S` once it is late, 0 without a goal."""
         return max(LATE_S, self.accepted_at + self.ttft_s - now) if self.ttft_s > 0 else 0.0
 
 
 class Reports:
-    """What the workers of a request report of its phases, put together; decoding time is summed over all of them."""
+    """Merges the timelines reported by the workers of a request. Decode times are summed."""
 
     def __init__(self) -> None:
         self.queue_s = 0.0
         self.names = {"prefill": "", "decode": ""}
         self._past = NO_TIMELINE
-        self._timeline = RequestTimeline()  # made of `_parts`
+        self._timeline = RequestTimeline()  # built from `_parts`
         self._parts: tuple[object, ...] = ()
 
     def end(self, assignment: Assignment) -> None:
-        """The worker's part has ended; the time that it spent decoding still counts."""
+        """Record that a worker's part has ended. Its decode time still counts."""
         self._past = added(self._past, assignment.timeline)
         self.names[assignment.role] = ""
 
     def timeline(self, attempts: Attempts, forecast: Forecast) -> RequestTimeline:
-        """The router's own wait, and the reports of the last workers."""
+        """Return the router's queueing time merged with the reports of the last workers."""
         prefill = attempts.prefill.timeline if attempts.prefill else NO_TIMELINE
         decode = attempts.decode.timeline if attempts.decode else NO_TIMELINE
         names, first, by = (
@@ -243,7 +245,7 @@ class Reports:
             prefill if attempts.prefill else decode,
             attempts.prefill or attempts.decode,
         )
-        # Most tokens change nothing of it.
+        # Most tokens leave it unchanged.
         parts = (
             *(prefill, decode, first, names["prefill"], names["decode"]),
             *(attempts.num_failures, self._past, self.queue_s, forecast),
@@ -270,21 +272,22 @@ class Reports:
 
 
 class RequestState:
-    """A request's state: what was asked (`request`), its workers (`attempts`), its tokens (`stream`) and its `times`.
+    """State of one request: `request` as submitted, its workers (`attempts`), its tokens (`stream`) and its `times`.
 
-    The core changes it, and wakes the consumer, who takes the next event. `weights` are those of the worker that began
-    the answer; None before its first token. `forecast` is that of its latest placement. `held_s` is what its prompt
-    takes; None while it is not held behind other prompts. `on_move` is called when a worker's part begins or ends.
+    The core changes it and wakes the consumer, which takes the next event. `weights` is the hash of the weights with
+    which the answer began, None before its first token. `forecast` belongs to the latest placement. `held_s` is the
+    computation time of the prompt while it is held by the router, else None. `on_move` is called when a worker is
+    assigned or unassigned.
     """
 
-    def __init__(self, request: GenerationRequest, now: float, known: KnownHashes | None = None) -> None:
-        """`known`: the hashes of prompts before it.
+    def __init__(self, request: GenerationRequest, now: float, known: PromptHashCache | None = None) -> None:
+        """`known`: cache of prompt hashes.
 
         Raises OverflowError or TypeError for prompt tokens that are not 32-bit token ids.
         """
         self.request = request
         self._prompt = request.prompt or Prompt(request.prompt_token_ids, request.cache_salt, request.adapter)
-        self._packed, self._known = self._prompt.packed, known or KnownHashes()
+        self._packed, self._known = self._prompt.packed, known or PromptHashCache()
         self._hashers: dict[int, BlockHasher] = {}
         self.num_prompt_tokens = len(request.prompt_token_ids)
         params = request.params
@@ -305,7 +308,7 @@ class RequestState:
         self._error: RequestError | None = None
         self._reports = Reports()
 
-    # ------------------------------------------------------------ questions
+    # ------------------------------------------------------------ queries
 
     @property
     def stage(self) -> Stage:
@@ -322,36 +325,36 @@ class RequestState:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt and of the output so far."""
+        """Number of tokens of the prompt and the output so far."""
         return self.num_prompt_tokens + len(self.stream.token_ids)
 
     @property
     def num_remaining(self) -> int:
-        """Output tokens still allowed."""
+        """Number of output tokens still allowed."""
         return self.request.params.max_tokens - len(self.stream.token_ids)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether a worker must compute log-probabilities of the whole prompt."""
+        """Whether a worker must compute logprobs of the whole prompt."""
         return self.request.params.prompt_logprobs >= 0 and not self.attempts.num_base_tokens
 
     @property
     def pools(self) -> bool:
-        """Whether the answer is the prompt's vector, which a prefill worker makes alone."""
+        """Whether the answer is a pooled vector, computed by a prefill worker without a decode worker."""
         return bool(self.request.params.pooling)
 
     @property
     def computes_all(self) -> bool:
-        """Whether a worker must compute the whole prompt: the cache has neither logits nor hidden states."""
+        """Whether the whole prompt must be computed: prefix caches store neither logits nor hidden states."""
         return self.wants_prompt_logprobs or self.request.params.pooling == "mean"
 
     def packed_prompt(self, num_output_tokens: int) -> bytes:
-        """The prompt of an attempt: the request's own, and the first tokens of its output."""
+        """Return the prompt of an attempt: the request's prompt and the first tokens of its output."""
         more = self.stream.token_ids[:num_output_tokens]
         return self._packed + pack_tokens(more) if more else self._packed
 
     def hashes(self, block_size: int) -> list[bytes]:
-        """Chained block hashes of the prompt and the output so far, each computed once."""
+        """Return the chained block hashes of the prompt and the output so far. Each is computed once."""
         hasher = self._hashers.get(block_size)
         if hasher is None:
             hasher = self._hashers[block_size] = self._prompt.hasher(block_size, self._known)
@@ -361,14 +364,17 @@ class RequestState:
         return self._prompt.extend(hasher, self.stream.token_ids)
 
     def needs(self, address: str) -> bool:
-        """Whether the request needs the worker. A prefill worker's part ends when the decode worker sends tokens."""
+        """Return whether the request still needs the worker at `address`.
+
+        A prefill worker is needed until the decode worker sends tokens.
+        """
         attempts = self.attempts
         needed = attempts.all if self.stage is not Stage.DECODE else (attempts.decode, attempts.successor)
         return any(one is not None and one.address == address for one in needed)
 
     @property
     def waits_for(self) -> Assignment | None:
-        """The worker that must send the next token."""
+        """Assignment of the worker that must send the next token."""
         attempts = self.attempts
         prefill = attempts.prefill
         if prefill is None or prefill.delivered or self.stage is not Stage.PREFILL or attempts.is_through_with(prefill):
@@ -377,7 +383,7 @@ class RequestState:
 
     @property
     def decoded_on(self) -> Assignment | None:
-        """The worker whose tokens come, in the decode stage; None in every other. Quicker than asking for the stage."""
+        """Assignment of the worker that decodes the request, None in other stages. Faster than checking `stage`."""
         attempts = self.attempts
         decode = attempts.decode
         if decode is None or not decode.delivered or self.done:
@@ -387,7 +393,7 @@ class RequestState:
     # ------------------------------------------------------------ changes
 
     def assign(self, assignment: Assignment, now: float) -> None:
-        """A worker was sent its part."""
+        """Record that an order was sent to a worker."""
         if self.attempts.prefill is None and self.attempts.decode is None:
             self._reports.queue_s += now - self.times.queued_at
         self.attempts.add(assignment)
@@ -396,19 +402,19 @@ class RequestState:
         self.on_move(self)
 
     def unassign(self, assignment: Assignment) -> None:
-        """End the worker's part."""
+        """End a worker's part."""
         self._reports.end(assignment)
         self.attempts.remove(assignment)
         self.on_move(self)
 
     def record_failure(self, failed: Assignment, reason: str, now: float, *, died: bool) -> None:
-        """A worker failed the request, or `died`."""
+        """Record a failed or dead worker."""
         self.attempts.record_failure(failed, reason, died=died)
         self.times.progress_at = now
         self.stream.drop_ahead()
 
     def succeed(self, now: float) -> tuple[Assignment, Assignment]:
-        """Put the worker that took over the stream in place of the one before; both of them, the old one first."""
+        """Replace the decode worker by the hand-over target. Returns the old and the new assignment."""
         attempts = self.attempts
         before, successor = attempts.decode, attempts.successor
         if before is None or successor is None:
@@ -423,12 +429,12 @@ class RequestState:
         return before, successor
 
     def renew(self, assignment: Assignment, now: float) -> None:
-        """The worker reports progress without a token."""
+        """Record progress that a worker reported without a token."""
         if assignment is self.waits_for:
             self.times.renewed_at = now
 
     def receive(self, assignment: Assignment, delta: TokenDelta, now: float) -> bool:
-        """Merge tokens that a worker sent; True when the stream grew or ended. Raises StreamConflict."""
+        """Merge tokens from a worker. Return True if the stream grew or ended. Raises StreamConflict."""
         if delta.timeline is not None:
             assignment.timeline = delta.timeline
         try:
@@ -445,7 +451,7 @@ class RequestState:
         return grew
 
     def receive_prompt_result(self, result: PromptResult, now: float) -> None:
-        """Take log-probabilities of the prompt, or its vector, that a worker sent. Raises StreamConflict."""
+        """Process prompt logprobs or a pooled vector from a worker. Raises StreamConflict."""
         if isinstance(result, PooledOutput):
             self.stream.add_pooled(result.values)
         else:
@@ -453,11 +459,11 @@ class RequestState:
         self.times.progress_at = now
 
     def fail(self, error: RequestError) -> None:
-        """End the stream with an error, behind the tokens that came before."""
+        """End the stream with an error, which is raised after the tokens received before."""
         self._error, self.done = error, True
 
     def take_event(self) -> TokenEvent | None:
-        """All tokens that came since the last call, or None. Raises the request's error behind the last of them."""
+        """Return all new tokens as an event, or None. Raises the request's error after the last event."""
         stream = self.stream
         if stream.num_pending or stream.finish_reason:
             token_ids, logprobs = stream.take()
@@ -475,9 +481,9 @@ class RequestState:
         return None
 
     def timeline(self) -> RequestTimeline:
-        """The request's life so far."""
+        """Return the latency breakdown so far."""
         return self._reports.timeline(self.attempts, self.forecast)
 
 
 def _nothing(state: RequestState) -> None:
-    """Nothing follows the request."""
+    """Default of `on_move`."""

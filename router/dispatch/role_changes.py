@@ -1,7 +1,7 @@
-"""Carries out what `RolePolicy` decides: the orders of one decision at a time, by one router.
+"""Executes the decisions of `RolePolicy`, one at a time, on one router.
 
-Each worker tells all routers which of them plans (`WorkerHeartbeat.planner`): the one with the least id. A router gives
-orders only while every ready worker names it, so routers that see different workers do nothing rather than quarrel.
+All workers report in their heartbeats which router plans (`WorkerHeartbeat.planner`): the one with the lowest id. A
+router gives orders only while every ready worker names it. Routers that see different workers therefore do nothing.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from router.policy import (
 
 log = logging.getLogger(__name__)
 ANSWER_S = 2.0
-"""How long a worker with an order may seem ready in its old role; after that it did not obey, or went back to it."""
+"""Time for a worker with an order to leave its old role, in seconds. After it, the order counts as not followed."""
 
 
 LOOK_S = 0.5
-"""How often changes of roles are considered: each time looks at all workers."""
+"""Interval at which role changes are considered, in seconds. Each evaluation iterates over all workers."""
 
 
 @dataclass(slots=True)
-class _Open:
-    """An order whose worker has not changed yet."""
+class _Order:
+    """An order that its worker has not executed yet."""
 
     change: RoleChange
     answer_by: float
 
 
 class RoleChanges:
-    """Does nothing without `--role-change`. Without a `forecaster` only what is measured decides."""
+    """Role changes. Does nothing without `--role-change`. Without a `forecaster` only measurements count."""
 
     def __init__(
         self,
@@ -67,33 +67,33 @@ class RoleChanges:
                 interval_s=CHANGE_INTERVAL_S,
             )
         )
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, _Order] = {}
         self._num_seen = 0
         self._num_refused = Counter[Role]()
         self._forecast: SplitForecast | None = None
         self._forecast_at = -LOOK_S
 
-    # ------------------------------------------------------------ what requests tell
+    # ------------------------------------------------------------ request statistics
 
     def arrived(self, num_prompt: int, num_cached: int, most_output: int, now: float) -> None:
-        """Count a request that came, whatever becomes of it."""
+        """Count a new request, whatever its outcome."""
         if self._forecaster is not None:
             self._forecaster.arrived(num_prompt, num_cached, most_output, now)
 
     def turned_away(self, now: float) -> None:
-        """Count a request that was refused before it was read."""
+        """Count a request that was rejected before its body was read."""
         if self._forecaster is not None:
             self._forecaster.turned_away(now)
 
     def ended(self, num_prompt: int, num_output: int) -> None:
-        """Count a request that was answered."""
+        """Count a completed request."""
         if self._forecaster is not None:
             self._forecaster.ended(num_prompt, num_output)
 
     # ------------------------------------------------------------ orders
 
     def tick(self, now: float, num_waiting: int = 0) -> None:
-        """Order changes if some are due; at each tick. `num_waiting` requests are on no worker."""
+        """Order role changes that are due. Called at each tick. `num_waiting` requests are on no worker."""
         if not self._is_on:
             return
         if self._num_seen != (seen := sum(self._registry.role_changes.values())):
@@ -113,7 +113,7 @@ class RoleChanges:
             self._order(change, now)
 
     def _predicted(self, num_ready: int, num_waiting: int, now: float) -> SplitForecast | None:
-        """What each split would miss, as of at most `LOOK_S` ago."""
+        """Return the forecast for each split, at most `LOOK_S` old."""
         if self._forecaster is not None and now - self._forecast_at >= LOOK_S:
             least_of, workers = self._policy.limits.least_of, self._registry.workers.values()
             least, most = least_of("prefill"), num_ready - least_of("decode")
@@ -124,13 +124,12 @@ class RoleChanges:
     def _order(self, change: RoleChange, now: float) -> None:
         worker = self._registry.workers[change.address]
         if not self._send(change.address, ChangeRole(role=change.role, reason=change.reason)):
-            return  # the policy waits for its interval, and finds the worker or another one
-        where = f"{worker.worker_id} ({worker.address})"
-        log.info("worker %s is to change from %s to %s: %s", where, worker.role, change.role, change.reason)
-        self._open[change.address] = _Open(change, now + ANSWER_S)
+            return  # the policy waits for its interval and tries again
+        log.info("%s: ordering role change from %s to %s: %s", worker.name, worker.role, change.role, change.reason)
+        self._open[change.address] = _Order(change, now + ANSWER_S)
 
     def _follow(self, now: float) -> None:
-        """Close the orders whose workers have changed, will not, or are gone."""
+        """Close the orders whose workers have changed, failed to change, or are gone."""
         for address, order in list(self._open.items()):
             worker = self._registry.workers.get(address)
             if worker is not None and worker.state is WorkerState.DRAINING:
@@ -139,5 +138,5 @@ class RoleChanges:
                 del self._open[address]
             elif now > order.answer_by:
                 del self._open[address]
-                described = worker.describe(now)
-                log.warning("worker %s did not become a %s worker: %s", address, order.change.role, described)
+                why = worker.condition(now)
+                log.warning("%s: did not become a %s worker in %g s: %s", worker.name, order.change.role, ANSWER_S, why)

@@ -1,10 +1,10 @@
-"""When a request leaves a living worker that sends nothing for it. Pure.
+"""Detection of requests that a live worker no longer serves, because a message was lost. Pure.
 
-The worker may have lost a message, or its own message was lost: its heartbeats show neither. `QuietRequests` finds such
-requests without looking at each of them: a look at ten thousand takes ten milliseconds, four times a second.
+Heartbeats do not show lost messages. Checking all requests at each tick would take 10 ms for ten thousand, so each is
+checked only when its state can have changed:
 
-    add ─> asked at its time ── tokens came meanwhile ─> due again, that long after the last of them
-                             └─ it is quiet ─> asked again at the next time that can change the answer
+    add ─> checked when due ── tokens came since ─> due again, the same time after the last of them
+                             └─ silent ─> checked at the next time that can change the result
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from router.dispatch.request_state import Assignment, RequestState, Stage
 from router.fleet import Worker
 
 
-def least_quiet_s(config: RouterConfig) -> float:
-    """How long a request may be without a token before `why_left` need be asked."""
+def min_silence_s(config: RouterConfig) -> float:
+    """Return the minimum time without a token after which `silence_reason` can report silence."""
     return min(config.prefill_timeout_s, config.token_timeout_s, config.worker_timeout_s)
 
 
-def why_left(
+def silence_reason(
     state: RequestState, assignment: Assignment, config: RouterConfig, idle_since: float | None, now: float
 ) -> str:
-    """Why the request leaves the worker that it waits for; "" while the worker may still be computing.
+    """Return why the request must leave the worker that it waits for, or "" while the worker may still be computing.
 
-    A worker that makes progress without a token reports it, and the wait for the token starts again. `idle_since`:
-    since when the worker has had no request at all; None while it has some.
+    A worker that reports progress without a token restarts the timeout. `idle_since` is the time since which the worker
+    has had no request, None if it has some.
     """
     limit_s = _limit_s(state, config)
-    quiet_s = now - max(state.times.progress_at, state.times.renewed_at)
-    if quiet_s > limit_s:
+    silent_s = now - max(state.times.progress_at, state.times.renewed_at)
+    if silent_s > limit_s:
         return f"{assignment.name} sent no token for {now - state.times.progress_at:.1f} s in the {state.stage} phase"
     if now - state.times.progress_at > config.worker_timeout_s:
         if state.stream.has_gap:
@@ -42,9 +42,9 @@ def why_left(
 
 
 def next_time(state: RequestState, config: RouterConfig, idle_since: float | None, now: float, latest: float) -> float:
-    """When `why_left` may say something else: at the end of one of its waits, and at `latest`.
+    """Return the next time at which `silence_reason` may change its result: the end of a timeout, at most `latest`.
 
-    What comes until then begins waits that end later: tokens, and a heartbeat by which the worker is idle.
+    Events until then only start timeouts that end later.
     """
     ends = [
         max(state.times.progress_at, state.times.renewed_at) + _limit_s(state, config),
@@ -60,34 +60,34 @@ def _limit_s(state: RequestState, config: RouterConfig) -> float:
 
 
 SLOT_S = 0.05
-"""Requests are kept in slots of so many seconds, by the time at which they are due."""
+"""Resolution of the timer wheel that stores requests by due time, in seconds."""
 
 
-class QuietRequests:
-    """Asks of each request often enough to find a silent worker as soon as by asking of all at each tick.
+class SilenceDetector:
+    """Finds silent requests as early as a check of all of them at each tick would.
 
-    Nothing makes a worker silent within `least_quiet_s` of a request's last token, so each is asked that often.
+    No request becomes silent within `min_silence_s` of its last token, so each is checked at that interval.
     """
 
     def __init__(self, config: RouterConfig) -> None:
-        self._config, self._least_s = config, least_quiet_s(config)
+        self._config, self._least_s = config, min_silence_s(config)
         self._slots: dict[int, dict[str, RequestState]] = {}
 
     def add(self, state: RequestState) -> None:
-        """A new request, until it is discarded."""
+        """Track a new request until it is discarded."""
         self._put(state, state.times.progress_at + self._least_s)
 
     def discard(self, state: RequestState) -> None:
-        """The request is over."""
+        """Stop tracking a request."""
         if (slot := self._slots.get(_slot_of(state))) is not None:
             slot.pop(state.request.request_id, None)
 
     def silent(
         self, states: Collection[str], workers: Mapping[str, Worker], now: float
     ) -> list[tuple[RequestState, Assignment, str]]:
-        """Requests that leave a worker that looks healthy but lost a message, or whose message was lost, with why.
+        """Return the requests that must leave a healthy-looking worker, with the reason.
 
-        They come in the order of `states`, the ids of all requests.
+        They are in the order of `states`, the ids of all requests.
         """
         found: dict[str, tuple[RequestState, Assignment, str]] = {}
         due = [self._slots.pop(number) for number in [one for one in self._slots if one * SLOT_S <= now]]
@@ -101,7 +101,7 @@ class QuietRequests:
                     idle_since, assignment = None, state.waits_for
                     if assignment is not None:
                         idle_since = workers[assignment.address].life.idle_since
-                        if why := why_left(state, assignment, self._config, idle_since, now):
+                        if why := silence_reason(state, assignment, self._config, idle_since, now):
                             found[request_id] = (state, assignment, why)
                     self._put(state, next_time(state, self._config, idle_since, now, now + self._least_s))
         return [found[request_id] for request_id in states if request_id in found] if found else []

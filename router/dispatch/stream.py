@@ -1,4 +1,4 @@
-"""The one ordered token sequence of a request, merged from what its workers send."""
+"""Merges the tokens that the workers of a request send into one ordered sequence."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ class StreamConflict(Exception):
 
 
 class TokensDiffer(StreamConflict):
-    """The tokens are not those that were sent before. Sound workers may round differently."""
+    """The tokens differ from those received before. Healthy workers may round differently."""
 
 
 class TokenStream:
     """Merges deltas by output position, each position exactly once.
 
-    The first token comes twice, from the prefill and the decode worker, in either order: a known token is compared and
-    dropped. A delta that runs ahead waits. The stream never holds more than `max_tokens` tokens.
+    The first token arrives twice, from the prefill and the decode worker, in either order. Known tokens are compared
+    and dropped. A delta ahead of the stream is buffered. The stream contains at most `max_tokens` tokens.
     """
 
     def __init__(
         self, max_tokens: int, *, with_logprobs: bool, num_prompt_logprobs: int = 0, pooled_width: int = 0
     ) -> None:
-        """`num_prompt_logprobs`: log-probabilities of the prompt that must come before the first token, or 0.
+        """`num_prompt_logprobs`: logprobs of the prompt that must arrive before the first token, or 0.
 
-        `pooled_width`: numbers of the prompt's vector, which comes in place of tokens; 0 for a stream of tokens.
+        `pooled_width`: size of the pooled vector, which arrives instead of tokens; 0 for a stream of tokens.
         """
         self.pooled = b""
         self._pooled_width = pooled_width
@@ -45,16 +45,16 @@ class TokenStream:
 
     @property
     def has_gap(self) -> bool:
-        """Whether tokens wait for earlier ones."""
+        """Whether buffered tokens wait for earlier ones."""
         return bool(self._ahead)
 
     @property
     def num_pending(self) -> int:
-        """Tokens merged and not yet taken."""
+        """Number of merged tokens that were not taken yet."""
         return len(self.token_ids) - self._num_taken
 
     def add(self, delta: TokenDelta) -> bool:
-        """Merge a delta; True when the stream grew or ended. Raises StreamConflict."""
+        """Merge a delta. Return True if the stream grew or ended. Raises StreamConflict."""
         if self._is_plain and self._takes_next(delta):
             return True
         self._check(delta)
@@ -72,38 +72,38 @@ class TokenStream:
         return grew
 
     def add_prompt_logprobs(self, start: int, logprobs: tuple[TokenLogprobs, ...]) -> None:
-        """Merge log-probabilities of the prompt's tokens from position `start` on. Raises StreamConflict."""
+        """Merge logprobs of the prompt's tokens from position `start` on. Raises StreamConflict."""
         known, end = len(self._prompt_logprobs), start - 1 + len(logprobs)
         if start - 1 > known or end > self._num_prompt_logprobs:
-            here = f"{known} of {self._num_prompt_logprobs} are here"
+            here = f"{known} of {self._num_prompt_logprobs} received"
             raise StreamConflict(f"log-probabilities of the prompt's tokens {start} to {end}: {here}")
         self._prompt_logprobs.extend(logprobs[known - (start - 1) :])
 
     def add_pooled(self, values: bytes) -> None:
-        """Take the prompt's vector. Raises StreamConflict for one of another size, or that is not of finite numbers."""
+        """Store the pooled vector. Raises StreamConflict for a wrong size or non-finite numbers."""
         if len(values) != 4 * self._pooled_width:
-            raise StreamConflict(f"a vector of {len(values)} bytes, the request wants {self._pooled_width} numbers")
+            raise StreamConflict(f"a vector of {len(values)} bytes instead of {self._pooled_width} numbers")
         if not isfinite(sum(memoryview(values).cast("f"))):
-            raise StreamConflict("a vector that is not of finite numbers")
+            raise StreamConflict("a vector with non-finite numbers")
         self.pooled = values
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Log-probabilities of the prompt in the first call, none later."""
+        """Return the logprobs of the prompt in the first call, none later."""
         logprobs = () if self._prompt_logprobs_taken else tuple(self._prompt_logprobs)
         self._prompt_logprobs_taken = True
         return logprobs
 
     def drop_prompt_logprobs(self) -> None:
-        """Drop log-probabilities of the prompt that were not taken: another worker sends them again."""
+        """Drop logprobs of the prompt that were not taken: another worker will send them."""
         if not self._prompt_logprobs_taken:
             self._prompt_logprobs.clear()
 
     def drop_ahead(self) -> None:
-        """Drop what ran ahead: its sender no longer serves the request."""
+        """Drop buffered tokens: their sender no longer serves the request."""
         self._ahead.clear()
 
     def take(self) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
-        """All merged tokens not taken before, and their log-probabilities (empty unless the request wants some)."""
+        """Return all new tokens and their logprobs (empty if not requested)."""
         start, self._num_taken = self._num_taken, len(self.token_ids)
         token_ids = tuple(self.token_ids[start:])
         if not self._logprobs:
@@ -113,7 +113,7 @@ class TokenStream:
         return token_ids, logprobs
 
     def _takes_next(self, delta: TokenDelta) -> bool:
-        """Append one token in the middle of the sequence, as nearly every delta brings; False: it is none."""
+        """Append a single token in the middle of the sequence, the common case. Return False for any other delta."""
         token_ids, fresh = self.token_ids, delta.token_ids
         if (
             len(fresh) != 1
@@ -131,21 +131,21 @@ class TokenStream:
     def _check(self, delta: TokenDelta) -> None:
         end = delta.index + len(delta.token_ids)
         if end > self._max_tokens:
-            raise StreamConflict(f"tokens up to output position {end}, the request has {self._max_tokens}")
+            raise StreamConflict(f"tokens up to output position {end}; the request allows {self._max_tokens}")
         if len(self._prompt_logprobs) < self._num_prompt_logprobs:
             here = f"{len(self._prompt_logprobs)} of {self._num_prompt_logprobs}"
-            raise StreamConflict(f"tokens, but only {here} log-probabilities of the prompt")
+            raise StreamConflict(f"tokens after only {here} log-probabilities of the prompt")
         if self._pooled_width and (delta.token_ids or not self.pooled):
             raise StreamConflict(f"{len(delta.token_ids)} tokens and {len(self.pooled)} bytes of a vector")
         if delta.token_ids and not 0 <= min(delta.token_ids) <= max(delta.token_ids) < 2**32:
-            raise StreamConflict(f"no token ids: {delta.token_ids[:8]}")
+            raise StreamConflict(f"invalid token ids: {delta.token_ids[:8]}")
         if self._with_logprobs and len(delta.logprobs) != len(delta.token_ids):
             raise StreamConflict(f"{len(delta.logprobs)} logprobs for {len(delta.token_ids)} tokens")
 
     def _append(self, delta: TokenDelta) -> bool:
         known = self.token_ids[delta.index : delta.index + len(delta.token_ids)]
         if tuple(known) != delta.token_ids[: len(known)]:
-            raise TokensDiffer(f"other tokens from output position {delta.index} on than were sent before")
+            raise TokensDiffer(f"tokens that differ from those sent before, from output position {delta.index} on")
         fresh = delta.token_ids[len(known) :]
         self.token_ids.extend(fresh)
         if self._with_logprobs:

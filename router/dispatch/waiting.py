@@ -1,19 +1,21 @@
-"""Requests that were admitted and are on no worker, in the order in which they get places. Pure.
+"""Queue of admitted requests that are on no worker. Pure.
 
-1. Answers that have begun, oldest first: their streams stand still.
-2. The others by priority, the highest first.
-3. Of one priority, the class that got the fewest tokens for its share. Classes without a share of their own are one
-   class here, of share 1 (`token_counters.py`).
-4. Of one such class, the key that got the fewest tokens: a key with a thousand requests delays another's by one of its
-   own.
-5. Of one key, the request that must be computed soonest to be in time; then those that cannot be, and those without a
-   goal, the shortest first.
+Order:
 
-Nothing starves: each `ELDER_TURNS`th place goes to the oldest request, once it has waited `AGE_CAP_S`.
+1. Answers that have begun, oldest first: their streams are stalled.
+2. The others by priority, highest first.
+3. Within a priority, the class with the fewest tokens for its share. Classes without a share count as one class of
+share 1 (`token_counters.py`).
+4. Within such a class, the key with the fewest tokens. A key with a thousand requests delays a request of another key
+by one request.
+5. Within a key, the request that must start soonest to meet its goal. Then requests that are too late, and those
+without a goal, shortest first.
 
-A prompt also waits here although a worker would take it, once each worker has prompts for some steps (`Holding`). In
-the router the order of prompts is open: a prompt of higher priority, or of a key that got less, may still pass, and the
-first worker that has room takes the next prompt. A worker that has a few steps of prompts is busy all the same.
+Every `PLACEMENTS_PER_OLDEST`th placement goes to the oldest request that has waited `AGE_CAP_S`, so no request starves.
+
+A prompt is also held here, although a worker would accept it, once each worker has enough prompts for some steps
+(`HeldPrompts`). While it is held, a prompt of higher priority or of a key with fewer tokens may pass it, and the first
+worker with capacity takes the next prompt. A few steps of prompts keep a worker busy.
 """
 
 from __future__ import annotations
@@ -31,21 +33,21 @@ from router.fleet import Worker, WorkerRegistry
 from router.policy import Choice, TokenCounters, model_of, place_s, queued_s, step_tokens
 
 AGE_CAP_S = 10.0
-"""Shorter than `--queue-timeout-s`, at whose end a request fails."""
-ELDER_TURNS = 8
-"""Every so many places, one goes to the oldest request: enough to end every wait, and little for the others."""
+"""Age at which a request counts as old, in seconds. Shorter than `--queue-timeout-s`, after which a request fails."""
+PLACEMENTS_PER_OLDEST = 8
+"""One of this many placements goes to the oldest request: enough to end every wait, at little cost for the others."""
 OUTPUT_WEIGHT = 2
-"""Tokens of a prompt that count as much as one of an answer, which needs a step for itself."""
+"""Prompt tokens that count as much as one output token, which needs its own step."""
 
-Turn = tuple[float, int, float, str]
-"""The latest time to begin, tokens, when it was accepted, id: sorts the requests of a key."""
+SortKey = tuple[float, int, float, str]
+"""Sort key of a request: latest start time, number of tokens, time of arrival, id."""
 
 
 @dataclass(slots=True)
-class _Line:
-    """The waiting requests of a key in one lane. Held ones have `prompts_s` seconds, by id, `held_s` in all."""
+class _KeyQueue:
+    """Queued requests of a key in one lane. `prompts_s` maps ids of held requests to seconds, `held_s` is the sum."""
 
-    turns: list[Turn] = field(default_factory=list)
+    sort_keys: list[SortKey] = field(default_factory=list)
     held_s: float = 0.0
     prompts_s: dict[str, float] = field(default_factory=dict)
 
@@ -53,73 +55,73 @@ class _Line:
     def num_held(self) -> int:
         return len(self.prompts_s)
 
-    def in_turn(self, now: float) -> Iterator[str]:
-        """Ids, those that cannot be in time any more behind those that can. Over a copy; often the first is enough."""
-        late = bisect_left(self.turns, (now,))
-        return (turn[-1] for turn in (*self.turns[late:], *self.turns[:late]))
+    def in_order(self, now: float) -> Iterator[str]:
+        """Iterate over a copy of the ids: those that can meet their goal first."""
+        late = bisect_left(self.sort_keys, (now,))
+        return (sort_key[-1] for sort_key in (*self.sort_keys[late:], *self.sort_keys[:late]))
 
-    def add(self, state: RequestState) -> Turn:
-        insort(self.turns, turn := _turn(state))
+    def add(self, state: RequestState) -> SortKey:
+        insort(self.sort_keys, sort_key := _sort_key(state))
         if state.held_s is not None:
             self.prompts_s[state.request.request_id] = state.held_s
             self.held_s += state.held_s
-        return turn
+        return sort_key
 
-    def remove(self, state: RequestState, turn: Turn) -> None:
-        del self.turns[bisect_left(self.turns, turn)]
+    def remove(self, state: RequestState, sort_key: SortKey) -> None:
+        del self.sort_keys[bisect_left(self.sort_keys, sort_key)]
         if self.prompts_s.pop(state.request.request_id, None) is not None:
             self.held_s -= state.held_s or 0.0
 
     def before(self, num_tokens: int) -> tuple[float, int]:
-        """Seconds of held prompts whose turn comes before a new one of so many tokens without a goal; their number."""
-        earlier = self.turns[: bisect_left(self.turns, (math.inf, num_tokens + 1))]
-        found = [self.prompts_s[turn[-1]] for turn in earlier if turn[-1] in self.prompts_s]
+        """Return the seconds and number of held prompts before a new one of `num_tokens` tokens without a goal."""
+        earlier = self.sort_keys[: bisect_left(self.sort_keys, (math.inf, num_tokens + 1))]
+        found = [self.prompts_s[sort_key[-1]] for sort_key in earlier if sort_key[-1] in self.prompts_s]
         return sum(found), len(found)
 
 
 @dataclass(slots=True)
 class _Lane:
-    """The requests of one priority that have one share together: their keys divide what it gets."""
+    """Queued requests of one priority that have one share in common, which their keys divide."""
 
     share: float
-    lines: dict[str, _Line] = field(default_factory=dict)
+    queues: dict[str, _KeyQueue] = field(default_factory=dict)
     keys: TokenCounters = field(default_factory=TokenCounters)
 
-    def in_turn(self, now: float) -> Iterator[str]:
-        """Ids; whose turn it is may change with each one that is placed."""
-        return self.keys.in_turn({key: line.in_turn(now) for key, line in self.lines.items()})
+    def in_order(self, now: float) -> Iterator[str]:
+        """Iterate over the ids. The order may change with each placement."""
+        return self.keys.in_order({key: queue.in_order(now) for key, queue in self.queues.items()})
 
     def ahead(self, key: str, num_tokens: int) -> tuple[float, int]:
-        """Seconds of held prompts before a new request, and their number. Other keys get as much as its own."""
-        mine = self.lines.get(key, _Line())
+        """Return the seconds and number of held prompts before a new request. Other keys get as much as its own."""
+        mine = self.queues.get(key, _KeyQueue())
         mine_s, num_mine = mine.before(num_tokens) if num_tokens else (mine.held_s, mine.num_held)
-        others = [line for other, line in self.lines.items() if other != key]
-        held_s = mine_s + sum(min(line.held_s, mine_s) for line in others)
-        return held_s, num_mine + sum(min(line.num_held, num_mine) for line in others)
+        others = [queue for other, queue in self.queues.items() if other != key]
+        held_s = mine_s + sum(min(queue.held_s, mine_s) for queue in others)
+        return held_s, num_mine + sum(min(queue.num_held, num_mine) for queue in others)
 
     @property
     def held_s(self) -> float:
-        return sum(line.held_s for line in self.lines.values())
+        return sum(queue.held_s for queue in self.queues.values())
 
     @property
     def num_held(self) -> int:
-        return sum(line.num_held for line in self.lines.values())
+        return sum(queue.num_held for queue in self.queues.values())
 
 
 class WaitingRequests:
-    """The one queue of a router: new requests, and those that lost their workers."""
+    """The router's queue: new requests, and requests that lost their workers."""
 
     def __init__(self) -> None:
         self._states: dict[str, RequestState] = {}
         self._begun: dict[str, RequestState] = {}
-        self._turns: dict[str, Turn] = {}
-        self._lanes: dict[int, dict[str, _Lane]] = {}  # by priority and name: as many as there are classes, and kept
+        self._sort_keys: dict[str, SortKey] = {}
+        self._lanes: dict[int, dict[str, _Lane]] = {}  # by priority and name; never removed, as classes are few
         self._shares: dict[int, TokenCounters] = {}  # by priority, between its lanes
         self.num_held = 0
-        self._num_turns = 0  # since the oldest request had one
+        self._num_since_oldest = 0  # placements since the oldest request was placed
 
     def add(self, state: RequestState, now: float) -> None:
-        """Let a request wait; it has waited since `now`. A key that was absent gets no turns for that time."""
+        """Queue a request as of `now`. A key that was absent has not saved up sort_keys."""
         self.discard(state)
         state.times.queued_at = now
         self._states[state.request.request_id] = state
@@ -129,29 +131,29 @@ class WaitingRequests:
         self._insert(state)
 
     def hold(self, state: RequestState, prompt_s: float) -> None:
-        """A waiting request has a place only once prompts before it are computed; its own takes `prompt_s`."""
+        """Mark a queued request as held until earlier prompts are computed. Its own prompt takes `prompt_s`."""
         request = state.request
-        line = self._lane(state).lines[request.key]
-        line.remove(state, self._turns[request.request_id])
+        queue = self._lane(state).queues[request.key]
+        queue.remove(state, self._sort_keys[request.request_id])
         self.num_held += state.held_s is None
         state.held_s = prompt_s
-        self._turns[request.request_id] = line.add(state)
+        self._sort_keys[request.request_id] = queue.add(state)
 
     def placed(self, state: RequestState) -> None:
-        """A waiting request got a place: its class and key pay for the prompt, once the answer has begun no more."""
+        """Remove a request that was placed. Charges its class and key for the prompt, unless the answer has begun."""
         if state.request.request_id not in self._begun:
             self.charge(state, len(state.request.prompt_token_ids))
-        self._num_turns = 0 if state is next(iter(self._states.values()), None) else self._num_turns + 1
+        self._num_since_oldest = 0 if state is next(iter(self._states.values()), None) else self._num_since_oldest + 1
         self.discard(state)
 
     def charge(self, state: RequestState, num_tokens: int) -> None:
-        """The class and the key of a request got so many tokens."""
+        """Charge the class and key of a request for `num_tokens` tokens."""
         request, lane = state.request, self._lane(state)
         self._shares[request.priority].charge(request.lane, num_tokens, lane.share)
         lane.keys.charge(request.key, num_tokens)
 
     def discard(self, state: RequestState) -> None:
-        """The request was placed, or is over. Does nothing for one that does not wait."""
+        """Remove a request that was placed or has ended. Does nothing if it is not queued."""
         request_id = state.request.request_id
         if self._states.pop(request_id, None) is None or self._begun.pop(request_id, None) is not None:
             return
@@ -163,26 +165,26 @@ class WaitingRequests:
         return isinstance(state, RequestState) and state.request.request_id in self._states
 
     def __iter__(self) -> Iterator[RequestState]:
-        """The oldest first; over a copy, so requests may come and go meanwhile."""
+        """Iterate from the oldest, over a copy, so requests may be added and removed during the iteration."""
         return iter(list(self._states.values()))
 
     def __len__(self) -> int:
         return len(self._states)
 
-    def in_turn(self, now: float) -> Iterator[RequestState]:
-        """Each once, in the order in which places are given. Requests may be placed and discarded meanwhile."""
+    def in_order(self, now: float) -> Iterator[RequestState]:
+        """Iterate in placement order. Requests may be placed and discarded during the iteration."""
         seen: set[str] = set()
         for request_id in chain(list(self._begun), self._by_priority(now)):
-            yield from self._elder(now, seen)
+            yield from self._overdue_oldest(now, seen)
             if request_id not in seen and (state := self._states.get(request_id)) is not None:
                 seen.add(request_id)
                 yield state
 
     def ahead(self, one: RequestClass, key: str, num_tokens: int = 0) -> tuple[float, int]:
-        """Seconds of held prompts before a new request of a class and a key, and their number.
+        """Return the seconds and number of held prompts before a new request of a class and a key.
 
-        Other keys get as much as its own, and other lanes of its priority as much as their shares say. With
-        `num_tokens`, of a prompt without a goal, those that are longer come behind it; 0: all come before.
+        Other keys get as much as its own, and other lanes of its priority as much as their shares allow. With
+        `num_tokens`, the size of a prompt without a goal, longer prompts come after it. With 0, all come before.
         """
         lanes = self._lanes.get(one.priority, {})
         own = lanes.get(one.lane)
@@ -198,12 +200,12 @@ class WaitingRequests:
         return held_s, num_held
 
     def held(self, now: float) -> list[RequestState]:
-        """Held requests, in turn."""
-        return [state for state in self.in_turn(now) if state.held_s is not None]
+        """Return the held requests in order."""
+        return [state for state in self.in_order(now) if state.held_s is not None]
 
     @property
     def held_s(self) -> float:
-        """Seconds of all held prompts."""
+        """Total seconds of all held prompts."""
         return sum(lane.held_s for lanes in self._lanes.values() for lane in lanes.values())
 
     # ------------------------------------------------------------ inside
@@ -221,15 +223,19 @@ class WaitingRequests:
         return (lane for level, lanes in self._lanes.items() if level > priority for lane in lanes.values())
 
     def _by_priority(self, now: float) -> Iterator[str]:
-        """Ids of requests whose answer has not begun; whose turn it is may change with each one that is placed."""
+        """Iterate over the ids of requests whose answers have not begun. The order may change with each placement."""
         for priority in sorted(self._lanes, reverse=True):
-            lanes = {name: lane.in_turn(now) for name, lane in self._lanes[priority].items() if lane.lines}
-            yield from self._shares[priority].in_turn(lanes)
+            lanes = {name: lane.in_order(now) for name, lane in self._lanes[priority].items() if lane.queues}
+            yield from self._shares[priority].in_order(lanes)
 
-    def _elder(self, now: float, seen: set[str]) -> Iterator[RequestState]:
-        """The oldest request, when it has a turn before its own."""
+    def _overdue_oldest(self, now: float, seen: set[str]) -> Iterator[RequestState]:
+        """Yield the oldest request if one of its extra placements is due."""
         oldest = next(iter(self._states.values()), None)
-        if oldest is None or self._num_turns < ELDER_TURNS - 1 or now - oldest.times.queued_at <= AGE_CAP_S:
+        if (
+            oldest is None
+            or self._num_since_oldest < PLACEMENTS_PER_OLDEST - 1
+            or now - oldest.times.queued_at <= AGE_CAP_S
+        ):
             return
         if oldest.request.request_id not in seen:
             seen.add(oldest.request.request_id)
@@ -237,62 +243,62 @@ class WaitingRequests:
 
     def _insert(self, state: RequestState) -> None:
         request, lane = state.request, self._lane(state)
-        if not lane.lines:
+        if not lane.queues:
             self._shares[request.priority].join(request.lane)
-        if (line := lane.lines.get(request.key)) is None:
+        if (queue := lane.queues.get(request.key)) is None:
             lane.keys.join(request.key)
-            line = lane.lines[request.key] = _Line()
-        self._turns[request.request_id] = line.add(state)
+            queue = lane.queues[request.key] = _KeyQueue()
+        self._sort_keys[request.request_id] = queue.add(state)
 
     def _remove(self, state: RequestState) -> None:
         request, lane = state.request, self._lane(state)
-        line = lane.lines[request.key]
-        line.remove(state, self._turns.pop(request.request_id))
-        if not line.turns:
-            del lane.lines[request.key]
+        queue = lane.queues[request.key]
+        queue.remove(state, self._sort_keys.pop(request.request_id))
+        if not queue.sort_keys:
+            del lane.queues[request.key]
             lane.keys.leave(request.key)
-        if not lane.lines:
+        if not lane.queues:
             self._shares[request.priority].leave(request.lane)
 
 
-def _turn(state: RequestState) -> Turn:
+def _sort_key(state: RequestState) -> SortKey:
     request = state.request
     begin_at = state.times.accepted_at + request.ttft_s - (state.held_s or 0.0) if request.ttft_s > 0 else math.inf
     return begin_at, len(request.prompt_token_ids), state.times.accepted_at, request.request_id
 
 
 HOLD_STEPS, HOLD_S = 3, 0.1
-"""A worker has enough with prompts for so many full steps, and so many seconds: that bridges the way of a message."""
+"""Full steps, and seconds, of prompts that are enough for a worker. They cover the latency of a message."""
 
 
 def enough_s(worker: Worker) -> float:
-    """Seconds of prompts with which a worker is surely busy until the router hears from it again."""
+    """Return the seconds of prompts that keep a worker busy until its next report."""
     full = StepShape.of_prompt(0, step_tokens(worker))
     return max(HOLD_S, HOLD_STEPS * model_of(worker).seconds(full))
 
 
-class Holding:
-    """Says which requests of `waiting` are held, and how long that takes."""
+class HeldPrompts:
+    """Decides which queued requests are held, and predicts for how long."""
 
     def __init__(self, registry: WorkerRegistry, waiting: WaitingRequests) -> None:
         self._registry, self._waiting = registry, waiting
 
     @property
     def holds_any(self) -> bool:
-        """Whether a request is held."""
+        """Whether any request is held."""
         return self._waiting.num_held > 0
 
     def concerns(self, choice: Choice) -> bool:
-        """Whether the choice needs the pool that computes prompts: those that need it not are never held."""
+        """Return whether the choice needs the pool that computes prompts. Other requests are never held."""
         return choice.prefill is not None or not self._registry.ready("prefill")
 
     def room_in_s(self, choice: Choice, priority: int, now: float) -> float:
-        """Seconds until a worker like the chosen one has little to compute of at least `priority`; at most 0: now."""
+        """Return the seconds until a worker like the chosen one needs prompts of at least `priority`; <= 0: now."""
         first = choice.prefill or choice.decode
         if first is None:
             return 0.0
         if not first.life.suspect and (span_s := _room_in_s(first, priority, now)) <= 0.0:
-            return span_s  # as a rule: the others, of which there may be hundreds, need no look
+            return span_s  # the common case: skip the others, of which there may be hundreds
         fingerprint = first.identity.fingerprint
         spans_s = (
             _room_in_s(worker, priority, now)
@@ -302,25 +308,27 @@ class Holding:
         return min(spans_s, default=0.0)
 
     def before_s(self, one: RequestClass, key: str, num_tokens: int) -> float:
-        """Seconds of each worker that computes prompts until it is the turn of a new one of so many tokens.
+        """Return the seconds of each prompt-computing worker before a new prompt of `num_tokens` tokens is placed.
 
-        Without goals the shortest come first. With goals all that are held count: a prompt that passes takes from the
-        slack of the others.
+        Without goals, the shortest prompt comes first. With goals all held prompts count, because a prompt that passes
+        others uses up their slack.
         """
         if not self._waiting.num_held:
             return 0.0
         return self._waiting.ahead(one, key, 0 if one.ttft_s > 0 else num_tokens)[0] / self._num_workers
 
     def ahead(self, one: RequestClass, key: str) -> tuple[float, int]:
-        """What all held requests of this class and key and before them take: seconds of each worker that computes
-        prompts, and places of each decode worker."""
+        """Return the cost of the held requests up to this class and key.
+
+        That is seconds of each worker that computes prompts, and batch slots of each decode worker.
+        """
         if not self._waiting.num_held:
             return 0.0, 0
         seconds, num = self._waiting.ahead(one, key)
         return seconds / self._num_workers, -(-num // max(1, len(self._registry.ready("decode"))))
 
     def waits(self, now: float) -> Iterator[tuple[RequestState, float]]:
-        """Held requests in turn, with the seconds until a worker takes each."""
+        """Iterate over held requests in order, with the seconds until a worker takes each."""
         decode = self._registry.ready("decode")
         first = min(decode, key=place_s, default=None)
         before_s = 0.0
@@ -331,12 +339,12 @@ class Holding:
 
     @property
     def held_s(self) -> float:
-        """Seconds that all held prompts take of each worker."""
+        """Seconds of all held prompts for each worker."""
         return self._waiting.held_s / self._num_workers if self._waiting.num_held else 0.0
 
     @property
     def _num_workers(self) -> int:
-        """Workers that compute prompts: those of the prefill pool, or of the decode pool alone."""
+        """Number of workers that compute prompts: the prefill pool, or the decode pool if there is none."""
         return max(1, len(self._registry.ready("prefill") or self._registry.ready("decode")))
 
 
@@ -345,5 +353,5 @@ def _room_in_s(worker: Worker, priority: int, now: float) -> float:
 
 
 def _is_known(worker: Worker) -> bool:
-    """Whether something is known of prompts there: each step of a prefill worker has some."""
+    """Return whether prompt times are known. Every step of a prefill worker contains prompts."""
     return worker.load.step_model.knows_prompts or (worker.role == "prefill" and worker.load.step_model.is_known)

@@ -1,9 +1,9 @@
-"""How long new requests wait at workers, how long others have waited there, and which answers are decoded where. Pure.
+"""Predicted and observed waits of requests at workers, and the set of requests being decoded. Pure.
 
-`Decoding` is kept up to date by events, so that no tick looks at all requests:
+`Decoding` is updated by events, so that no tick iterates over all requests:
 
-    add ─> open ── look: tokens of its decode worker come ─> decoded ── it moves ─> open
-                                                            └────── it ends ─> gone
+    add ─> open ── look: tokens of its decode worker have arrived ─> decoded ── it moves ─> open
+                                                                     └────── it ends ─> removed
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from common.latency import StepShape
 from common.wire import MAX_PRIORITY, Role
 from router.dispatch.request_state import Assignment, RequestState, Stage
 from router.fleet import Worker
-from router.policy import place_s, step_tokens, terms_of, wait_s
+from router.policy import forecast_inputs, place_s, step_tokens, wait_s
 
 NUM_LATE = 4
-"""Requests that must have waited for some time before it counts: one alone may be a long prompt."""
+"""Minimum number of requests that must have waited before the wait counts. A single one may be a long prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """How many seconds a first token is predicted to wait for others, and the pool that has too few workers for it."""
+    """Predicted wait of a first token for other requests, and the role that is the bottleneck."""
 
     seconds: float
-    behind: Role
+    bottleneck: Role
 
 
 def observed_waits_s(waits: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """By address, how long `NUM_LATE` requests have waited at least; without addresses where fewer wait."""
+    """Return by address the time that at least `NUM_LATE` requests have waited. Omits addresses with fewer."""
     return {address: waits_s[-NUM_LATE] for address, waits_s in _sorted_by_address(waits).items()}
 
 
 def lasting_s(begun: Mapping[str, Mapping[str, float]], now: float) -> dict[str, float]:
-    """By address, how long half of its requests have been decoded; without addresses that decode only a few.
+    """Return by address the median decode time so far of its running requests. Omits addresses with only a few.
 
-    `begun`: when each of them began, by address and id. When load rises, the requests that have ended were quick: those
-    that run show sooner that a full batch is slow.
+    `begun` is the start of each request by address and id. When load rises, requests that have ended were fast; running
+    requests show sooner that a full batch is slow.
     """
     return {address: now - median_high(times.values()) for address, times in begun.items() if len(times) >= NUM_LATE}
 
 
 def _sorted_by_address(times: Iterable[tuple[str, float]]) -> dict[str, list[float]]:
-    """For each address with at least `NUM_LATE` times, all of them in order."""
+    """Return the sorted times of each address that has at least `NUM_LATE`."""
     by_address: dict[str, list[float]] = {}
     for address, seconds in times:
         by_address.setdefault(address, []).append(seconds)
@@ -54,7 +54,7 @@ def _sorted_by_address(times: Iterable[tuple[str, float]]) -> dict[str, list[flo
 
 
 def waits_of(states: Iterable[RequestState], workers: Mapping[str, Worker]) -> list[tuple[RequestState, float]]:
-    """Requests that wait for a first token, in the order of their placing, with the seconds until their turn."""
+    """Return requests that wait for a first token, in placement order, with the seconds until they start."""
     by_address: dict[str, list[tuple[RequestState, Assignment]]] = {}
     for state in states:
         assignment = state.waits_for
@@ -81,11 +81,11 @@ def wait_for(
     num_held: int = 0,
     meanwhile_s: float = 0.0,
 ) -> Wait:
-    """How long a prompt waits at `first`, which computes it, and its answer for a place at `decode`.
+    """Predict the wait of a prompt at `first`, which computes it, and of its answer for a batch slot at `decode`.
 
-    A worker that has computed nothing yet counts as idle, unless others wait there. The router holds `num_held`
-    requests before it for each decode worker, whose prompts take `held_s` seconds of `first`. A place that becomes free
-    while the prompt is computed, for `meanwhile_s` seconds, delays nothing.
+    A worker without any completed step counts as idle, unless requests wait there. The router holds `num_held` earlier
+    requests for each decode worker, whose prompts take `held_s` seconds of `first`. A batch slot that becomes free
+    within `meanwhile_s`, while the prompt is computed, causes no delay.
     """
     prompts_s = _prompts_s(first, now, priority) + held_s
     batch_s = place_s(decode, priority=priority, num_more=num_held) if decode is not None else 0.0
@@ -93,10 +93,12 @@ def wait_for(
 
 
 def waits_at_most(worker: Worker, limit_s: float, now: float, priority: int) -> bool:
-    """Whether a prompt waits no longer at a worker, by `wait_for`, nor its answer if that is a decode worker."""
-    terms = terms_of(worker)
-    all_s = max(worker.estimates.observed_s, (terms.waiting_s + terms.fresh_s) * worker.estimates.slowness)
-    if all_s <= limit_s and terms.num_requests < terms.num_places and not worker.estimates.observed_from:  # as a rule
+    """Return whether neither a prompt nor, on a decode worker, its answer waits longer than `limit_s` there."""
+    inputs = forecast_inputs(worker)
+    all_s = max(worker.estimates.observed_s, (inputs.waiting_s + inputs.fresh_s) * worker.estimates.slowness)
+    if (
+        all_s <= limit_s and inputs.num_requests < inputs.num_places and not worker.estimates.observed_from
+    ):  # common case
         return True
     if _prompts_s(worker, now, priority) > limit_s:
         return False
@@ -110,31 +112,31 @@ def _prompts_s(worker: Worker, now: float, priority: int) -> float:
 
 
 class Decoding:
-    """The requests of a router in two parts: those that a worker decodes, and the `open` ones, which are few."""
+    """The requests of a router in two sets: those being decoded, and the few `open` ones."""
 
     def __init__(self) -> None:
         self._numbers = count()
         self._open: dict[str, tuple[int, RequestState]] = {}
         self._number_of: dict[str, int] = {}
-        self._begun: dict[str, dict[str, float]] = {}  # by address of a decode worker, by id
+        self._begun: dict[str, dict[str, float]] = {}  # by address of the decode worker and request id
         self._address_of: dict[str, str] = {}
 
     def add(self, state: RequestState) -> None:
-        """A new request, until it is discarded."""
+        """Track a new request until it is discarded."""
         request_id = state.request.request_id
         number = self._number_of[request_id] = next(self._numbers)
         self._open[request_id] = (number, state)
         state.on_move = self._reopen
 
     def discard(self, state: RequestState) -> None:
-        """The request is over."""
+        """Stop tracking a request."""
         request_id = state.request.request_id
         self._number_of.pop(request_id, None)
         self._open.pop(request_id, None)
         self._forget(request_id)
 
     def look(self) -> None:
-        """Count the open requests that are decoded by now as such; before the two questions below."""
+        """Move open requests that are now decoded to the other set. Call before reading `open` and `begun`."""
         for _, state in list(self._open.values()):
             if (decode := state.decoded_on) is not None:
                 request_id = state.request.request_id
@@ -144,18 +146,18 @@ class Decoding:
 
     @property
     def open(self) -> list[RequestState]:
-        """Requests that were not being decoded at the last look or have moved since, in the order of their coming."""
+        """Requests that were not being decoded at the last `look`, or have moved since, in order of arrival."""
         return [state for _, state in sorted(self._open.values(), key=_number)]
 
     @property
     def begun(self) -> Mapping[str, Mapping[str, float]]:
-        """When the worker's first token came of each answer that it decodes, by its address and the request's id."""
+        """Time of the worker's first token for each answer that it decodes, by address and request id."""
         return self._begun
 
     # ------------------------------------------------------------ inside
 
     def _reopen(self, state: RequestState) -> None:
-        """It changed workers."""
+        """Process a change of workers."""
         request_id = state.request.request_id
         number = self._number_of.get(request_id)
         if number is not None and request_id not in self._open:

@@ -1,4 +1,4 @@
-"""The router's workers: connections, signs of life, and the load of each."""
+"""Tracks the router's workers: connections, liveness and load."""
 
 from __future__ import annotations
 

@@ -3,11 +3,11 @@ from router.fleet.booking import Booking
 from router.fleet.census import ModelCensus
 from router.fleet.discovery import DiscoveryStatus
 from router.fleet.fleet import CONTROL_HWM, MAX_DISCOVERED, WorkerFleet
-from router.fleet.lives import FleetEvent
 from router.fleet.prefix_index import PrefixHits, PrefixIndex
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker, WorkerState, by_fingerprint
 from router.fleet.worker_connection import WorkerConnection
+from router.fleet.worker_monitor import FleetEvent
 
 __all__ = [
     "Booking",

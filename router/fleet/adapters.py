@@ -1,8 +1,8 @@
-"""Which LoRA adapters the workers of a model hold, and which orders they lack. Pure.
+"""LoRA adapters loaded on the workers of a model, and the orders that are missing there. Pure.
 
-Workers own what is loaded. A name's newest version, whichever router gave it, is what all workers should have: this
-router tells it to those that have an older one or none. So workers that join or restart learn what the others have, a
-router that restarts learns it from the workers, and several routers need not know each other.
+Workers own what is loaded. The newest version of a name wins, whichever router issued it, and is sent to workers that
+have an older version or none. This way workers that join or restart catch up, a restarted router learns from the
+workers, and routers do not have to know each other.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker, WorkerState
 
 MAX_VERSION = 2**61
-"""A worker that tells of a newer one is not believed: no order could ever be newer."""
+"""Higher versions in reports are ignored, because no order could ever be newer."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownAdapter:
-    """A name that clients may ask for. `ready`: a worker that has it may be given work."""
+    """An adapter that clients may request. `ready`: a ready worker has loaded it."""
 
     name: str
     path: str
@@ -33,9 +33,9 @@ class KnownAdapter:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How far an order is: `missing` workers have not carried it out, `failures` say why some cannot.
+    """State of an order: `missing` workers have not executed it, `failures` contains error messages of workers.
 
-    `digest` is that of the weights that `num_loaded` workers have loaded by it. `superseded`: a newer one has come.
+    `digest` is that of the weights that `num_loaded` workers have loaded. `superseded`: a newer order exists.
     """
 
     missing: tuple[str, ...]
@@ -46,19 +46,19 @@ class Outcome:
 
 
 class FleetAdapters:
-    """The adapters of one model's workers, as their heartbeats tell. Belongs to the event loop."""
+    """The adapters of one model's workers, from their heartbeats. Not thread-safe: use only from the event loop."""
 
     def __init__(self, registry: WorkerRegistry) -> None:
         self._registry = registry
         registry.is_gone = self.is_gone
         self._newest: dict[str, SetAdapter] = {}
         self._digests: dict[str, tuple[int, str]] = {}
-        """By name, the digest that its version was last seen to have."""
+        """Last known (version, digest) by name."""
 
-    # ------------------------------------------------------------ what workers say
+    # ------------------------------------------------------------ worker reports
 
     def on_heartbeat(self, beat: WorkerHeartbeat, max_loras: int) -> list[SetAdapter]:
-        """The orders that this worker lacks."""
+        """Process a heartbeat. Returns the orders that this worker has missed."""
         if not max_loras:
             return []
         versions = {state.name: state.version for state in beat.adapters}
@@ -71,9 +71,10 @@ class FleetAdapters:
         ]
 
     def digest_of(self, name: str) -> str:
-        """The weights that a name stands for: of different files of one version, those that most ready workers have.
+        """Return the digest of the weights of a name.
 
-        "" for a name that stands for none, or for weights that no worker has loaded yet.
+        If workers loaded different files for the same version, the most frequent ones count. "" if the name is not
+        loaded, or no worker has loaded it yet.
         """
         order = self._newest.get(name)
         if order is None or not order.path:
@@ -87,19 +88,19 @@ class FleetAdapters:
         return digest if version == order.version else ""
 
     def has(self, name: str) -> bool:
-        """Whether a name stands for an adapter, which a worker may still be loading."""
+        """Return whether clients may request the name. A worker may still be loading it."""
         order = self._newest.get(name)
         return order is not None and bool(order.path) and bool(self.digest_of(name) or self._is_loading(order))
 
     def names(self) -> Iterator[KnownAdapter]:
-        """All adapters that clients may ask for."""
+        """Return all adapters that clients may request."""
         for name, order in sorted(self._newest.items()):
             if order.path and (digest := self.digest_of(name)):
                 ready = any(digest in worker.load.digests for role in ROLES for worker in self._registry.ready(role))
                 yield KnownAdapter(name, order.path, digest, ready)
 
     def is_gone(self, digest: str) -> bool:
-        """Whether no name stands for these weights any more, and no worker has them."""
+        """Return whether no name refers to these weights any more, and no worker has them."""
         if any(digest in worker.load.digests for worker in self._alive()):
             return False
         return all(self.digest_of(name) != digest for name in self._newest)
@@ -107,34 +108,34 @@ class FleetAdapters:
     # ------------------------------------------------------------ orders
 
     def order(self, name: str, path: str, now_us: int) -> SetAdapter:
-        """A new version of a name; "": it stands for nothing. Raises InvalidRequest when there are too many names."""
+        """Create a new version of a name; "" unloads it. Raises InvalidRequest if there are too many names."""
         if name not in self._newest and len(self._newest) >= MAX_ADAPTERS:
             self._forget()
             if len(self._newest) >= MAX_ADAPTERS:
-                raise InvalidRequest(f"there are {MAX_ADAPTERS} names of adapters already", param="lora_name")
+                raise InvalidRequest(f"lora_name: {MAX_ADAPTERS} adapter names are already in use", param="lora_name")
         before = self._newest.get(name)
         order = SetAdapter(name=name, version=max(now_us, before.version + 1 if before else 0), path=path)
         self._newest[name] = order
         return order
 
     def path_of(self, name: str) -> str:
-        """Where the adapter of a name lies; "" for a name that stands for none."""
+        """Return the folder of an adapter, "" if it is not loaded."""
         order = self._newest.get(name)
         return order.path if order is not None else ""
 
     def outcome(self, order: SetAdapter) -> Outcome:
-        """What the workers with places for adapters have made of an order."""
+        """Return how far an order has been executed by the workers that accept adapters."""
         newest = self._newest.get(order.name)
         missing, failures, digests = [], [], Counter[str]()
         for worker in self._alive():
             state = next((one for one in worker.load.adapters if one.name == order.name), None)
-            has_none = state is None and not order.path  # never heard of a name that stands for nothing
+            has_none = state is None and not order.path  # unloading a name that the worker never had
             if has_none or (state is not None and state.version > order.version):
                 continue
             if state is None or state.version < order.version or state.status == "loading":
-                missing.append(worker.address)
+                missing.append(worker.name)
             elif state.status == "failed":
-                failures.append(f"worker {worker.worker_id}: {state.message}")
+                failures.append(f"{worker.name}: {state.message}")
             elif state.status == "loaded":
                 digests[state.digest] += 1
         digest = max(digests, key=lambda one: (digests[one], one), default="")
@@ -142,7 +143,7 @@ class FleetAdapters:
         return Outcome(tuple(missing), tuple(failures), digests[digest], digest, superseded)
 
     def takers(self) -> list[Worker]:
-        """Ready workers with places for adapters."""
+        """Return the ready workers that accept adapters."""
         return [worker for role in ROLES for worker in self._registry.ready(role) if worker.identity.max_loras]
 
     # ------------------------------------------------------------ inside
@@ -157,7 +158,7 @@ class FleetAdapters:
         self._newest[state.name] = SetAdapter(name=state.name, version=state.version, path=path)
 
     def _forget(self) -> None:
-        """Forget the oldest name that stands for nothing."""
+        """Forget the oldest unloaded name."""
         gone = [order for order in self._newest.values() if not order.path]
         if gone:
             del self._newest[min(gone, key=lambda order: order.version).name]
@@ -168,7 +169,7 @@ class FleetAdapters:
         return (one for one in workers if one.state in states and one.identity.max_loras)
 
     def _loaded(self, name: str, version: int) -> Mapping[str, int]:
-        """How many workers have loaded which weights as this version of a name."""
+        """Count the workers by digest that have loaded this version of a name."""
         found: Counter[str] = Counter()
         for worker in self._alive():
             for state in worker.load.adapters:

@@ -1,4 +1,4 @@
-"""Work that the router has sent to a worker and that has not ended: one booking each, and their sums."""
+"""Bookings: requests that the router has sent to a worker and that have not ended, and their sums."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from msgspec.structs import replace
 from common.latency import NOTHING, StepShape
 
 SIZE_CLASSES = 4
-"""Classes of sizes of prompts between one size and its double."""
+"""Size classes of prompts per doubling of the size."""
 
 
 class Booking(msgspec.Struct, frozen=True, gc=False):
-    """Work that was sent to a worker and has not ended yet: `prompt` is to be computed there, by `priority`.
+    """A request sent to a worker that has not ended. `prompt` is the part to compute there, with `priority`.
 
-    The worker's heartbeats count it once they acknowledge its `serial`. It took `num_blocks` when it was sent, for the
-    sequence's first `num_tokens` tokens, of which some were cached; `num_grown` more since then, and it will probably
-    take another `num_more`.
+    The worker's heartbeats include it once they acknowledge its `serial`. Initially it used `num_blocks` for the
+    sequence's first `num_tokens` tokens, some of them cached. It has grown by `num_grown` blocks, and is predicted to
+    grow by `num_more`.
     """
 
     serial: int
@@ -34,16 +34,15 @@ class Booking(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def num_held(self) -> int:
-        """Blocks that it takes now."""
+        """Number of blocks in use."""
         return self.num_blocks + self.num_grown
 
 
 @dataclass(slots=True)
 class BookedWork:
-    """Sums over bookings: requests, uncached prompt tokens, KV blocks now and `num_more` that will come. `prompt` is
-    all of the prompts as one step.
+    """Sums over bookings. `prompt` adds up all prompts as one step. `num_more` are predicted further blocks.
 
-    `by_priority` has the prompts and the number of requests of each priority.
+    `by_priority` contains the prompts and the number of requests of each priority.
     """
 
     num_requests: int = 0
@@ -57,9 +56,9 @@ class BookedWork:
         return self.prompt.num_tokens
 
     def below(self, priority: int) -> tuple[StepShape, int]:
-        """Prompts, and the number of requests, of lower priorities."""
+        """Return the prompts, and the number of requests, of lower priorities."""
         lower = [part for level, part in self.by_priority.items() if level < priority]
-        if not lower:  # as always where there is one class: this is asked of each worker for each request
+        if not lower:  # fast path: called for each worker and request
             return NOTHING, 0
         return StepShape.sum(prompt for prompt, _ in lower), sum(num for _, num in lower)
 
@@ -85,19 +84,19 @@ class BookedWork:
             self.by_priority[booking.priority] = (prompt - booking.prompt, num - 1)
 
     def resize(self, before: Booking, after: Booking) -> None:
-        """The booking's blocks have become more, or their prediction another."""
+        """Update after the blocks of a booking, or their prediction, changed."""
         self.num_blocks += after.num_held - before.num_held
         self.num_more += after.num_more - before.num_more
 
     def computed(self, booking: Booking) -> None:
-        """The booking's prompt is computed."""
+        """Update after the prompt of a booking was computed."""
         self.prompt -= booking.prompt
         prompt, num = self.by_priority[booking.priority]
         self.by_priority[booking.priority] = (prompt - booking.prompt, num)
 
 
 class PromptSizes:
-    """Prompts that are booked and not computed, in tokens by classes of sizes: each is a fifth larger than the last."""
+    """Histogram of booked prompts that are not computed yet, in tokens by size class (factor 2^(1/4))."""
 
     __slots__ = ("_num_tokens", "_total")
 
@@ -112,10 +111,7 @@ class PromptSizes:
         self._change(num_tokens, -num_tokens)
 
     def shorter_share(self, num_tokens: int) -> float:
-        """Of all their tokens, those of shorter prompts and of those of about the same size, which came before.
-
-        1 without any.
-        """
+        """Return the fraction of the tokens that are in prompts of about the same size or shorter; 1 if empty."""
         if not self._total:
             return 1.0
         size = _size_class(num_tokens)
@@ -139,14 +135,14 @@ def _size_class(num_tokens: int) -> int:
 
 @dataclass(slots=True)
 class Bookings:
-    """What this router has booked on one worker.
+    """This router's bookings on one worker.
 
-    `total` are the sums of all bookings, `fresh` of those that the worker's last report does not count yet; `ended` is
-    what that report counts and has ended since. `sizes`: those of booked prompts that are not computed.
+    `total` sums all bookings, `fresh` those that the worker's last report does not include yet. `ended` sums what that
+    report includes but has ended since. `sizes` covers booked prompts that are not computed.
 
-    `fresh_since`: from when on the worker can have computed what is left of the prompts in `fresh`, unless others came
-    before them. `turned_at`: when a prompt was computed, or came to an idle worker: a step began. `num_dispatched`:
-    all bookings since the worker was found.
+    `fresh_since`: time since which the worker can have computed what is left of the prompts in `fresh`, unless others
+    were first. `turned_at`: start of the current step, that is when a prompt was computed or reached an idle worker.
+    `num_dispatched` counts bookings since the worker was discovered.
     """
 
     by_serial: dict[int, Booking] = field(default_factory=dict)
@@ -158,14 +154,14 @@ class Bookings:
     turned_at: float = 0.0
     num_dispatched: int = 0
     reported_serial: int = -1
-    """The last booking that the worker's last report counts; -1 without a report."""
+    """Serial of the last booking included in the worker's last report; -1 without a report."""
 
     def __len__(self) -> int:
-        """The number of bookings that have not ended."""
+        """Return the number of active bookings."""
         return len(self.by_serial)
 
     def add(self, booking: Booking, now: float) -> None:
-        """Work is sent to the worker."""
+        """Add a booking for work sent to the worker."""
         self.by_serial[booking.serial] = booking
         if not self.total.num_tokens:
             self.turned_at = now
@@ -177,7 +173,7 @@ class Bookings:
         self.num_dispatched += 1
 
     def computed(self, booking: Booking, now: float) -> Booking | None:
-        """The prompt is computed: drop it from the booking, and return what is left; None if it has ended."""
+        """Remove the computed prompt from the booking. Returns the new booking, or None if it has ended."""
         if (known := self.by_serial.get(booking.serial)) is None:
             return None
         after = self.by_serial[booking.serial] = replace(known, prompt=NOTHING)
@@ -191,7 +187,7 @@ class Bookings:
         return after
 
     def resize(self, serial: int, num_grown: int, num_more: int) -> None:
-        """Set how many blocks a booking has gained and will gain, if it has not ended."""
+        """Set the grown and predicted blocks of a booking, if it is active."""
         if (before := self.by_serial.get(serial)) is None:
             return
         after = self.by_serial[serial] = replace(before, num_grown=num_grown, num_more=num_more)
@@ -200,7 +196,7 @@ class Bookings:
             self.fresh.resize(before, after)
 
     def release(self, booking: Booking) -> bool:
-        """The work has ended. False if it had ended before."""
+        """End a booking. Returns False if it had already ended."""
         if (known := self.by_serial.pop(booking.serial, None)) is None:
             return False
         self.total.remove(known)
@@ -212,7 +208,7 @@ class Bookings:
         return True
 
     def reported(self, serial: int, now: float) -> None:
-        """The worker reports, and counts all bookings up to this one."""
+        """Process a report of the worker that includes all bookings up to `serial`."""
         self.reported_serial, self.fresh_since = serial, now
         self.fresh.clear()
         self.ended.clear()
@@ -222,21 +218,21 @@ class Bookings:
             self.fresh.add(booking)
 
     def clear(self) -> None:
-        """The worker's life has ended, and with it all that was booked there."""
+        """End all bookings, because the worker's incarnation has ended."""
         self.by_serial.clear()
         self.total, self.fresh, self.ended = BookedWork(), BookedWork(), BookedWork()
         self.sizes, self.reported_serial = PromptSizes(), -1
 
     def is_fresh(self, booking: Booking) -> bool:
-        """Whether the last report does not count the booking yet."""
+        """Return whether the last report does not include the booking yet."""
         return booking.serial > self.reported_serial
 
 
 def peak_growth(bookings: Iterable[Booking]) -> int:
-    """The most blocks beyond those of now that these sequences will take at once, if all grow as is predicted.
+    """Return the predicted peak of additional blocks that these sequences use at the same time.
 
-    Sequences grow alike, and each gives up its blocks at its end: when the i-th last one ends, the i longest have grown
-    by what it has grown, and the others are gone (Gong et al., "Past-Future Scheduler", ASPLOS 2025).
+    Sequences grow at the same rate, and each frees its blocks at its end. When the i-th last one ends, the i longest
+    have grown by as much as it has, and the others have ended (Gong et al., "Past-Future Scheduler", ASPLOS 2025).
     """
     sizes = sorted(((one.num_more, one.num_held) for one in bookings), reverse=True)
     left = -sum(held for _, held in sizes)

@@ -1,9 +1,9 @@
-"""Divides workers among the models of one router: each worker says by its hello which model it serves.
+"""Assigns workers to the models of one router, by the model name in each worker's hello.
 
-    discovery or a list ──> addresses ── hello ──> model ──> the fleet of that model, which connects for good
-                                 └──────<── a hello of another model (the worker was started anew) ──┘
+    discovery or a list ──> addresses ── hello ──> model ──> the fleet of that model, which connects permanently
+                                 └──────<── a hello with another model (the worker was restarted) ──┘
 
-An address that has not said what it serves belongs to no fleet; the census asks it until it has.
+Addresses that have not sent a hello belong to no fleet. They are asked until they answer.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from common.wire.messages import RouterHello, ToRouter, WorkerHello
 from router.fleet.discovery import Endpoint, Publish, open_source
 from router.fleet.fleet import CLOSE_LINGER_MS, MAX_DISCOVERED, SOCKETS_PER_WORKER
 from router.fleet.readiness import SHOWN
+from router.fleet.worker import worker_name
 from router.fleet.worker_connection import ConnectionEvents, WorkerConnection
 
 log = logging.getLogger(__name__)
 
 HWM = 16
-"""Messages queued for one worker, and from it: it is only asked for its name."""
-SILENT = "has not said what it serves"
+"""Maximum number of queued messages for and from one worker, which is only asked for its hello."""
+SILENT = "no hello received"
 
 
 class ModelCensus:
-    """Owned by the router's event loop. `known` maps what workers call a model to the router's name of it."""
+    """Model assignment. Not thread-safe. `known` maps the workers' model names to the router's model names."""
 
     def __init__(
         self,
@@ -41,7 +42,7 @@ class ModelCensus:
         fleets: Mapping[str, Publish],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`fleets` take the endpoints of each model. Raises ConfigError."""
+        """`fleets` receive the endpoints of each model. Raises ConfigError."""
         self.failure = ""
         self._known, self._fleets, self._clock = known, fleets, clock
         self._heartbeat_s = config.heartbeat_s
@@ -57,6 +58,7 @@ class ModelCensus:
         self._endpoints = {address: Endpoint(role, address) for address, role in listed.items()}
         self._models: dict[str, str] = {}
         self._said: dict[str, str] = {}
+        self._names: dict[str, str] = {}
         self._published: dict[str, tuple[Endpoint, ...]] = dict.fromkeys(fleets, ())
         self._asked: dict[str, tuple[WorkerConnection, list[asyncio.Task[None]]]] = {}
         self._partings: set[asyncio.Task[None]] = set()
@@ -64,7 +66,7 @@ class ModelCensus:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Begin to ask; returns at once."""
+        """Start asking workers, and return."""
         self._context = zmq.asyncio.Context()
         self._context.set(zmq.MAX_SOCKETS, max(1024, SOCKETS_PER_WORKER * MAX_DISCOVERED + 64))
         self._tasks.append(self._own(asyncio.create_task(self._ask_forever(), name="census: ask")))
@@ -72,7 +74,7 @@ class ModelCensus:
             self._tasks.append(self._own(asyncio.create_task(self.source.run(), name="census: discovery")))
 
     async def close(self) -> None:
-        """End every task and socket."""
+        """Stop all tasks and close all sockets."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
@@ -84,35 +86,35 @@ class ModelCensus:
             self._context = None
 
     def reconcile(self, endpoints: Sequence[Endpoint]) -> None:
-        """Take `endpoints` as all workers that exist, whatever they serve."""
+        """Replace the list of all existing workers, whatever model they serve."""
         if len(endpoints) > MAX_DISCOVERED:
-            log.error("discovery found %d workers, the first %d are used", len(endpoints), MAX_DISCOVERED)
+            log.error("discovery: found %d workers, using only the first %d", len(endpoints), MAX_DISCOVERED)
         self._endpoints = {endpoint.address: endpoint for endpoint in endpoints[:MAX_DISCOVERED]}
-        for said in (self._models, self._said):
-            for address in said.keys() - self._endpoints.keys():
-                del said[address]
+        for known in (self._models, self._said, self._names):
+            for address in known.keys() - self._endpoints.keys():
+                del known[address]
         self._publish()
 
     def on_stranger(self, address: str, model: str) -> None:
-        """The worker at an address serves another model than it did: ask it again."""
+        """Ask a worker again that now serves another model."""
         if self._models.pop(address, None) is not None:
-            log.info("worker %s serves %s now", address, model)
+            log.info("%s: now serves %s", self._name(address), model)
             self._publish()
 
     def explain(self, role: Role, now: float) -> str:
-        """Why no worker of a role is known of some model: what the others say, or discovery."""
+        """Return why a model has no worker of a role: the state of workers without a known model, or of discovery."""
         unasked = [one for one, end in self._endpoints.items() if end.role == role and one not in self._models]
         if not unasked:
             found = "" if self.source is None else self.source.status.explain(role, now)
-            return found or f"no {role} worker says that it serves this model"
-        said = [f"{address} {self._said.get(address, SILENT)}" for address in unasked[:SHOWN]]
+            return found or f"no {role} worker serves this model"
+        said = [f"{self._name(address)}: {self._said.get(address, SILENT)}" for address in unasked[:SHOWN]]
         more = f"; and {len(unasked) - SHOWN} more" if len(unasked) > SHOWN else ""
-        return f"no {role} worker says that it serves this model ({'; '.join(said)}{more})"
+        return f"no {role} worker serves this model ({'; '.join(said)}{more})"
 
     # ------------------------------------------------------------ inside
 
     async def _ask_forever(self) -> None:
-        """Ask each address whose model is not known, once a heartbeat."""
+        """Ask each address whose model is unknown, once per heartbeat interval."""
         while True:
             unknown = self._endpoints.keys() - self._models.keys()
             for address in self._asked.keys() - unknown:
@@ -128,13 +130,13 @@ class ModelCensus:
         connection = WorkerConnection(address, self._router_id, self._events, HWM, self._curve)
         try:
             connection.open(self._context)
-        except zmq.ZMQError as error:  # most likely no descriptor is left: tried again with the next heartbeat
-            log.error("no connection to worker %s: %s", address, error)
+        except zmq.ZMQError as error:  # usually out of file descriptors; retried at the next heartbeat
+            log.error("%s: cannot connect: %s", self._name(address), error)
             connection.close(0)
             return
         link = [
-            self._own(asyncio.create_task(connection.receive(), name=f"census: receive {address}")),
-            self._own(asyncio.create_task(connection.watch(), name=f"census: watch {address}")),
+            self._own(asyncio.create_task(connection.receive(), name=f"census: receive from worker at {address}")),
+            self._own(asyncio.create_task(connection.watch(), name=f"census: watch worker at {address}")),
         ]
         self._asked[address] = connection, link
 
@@ -142,34 +144,36 @@ class ModelCensus:
         connection, link = self._asked.pop(address)
         for task in link:
             task.cancel()
-        parting = asyncio.create_task(_close(connection, link), name=f"census: part from {address}")
+        parting = asyncio.create_task(_close(connection, link), name=f"census: part from worker at {address}")
         self._partings.add(parting)
         parting.add_done_callback(self._partings.discard)
 
     def _on_message(self, address: str, message: ToRouter) -> None:
         if not isinstance(message, WorkerHello) or message.lost_router or address not in self._endpoints:
             return
+        self._names[address] = message.worker_id
         model = self._known.get(message.model)
         if model is None:
             if self._said.get(address) != (said := f"serves {message.model}"):
                 self._said[address] = said
-                log.info("worker %s %s, which is none of %s", address, said, ", ".join(self._fleets))
+                models = ", ".join(self._fleets)
+                log.info("%s: %s, which is not a model of this router: %s", self._name(address), said, models)
             return
         self._said.pop(address, None)
         if self._models.get(address) != model:
             self._models[address] = model
-            log.info("worker %s serves %s", address, model)
+            log.info("worker %s at %s: serves %s", message.worker_id, address, model)
             self._publish()
 
     def _on_cut(self, address: str) -> None:
         self._said.pop(address, None)
 
     def _on_problem(self, address: str, why: str) -> None:
-        """No connection can be made, or what the worker sends is no message."""
-        self._said[address] = f"cannot be understood: {why}"
+        """Record that no connection can be made, or that the worker's messages are invalid."""
+        self._said[address] = f"cannot be used: {why}"
 
     def _publish(self) -> None:
-        """Give each fleet its endpoints, if they have changed."""
+        """Send each fleet its endpoints, if they have changed."""
         for name, publish in self._fleets.items():
             of_model = [end for address, end in self._endpoints.items() if self._models.get(address) == name]
             if (endpoints := tuple(sorted(of_model))) != self._published[name]:
@@ -186,8 +190,11 @@ class ModelCensus:
             self.failure = f"router task '{task.get_name()}' ended: {error!r}"
             log.critical("%s", self.failure, exc_info=error)
 
+    def _name(self, address: str) -> str:
+        return worker_name(self._names.get(address, ""), address)
+
 
 async def _close(connection: WorkerConnection, link: Sequence[asyncio.Task[None]]) -> None:
-    """Close a connection once its loops have ended."""
+    """Close a connection after its tasks have ended."""
     await asyncio.gather(*link, return_exceptions=True)
     connection.close(CLOSE_LINGER_MS)

@@ -1,4 +1,4 @@
-"""Discovery of workers: endpoints, which of their conditions are believed, the state of discovery, and its sources."""
+"""Discovery of workers: endpoints, handling of failed readiness probes, discovery status, and sources."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from common.wire import Role
 
 @dataclass(frozen=True, slots=True, order=True)
 class Endpoint:
-    """`address` is a control address such as tcp://10.0.0.7:7001. `serving`: the worker passes its readiness probe.
+    """A worker by its control address, such as tcp://10.0.0.7:7001.
 
-    `terminating`: the worker is being ended, and its requests go on until then.
+    `serving`: it passes its readiness probe. `terminating`: it is being stopped, its requests continue until then.
     """
 
     role: Role
@@ -28,10 +28,10 @@ class Endpoint:
 
     @property
     def withheld(self) -> str:
-        """Why the worker gets no new work; "" when it may have some."""
+        """Reason for which the worker gets no new requests; "" if it may get some."""
         if self.terminating:
-            return "is being ended"
-        return "" if self.serving else "does not pass its readiness probe"
+            return "terminating"
+        return "" if self.serving else "readiness probe failing"
 
     @property
     def condition(self) -> str:
@@ -40,17 +40,17 @@ class Endpoint:
 
 
 class Publish(Protocol):
-    """Takes all present endpoints, in place of those before."""
+    """Receives the complete current list of endpoints."""
 
     def __call__(self, endpoints: Sequence[Endpoint]) -> None: ...
 
 
-def believed(endpoints: Sequence[Endpoint]) -> tuple[list[Endpoint], frozenset[Role]]:
-    """The endpoints as they are used, and the roles of which no readiness is believed.
+def effective_endpoints(endpoints: Sequence[Endpoint]) -> tuple[list[Endpoint], frozenset[Role]]:
+    """Return the effective endpoints, and the roles whose readiness is ignored.
 
-    Where every worker of a role fails its readiness probe, the fault is most likely with the probes: a node that cannot
-    report to the control plane has all its pods marked unready, though they serve. So that of a whole role counts for
-    nothing, as in Envoy's panic mode, and the workers' own heartbeats decide. Workers that are being ended stay so.
+    If every worker of a role fails its readiness probe, the probes are most likely at fault: a node that cannot reach
+    the control plane has all its pods marked unready although they serve. As in Envoy's panic mode, readiness is then
+    ignored for the whole role and the workers' own heartbeats decide. Terminating workers stay terminating.
     """
     staying = [endpoint for endpoint in endpoints if not endpoint.terminating]
     serving = {endpoint.role for endpoint in staying if endpoint.serving}
@@ -67,7 +67,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class DiscoveryStatus:
-    """`kind` is dns, file or kubernetes, `services` maps each name to look up to its role. Times are monotonic."""
+    """State of discovery.
+
+    `kind` is dns, file or kubernetes. `services` maps looked-up names to roles. Times are monotonic.
+    """
 
     kind: str
     services: Mapping[str, Role]
@@ -80,35 +83,35 @@ class DiscoveryStatus:
     _reminded_at: float = 0.0
 
     def synced(self, now: float) -> None:
-        """All names were looked up."""
+        """Record a successful lookup of all names."""
         if self.error:
-            log.warning("discovery (%s) works again after %.1f s", self.kind, now - self._failing_since)
+            log.warning("discovery (%s): works again after %.1f s", self.kind, now - self._failing_since)
         elif self.synced_at is None:
-            log.info("discovery (%s): %s", self.kind, self._listed())
+            log.info("discovery (%s): found %s", self.kind, self._listed())
         self.num_syncs["ok"] += 1
         self.synced_at, self.error = now, ""
 
     def failed(self, error: str, now: float) -> None:
-        """A lookup failed; the known workers stay."""
+        """Record a failed lookup. The known workers stay."""
         self.num_syncs["failed"] += 1
         if not self.error:
             self._failing_since = now
         if error != self.error or now - self._reminded_at >= REMIND_S:
             self._reminded_at = now
-            known = f"{len(self.endpoints)} known workers stay" if self.synced_at is not None else "no worker is known"
-            log.warning("discovery (%s) fails, %s: %s", self.kind, known, error)
+            known = "no worker is known" if self.synced_at is None else f"keeping {len(self.endpoints)} known workers"
+            log.warning("discovery (%s): lookup failed, %s: %s", self.kind, known, error)
         self.error = error
 
     def published(self, endpoints: Sequence[Endpoint]) -> None:
-        """The endpoints have changed."""
+        """Record a change of the endpoints."""
         self.endpoints = tuple(endpoints)
 
     def age_s(self, now: float) -> float:
-        """Seconds since all names were last looked up, or else since the start."""
+        """Return the seconds since the last successful lookup, or since the start."""
         return now - (self.started_at if self.synced_at is None else self.synced_at)
 
     def counts(self) -> dict[tuple[str, str], int]:
-        """Endpoints by role and condition, zeros included."""
+        """Return the number of endpoints by role and condition, including zeros."""
         roles = sorted(set(self.services.values()))
         counts = {(str(role), condition): 0 for role in roles for condition in ("serving", "unready", "terminating")}
         for endpoint in self.endpoints:
@@ -116,13 +119,14 @@ class DiscoveryStatus:
         return counts
 
     def explain(self, role: Role, now: float) -> str:
-        """Why there is no worker of a role, in one line; "" for a role that is not discovered."""
+        """Return in one line why there is no worker of a role; "" if the role is not discovered."""
         names = " and ".join(name for name, own in self.services.items() if own == role)
         if not names:
             return ""
         if self.synced_at is None:
-            return f"no {role} worker is known: {names} could not be looked up yet ({self.error or 'no answer yet'})"
-        stale = f"; not looked up for {self.age_s(now):.0f} s: {self.error}" if self.error else ""
+            why = self.error or "no answer yet"
+            return f"no {role} worker is known: {names} could not be looked up yet ({why})"
+        stale = f"; last successful lookup {self.age_s(now):.0f} s ago: {self.error}" if self.error else ""
         noun = "service" if self.kind == "kubernetes" else "name"
         return f"no {role} worker exists: the {role} {noun} {names} has no endpoints{stale}"
 
@@ -132,11 +136,11 @@ class DiscoveryStatus:
 
 
 DNS_INTERVAL_S = 5.0
-"""Seconds between two lookups of names."""
+"""Interval of DNS lookups, in seconds."""
 
 
 class Source(Protocol):
-    """Publishes the present endpoints whenever they change, and waits out failures of the network."""
+    """Publishes the current endpoints whenever they change. Retries after network failures."""
 
     @property
     def status(self) -> DiscoveryStatus: ...
@@ -145,7 +149,7 @@ class Source(Protocol):
 
 
 def open_source(config: RouterConfig, publish: Publish) -> Source | None:
-    """None for a static list, which needs no watching. Raises ConfigError."""
+    """Create the configured source; None for a static list. Raises ConfigError."""
     services: dict[str, Role] = dict.fromkeys(config.decode_services, "decode")
     services |= dict.fromkeys(config.prefill_services, "prefill")
     match config.discovery:
@@ -158,7 +162,7 @@ def open_source(config: RouterConfig, publish: Publish) -> Source | None:
 
             return DNSSource(services, publish, interval_s=DNS_INTERVAL_S)
         case "kubernetes":
-            # Imported here, because no other router needs this HTTP client.
+            # Imported lazily: no other source needs this HTTP client.
             from common.cluster import KubernetesClient
             from router.fleet.kubernetes_source import KubernetesSource
 

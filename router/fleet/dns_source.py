@@ -1,4 +1,4 @@
-"""Workers behind host names (HOST:PORT), which are looked up again and again; each address is one worker."""
+"""DNS source: looks up host names (HOST:PORT) periodically. Each address is one worker."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from common.wire import Role
 from router.fleet.discovery import DiscoveryStatus, Endpoint, Publish
 
 LOOKUP_TIMEOUT_S = 5.0
-"""How long one round waits for its lookups."""
+"""Time that one round waits for its lookups, in seconds."""
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 
 
 async def resolve(host: str, port: int) -> list[str]:
-    """The addresses of a host, off the event loop. Raises OSError."""
+    """Resolve a host without blocking the event loop. Raises OSError."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [str(address[0]) for *_, address in found]
 
@@ -27,8 +27,8 @@ async def resolve(host: str, port: int) -> list[str]:
 class DNSSource:
     """Publishes the addresses of all names until cancelled.
 
-    A name that cannot be looked up keeps its addresses: a worker that is gone shows by its connection. A name with
-    addresses of both families is reached by IPv4, or each worker would be listed twice.
+    A name that cannot be resolved keeps its addresses; a dead worker is detected by its connection. IPv4 is used for
+    names with addresses of both families, because each worker would be listed twice otherwise.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class DNSSource:
                 task.cancel()
 
     async def _round(self) -> None:
-        """Look every name up. A lookup that hangs goes on, and no second one of its name begins meanwhile."""
+        """Look up every name. A stalled lookup stays pending and is not repeated."""
         for name in self.status.services:
             if name not in self._pending:
                 host, _, port = name.rpartition(":")
@@ -66,14 +66,14 @@ class DNSSource:
         await asyncio.wait(self._pending.values(), timeout=self._timeout_s)
         problems = [problem for name in self.status.services if (problem := self._take(name))]
         if self._known:
-            self._tell()
+            self._publish_endpoints()
         if problems:
             self.status.failed("; ".join(problems), self._clock())
         else:
             self.status.synced(self._clock())
 
     def _take(self, name: str) -> str:
-        """Take the addresses of a finished lookup. Returns why there are none, or ""."""
+        """Store the addresses of a finished lookup. Returns why there are none, or ""."""
         task = self._pending[name]
         if not task.done():
             return f"{name}: no answer within {self._timeout_s:g} s"
@@ -84,7 +84,7 @@ class DNSSource:
             return f"{name}: {getattr(error, 'strerror', None) or error}"
         return ""
 
-    def _tell(self) -> None:
+    def _publish_endpoints(self) -> None:
         found = {
             address: Endpoint(role, address)
             for name, role in self.status.services.items()

@@ -1,4 +1,4 @@
-"""Workers that a file lists, which another program replaces when they change: a supervisor, or an operator's script.
+"""File source: workers listed in a file that another program replaces, such as a supervisor or a script.
 
 {"prefill": ["tcp://127.0.0.1:7001"], "decode": ["tcp://127.0.0.1:7002"], "leaving": ["tcp://127.0.0.1:7003"]}
 """
@@ -16,13 +16,13 @@ from common.wire import Role
 from router.fleet.discovery import DiscoveryStatus, Endpoint, Publish
 
 INTERVAL_S = 0.2
-"""Between two readings: the file is small and local."""
+"""Polling interval in seconds. The file is small and local."""
 MAX_BYTES = 1 << 20
-"""Thousands of addresses."""
+"""Maximum size of the file: thousands of addresses."""
 
 
 class _Listed(msgspec.Struct, forbid_unknown_fields=True):
-    """Control addresses by role. Those in `leaving` get no new work."""
+    """Control addresses by role. Those in `leaving` get no new requests."""
 
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
@@ -30,7 +30,7 @@ class _Listed(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class FileSource:
-    """Publishes what the file lists until cancelled. A file that cannot be read keeps the workers of before."""
+    """Publishes the workers in the file until cancelled. If the file cannot be read, the last ones stay."""
 
     def __init__(
         self,
@@ -45,13 +45,13 @@ class FileSource:
         self._path, self._publish, self._interval_s, self._clock = path, publish, interval_s, clock
 
     async def run(self) -> None:
-        """Read, and publish changes, until cancelled."""
+        """Poll the file and publish changes until cancelled."""
         while True:
             self.read()
             await asyncio.sleep(self._interval_s)
 
     def read(self) -> None:
-        """Read the file once: it is small and local."""
+        """Read the file once. Blocks, because the file is small and local."""
         try:
             with self._path.open("rb") as file:
                 content = file.read(MAX_BYTES + 1)

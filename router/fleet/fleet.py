@@ -1,4 +1,4 @@
-"""All connected workers: their connections, the tasks that serve them, and their state."""
+"""Fleet: connections to all workers, the tasks that serve them, and their state."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ import zmq.asyncio
 from common.config import RouterConfig
 from common.wire import Curve, Role, warn_of_readers
 from common.wire.messages import Message, RouterHeartbeat, RouterHello, ToRouter, WorkerHello
-from router.fleet.discovery import Endpoint, believed, open_source
-from router.fleet.lives import FleetEvent, FleetListener, WorkerLives
+from router.fleet.discovery import Endpoint, effective_endpoints, open_source
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.readiness import Pairing
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
 from router.fleet.worker_connection import ConnectionEvents, WorkerConnection
+from router.fleet.worker_monitor import FleetEvent, FleetListener, WorkerMonitor
 
 log = logging.getLogger(__name__)
 
 CONTROL_HWM = 10_000
-"""Messages that may be queued for one worker, and from it."""
+"""Maximum number of queued messages for one worker, and from it."""
 CLOSE_LINGER_MS = 200
-"""How long queued messages may take to leave when a connection closes."""
+"""Time for queued messages to be sent when a connection closes, in milliseconds."""
 MAX_DISCOVERED = 1024
-"""Workers that discovery may bring: a selector that matches a whole cluster must not cost all file descriptors."""
+"""Maximum number of discovered workers. A selector that matches a whole cluster must not exhaust file descriptors."""
 SOCKETS_PER_WORKER = 4
-"""ZeroMQ sockets, its own included."""
+"""ZeroMQ sockets per worker, including internal ones."""
 TURNS_TO_LISTEN = 16
-"""Turns of the event loop that a message may take from its socket to its reader: the fleet waits so many before it
-judges a worker's silence."""
+"""Iterations of the event loop that a message may need from socket to reader. The fleet waits for them before it judges
+a worker to be silent."""
 
 
 class WorkerFleet:
-    """Keeps a connection to each known worker, and its state in `registry` and `index` up to date.
+    """Connects to all known workers, and keeps `registry` and `index` up to date.
 
-    Workers are configured, or found by discovery; those come and go while the router runs.
+    Workers are configured or discovered. Discovered ones are added and removed while the router runs.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class WorkerFleet:
         clock: Callable[[], float] = time.monotonic,
         models: Collection[str] = (),
     ) -> None:
-        """With `models`, its workers come from a census by `reconcile`, and serve one of these names of a model."""
+        """With `models`, a `ModelCensus` supplies the workers of these model names through `reconcile`."""
         self.router_id = secrets.token_hex(8)
         self.registry = WorkerRegistry(
             () if models else config.prefill,
@@ -63,8 +63,8 @@ class WorkerFleet:
         self.index = PrefixIndex()
         self.failure = ""
         self._listener, self._clock, self._heartbeat_s = listener, clock, config.heartbeat_s
-        self._lives = WorkerLives(self.registry, self.index, listener, self._greet, self.send)
-        self.adapters = self._lives.adapters
+        self._monitor = WorkerMonitor(self.registry, self.index, listener, self._greet, self.send)
+        self.adapters = self._monitor.adapters
         self._hello = RouterHello(
             router_id=self.router_id, epoch=secrets.randbits(48), changes_roles=config.role_change
         )
@@ -92,7 +92,7 @@ class WorkerFleet:
         self._partings: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Connect to every worker; returns at once, workers become ready as they answer."""
+        """Start connecting to all workers, and return. Workers become ready as they answer."""
         self._context = zmq.asyncio.Context()
         most = max(len(self.connections), MAX_DISCOVERED if self.source is not None or self._models else 0)
         self._context.set(zmq.MAX_SOCKETS, max(1024, SOCKETS_PER_WORKER * most + 64))
@@ -103,7 +103,7 @@ class WorkerFleet:
             self._tasks.append(self._own(self.source.run(), "discovery"))
 
     async def close(self) -> None:
-        """End every task and socket; aborts that are queued for workers have a moment to leave."""
+        """Stop all tasks and close all sockets. Aborts queued for workers are sent for up to `CLOSE_LINGER_MS`."""
         tasks, self._tasks = [*self._tasks, *(task for link in self._links.values() for task in link)], []
         for task in tasks:
             task.cancel()
@@ -115,46 +115,46 @@ class WorkerFleet:
             self._context = None
 
     def send(self, address: str, message: Message) -> bool:
-        """Send without waiting; False when the worker cannot take the message now."""
+        """Send without blocking. Returns False if the worker cannot receive the message now."""
         connection = self.connections.get(address)
         return connection is not None and connection.send(message)
 
     def abort(self, address: str, request_id: str, attempt: int) -> None:
-        """Have the worker forget every attempt of the request up to this one, now or when it can be reached again."""
+        """Abort all attempts up to this one on the worker, now or when it is reachable again."""
         connection = self.connections.get(address)
         if connection is not None:
             connection.abort(request_id, attempt)
 
     def recent_events(self, now: float) -> tuple[FleetEvent, ...]:
-        """What happened to workers lately, the newest first."""
-        return self._lives.events.recent(now)
+        """Return the recent worker events, newest first."""
+        return self._monitor.events.recent(now)
 
     def reconcile(self, endpoints: Sequence[Endpoint]) -> None:
-        """Take `endpoints` as all workers that exist.
+        """Replace the list of all existing workers.
 
-        A missing worker gets no new work; what runs there goes on, and its connection closes once no request needs it.
-        Readiness that a whole role lacks is not believed.
+        A worker that is missing from the list gets no new requests. Its connection is closed once no request needs it.
+        If all workers of a role are unready, their readiness is ignored.
         """
         if len(endpoints) > MAX_DISCOVERED:
-            log.error("discovery found %d workers, the first %d are used", len(endpoints), MAX_DISCOVERED)
-        used, doubted = believed(endpoints[:MAX_DISCOVERED])
+            log.error("discovery: found %d workers, using only the first %d", len(endpoints), MAX_DISCOVERED)
+        used, doubted = effective_endpoints(endpoints[:MAX_DISCOVERED])
         for role in doubted - self._doubted:
-            log.warning("no %s worker passes its readiness probe: until one does, their own heartbeats decide", role)
+            log.warning("discovery: ignoring failed readiness probes, because all %s workers fail them", role)
         self._doubted = doubted
         self._wanted = {endpoint.address: endpoint for endpoint in used}
         self._refused.clear()
         self._follow()
 
-    # ------------------------------------------------------------ workers that come and go
+    # ------------------------------------------------------------ joining and leaving workers
 
     def _follow(self) -> None:
-        """Remove workers that are gone and unused, withhold those that are leaving, add those that are new."""
+        """Remove workers that are gone and unused, withhold those that are leaving, add new ones."""
         for address, worker in list(self.registry.workers.items()):
             endpoint = self._wanted.get(address)
             if endpoint is not None and endpoint.role == worker.home:
                 self._withhold(worker, endpoint.withheld)
             elif self._listener.uses(address):
-                self._withhold(worker, "is no longer listed")
+                self._withhold(worker, "no longer listed")
             else:
                 self._leave(worker)
         for address, endpoint in self._wanted.items():
@@ -164,8 +164,8 @@ class WorkerFleet:
     def _withhold(self, worker: Worker, why: str) -> None:
         if worker.withheld == why:
             return
-        log.info("worker %s (%s) %s", worker.address, worker.role, f"{why}: nothing new" if why else "is back")
-        self._lives.events.add("withheld" if why else "back", worker, self._clock(), why)
+        log.info("%s (%s): %s", worker.name, worker.role, f"no new requests: {why}" if why else "accepts new requests")
+        self._monitor.events.add("withheld" if why else "back", worker, self._clock(), why)
         if self.registry.withhold(worker.address, why):
             self._listener.on_ready(worker.address)
 
@@ -173,14 +173,14 @@ class WorkerFleet:
         connection = self._connection(endpoint.address)
         self.registry.add(endpoint.address, endpoint.role, endpoint.withheld)
         self.connections[endpoint.address] = connection
-        log.info("worker %s (%s) was found", endpoint.address, endpoint.role)
-        self._lives.events.add("found", self.registry.workers[endpoint.address], self._clock())
+        log.info("worker at %s (%s): discovered", endpoint.address, endpoint.role)
+        self._monitor.events.add("found", self.registry.workers[endpoint.address], self._clock())
         if self._context is None:
             return
         try:
             self._open(connection, self._context)
-        except zmq.ZMQError as error:  # most likely no descriptor is left: tried again when discovery has news
-            log.error("no connection to worker %s: %s", endpoint.address, error)
+        except zmq.ZMQError as error:  # usually out of file descriptors; retried at the next change of discovery
+            log.error("worker at %s: cannot connect: %s", endpoint.address, error)
             self._refused.add(endpoint.address)
             self._leave(self.registry.workers[endpoint.address])
 
@@ -188,12 +188,12 @@ class WorkerFleet:
         address = worker.address
         self.registry.remove(address)
         connection, link = self.connections.pop(address), self._links.pop(address, [])
-        for task in link:  # at once: no message may come from an address that is no longer registered
+        for task in link:  # immediately: no message may arrive from an address that is no longer registered
             task.cancel()
-        self._lives.on_gone(address)
-        log.info("worker %s (%s) is gone", address, worker.role)
-        self._lives.events.add("gone", worker, self._clock())
-        parting = asyncio.create_task(_part(connection, link), name=f"fleet: part from {address}")
+        self._monitor.on_gone(address)
+        log.info("%s (%s): removed: no longer listed", worker.name, worker.role)
+        self._monitor.events.add("gone", worker, self._clock())
+        parting = asyncio.create_task(_part(connection, link), name=f"fleet: part from worker at {address}")
         self._partings.add(parting)
         parting.add_done_callback(self._partings.discard)
 
@@ -204,8 +204,8 @@ class WorkerFleet:
         address = connection.address
         connection.open(context)
         self._links[address] = [
-            self._own(connection.receive(), f"receive {address}"),
-            self._own(connection.watch(), f"watch {address}"),
+            self._own(connection.receive(), f"receive from worker at {address}"),
+            self._own(connection.watch(), f"watch worker at {address}"),
         ]
 
     # ------------------------------------------------------------ inside
@@ -228,7 +228,7 @@ class WorkerFleet:
                 for _ in range(TURNS_TO_LISTEN):
                     await asyncio.sleep(0)
             now = self._clock()
-            self._lives.sweep(now)
+            self._monitor.sweep(now)
             self._follow()
             self._compare_layouts()
             self.index.expire(now)
@@ -243,17 +243,17 @@ class WorkerFleet:
             await asyncio.sleep(self._heartbeat_s)
 
     def _on_cut(self, address: str) -> None:
-        self._lives.on_cut(address, self._clock())
+        self._monitor.on_cut(address, self._clock())
 
     def _greet(self, address: str) -> None:
         self.connections[address].send(self._hello)
 
     def _on_message(self, address: str, message: ToRouter) -> None:
         if self._models and isinstance(message, WorkerHello) and message.model not in self._models:
-            # Not at once: the worker may leave by it, and this connection has more messages to pass on.
+            # Deferred: the callback may remove the worker, and this connection has more messages to process.
             asyncio.get_running_loop().call_soon(self.on_stranger, address, message.model)
             return
-        self._lives.on_message(address, message, self._clock())
+        self._monitor.on_message(address, message, self._clock())
         if isinstance(message, WorkerHello) and not message.lost_router:
             self.connections[address].flush_aborts()
 
@@ -265,6 +265,6 @@ class WorkerFleet:
 
 
 async def _part(connection: WorkerConnection, link: Sequence[asyncio.Task[None]]) -> None:
-    """Close a connection once its loops have ended."""
+    """Close a connection after its tasks have ended."""
     await asyncio.gather(*link, return_exceptions=True)
     connection.close(CLOSE_LINGER_MS)

@@ -1,9 +1,9 @@
-"""Workers behind Services of a Kubernetes cluster: their EndpointSlices, listed and then watched.
+"""Kubernetes source: lists and watches the EndpointSlices of Services.
 
-    list ─> publish ─> watch, publish at each event ─> a minute is over, or the watch broke ─> list ...
+    list ─> publish ─> watch, publish at each event ─> a minute has passed, or the watch broke ─> list ...
 
-Every watch begins with a list. So a missed event is made up for within a minute, and a watch that is refused as too old
-(410) needs no care of its own.
+Every watch begins with a list. A missed event is therefore corrected within a minute, and a watch that is rejected as
+too old (410) needs no special case.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from router.fleet.slices import (
 log = logging.getLogger(__name__)
 
 RELIST_S = 60.0
-"""Between two whole lists, in case a watch lost a change."""
+"""Interval of full lists, in seconds, in case a watch missed a change."""
 WATCH_SLACK_S = 5.0
-"""A watch that the server does not end this long after it should is a dead connection."""
+"""A watch that the server has not ended this many seconds after its timeout is treated as a dead connection."""
 PAGE_SIZE, MAX_PAGES = 500, 200
-"""Slices in one page of a list, and pages in one list."""
+"""Slices per page of a list, and maximum number of pages."""
 MIN_ROUND_S = 1.0
-"""Shorter rounds are spaced out like failures: a proxy that drops every watch must not cause a storm."""
+"""Shorter rounds are delayed like failures, so that a proxy that drops every watch does not cause a request storm."""
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
-"""The wait after the first bad round, which doubles up to the second number."""
+"""Delay after the first failed round, which doubles up to the second value, in seconds."""
 
 
 class KubernetesSource:
-    """Publishes the endpoints of the Services' slices. The last ones stay while the API server is away."""
+    """Publishes the endpoints of the Services. The last ones stay while the API server is unavailable."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class KubernetesSource:
             await self._client.close()
 
     async def _round(self) -> bool:
-        """One list and the watch that follows it; False when the list failed."""
+        """List once and watch. Returns False if the list failed."""
         try:
             version = await self._list()
         except KubernetesError as error:
@@ -89,11 +89,11 @@ class KubernetesSource:
         try:
             await self._watch(version)
         except KubernetesError as error:
-            log.info("discovery (kubernetes) lists again: the watch ended: %s", error)
+            log.info("discovery (kubernetes): the watch ended, listing again: %s", error)
         return True
 
     async def _list(self) -> str:
-        """List all slices, in place of those known. Returns the version to watch from."""
+        """List all slices. Returns the resource version to watch from."""
         store = SliceStore(self.status.services)
         params = {"labelSelector": self._selector, "limit": str(PAGE_SIZE)}
         for _ in range(MAX_PAGES):
@@ -102,14 +102,14 @@ class KubernetesSource:
                 store.put(found)
             if not page.metadata.continued:
                 self._store = store
-                self._tell()
+                self._publish_endpoints()
                 return page.metadata.resource_version
             params["continue"] = page.metadata.continued
         raise KubernetesError(f"more than {PAGE_SIZE * MAX_PAGES} slices")
 
     async def _watch(self, version: str) -> None:
-        """Follow the changes after `version` for about a minute."""
-        seconds = max(1, round(self._relist_s * (0.75 + self._chance() / 2)))  # so that routers do not list in step
+        """Process changes after `version` for about a minute."""
+        seconds = max(1, round(self._relist_s * (0.75 + self._chance() / 2)))  # jitter between routers
         params = {
             "labelSelector": self._selector,
             "watch": "1",
@@ -124,10 +124,10 @@ class KubernetesSource:
         match event.type:
             case "ADDED" | "MODIFIED":
                 self._store.put(parse(event.object, EndpointSlice))
-                self._tell()
+                self._publish_endpoints()
             case "DELETED":
                 self._store.remove(parse(event.object, EndpointSlice))
-                self._tell()
+                self._publish_endpoints()
             case "BOOKMARK":
                 pass  # the next watch begins with a list
             case "ERROR":
@@ -136,7 +136,7 @@ class KubernetesSource:
             case _:
                 raise KubernetesError(f"the API server sent an event of type {event.type[:50]!r}")
 
-    def _tell(self) -> None:
+    def _publish_endpoints(self) -> None:
         endpoints = self._store.endpoints()
         self.status.published(endpoints)
         self._publish(endpoints)
@@ -144,7 +144,7 @@ class KubernetesSource:
         if portless != self._portless:
             self._portless = portless
             if portless:
-                log.warning("discovery (kubernetes): %s: no port is named 'control'", ", ".join(portless))
+                log.warning("discovery (kubernetes): Service %s: no port is named 'control'", ", ".join(portless))
 
     def _explained(self, error: KubernetesError) -> str:
         if error.status == 403:

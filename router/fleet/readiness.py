@@ -1,4 +1,4 @@
-"""Why no worker of a role is ready, and which ready workers have no partner with the same KV layout. Pure."""
+"""Explains why no worker of a role is ready, and which ready workers have no peer with the same KV layout. Pure."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from common.wire import Role
 from router.fleet.worker import Worker, by_fingerprint
 
 SHOWN = 8
-"""Workers that one line names."""
+"""Maximum number of workers listed in one line."""
 
 
-def absence_of(role: Role, known: Collection[Worker], now: float, explain: Callable[[Role, float], str]) -> str:
-    """Empty when one of the workers is ready. `explain`: discovery's answer where none of the role is known."""
+def absence_reason(role: Role, known: Collection[Worker], now: float, explain: Callable[[Role, float], str]) -> str:
+    """Return why no worker of a role is ready, or "". `explain` is discovery's answer if no worker is known."""
     workers = [worker for worker in known if worker.role == role]
     if any(worker.ready for worker in workers):
         return ""
     if not workers and (num_away := sum(worker.home == role for worker in known)):
-        return f"no {role} worker is ready ({num_away} configured: they have changed their role)"
+        return f"no {role} worker is ready ({num_away} configured: all have changed their role)"
     if not workers:
         return explain(role, now) or f"no {role} worker is configured"
     listed = "; ".join(worker.describe(now) for worker in workers[:SHOWN])
@@ -28,7 +28,7 @@ def absence_of(role: Role, known: Collection[Worker], now: float, explain: Calla
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """Ready workers without a ready partner of the same fingerprint; empty while a pool has no ready worker at all."""
+    """Ids of ready workers without a ready peer of the same KV layout. Empty while a pool has no ready worker."""
 
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ class Pairing:
 
     @classmethod
     def of(cls, prefill: Sequence[Worker], decode: Sequence[Worker]) -> Pairing:
-        """The pairing of all ready workers."""
+        """Compute the pairing of all ready workers."""
         if not prefill or not decode:
             return cls()
         shared = by_fingerprint(prefill).keys() & by_fingerprint(decode).keys()
@@ -45,20 +45,20 @@ class Pairing:
         if not alone:
             return cls()
         return cls(
-            tuple(worker.address for worker in alone if worker.role == "prefill"),
-            tuple(worker.address for worker in alone if worker.role == "decode"),
+            tuple(worker.worker_id for worker in alone if worker.role == "prefill"),
+            tuple(worker.worker_id for worker in alone if worker.role == "decode"),
             not shared,
             "KV cannot pass between " + _layouts(prefill, shared) + " and " + _layouts(decode, shared),
         )
 
     @property
     def note(self) -> str:
-        """The warning of a router that is ready without any pair; "" when some pair exists."""
+        """Warning of a router that is ready without any pair; "" if there is a pair."""
         return f"no prefill worker can serve a decode worker: {self.reason}" if self.impossible else ""
 
 
 def _layouts(workers: Sequence[Worker], shared: set[str]) -> str:
-    """The layouts of one pool that the other lacks; all of them when it lacks none."""
+    """Describe the layouts of one pool that the other does not have, or all of them if there are none."""
     groups = by_fingerprint(workers)
     lacking = {fingerprint: group for fingerprint, group in groups.items() if fingerprint not in shared} or groups
     shown = [_layout(fingerprint, group) for fingerprint, group in sorted(lacking.items())[:SHOWN]]
@@ -67,6 +67,6 @@ def _layouts(workers: Sequence[Worker], shared: set[str]) -> str:
 
 def _layout(fingerprint: str, workers: Sequence[Worker]) -> str:
     hello = workers[0].identity
-    listed = ", ".join(worker.address for worker in workers[:SHOWN]) + (", ..." if len(workers) > SHOWN else "")
+    listed = ", ".join(worker.worker_id for worker in workers[:SHOWN]) + (", ..." if len(workers) > SHOWN else "")
     blocks = f"blocks of {hello.block_size} tokens"
     return f"{listed} (model {hello.model}, {blocks}, version {hello.version}, layout {fingerprint[:12]})"

@@ -1,4 +1,4 @@
-"""Which workers exist, which may be given work, and how much they have. Pure: `now` comes in, decisions go out."""
+"""Worker registry: which workers exist, which may get requests, and their load. Pure."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from common.observe import Ewma
 from common.wire import ROLES, Role
 from common.wire.messages import WorkerHeartbeat, WorkerHello
 from router.fleet.booking import Booking
-from router.fleet.estimates import FirstTokenLag, Rivals, TokenPace
-from router.fleet.readiness import absence_of
+from router.fleet.estimates import FirstTokenLag, OtherRouters, TokenPace
+from router.fleet.readiness import absence_reason
 from router.fleet.worker import SMOOTHING, Worker, WorkerState, order_of
 
 
 class BookedWorkers:
-    """Workers by address, and the books of what is booked on each."""
+    """Workers by address, with their bookings."""
 
     def __init__(self) -> None:
         self.workers: dict[str, Worker] = {}
         self.next_serial = 1
         self.on_changed: Callable[[Worker], None] = lambda worker: None
-        """Is told of a worker whose state, report or bookings changed, or that is gone and thus not ready."""
+        """Called with a worker whose state, report or bookings changed, or that was removed."""
 
     def book(
         self,
@@ -40,9 +40,9 @@ class BookedWorkers:
         num_tokens: int = 0,
         num_more: int = 0,
     ) -> Booking:
-        """Count work that is sent under `next_serial`: `prompt` to compute, `num_blocks` of KV to hold.
+        """Book work that is sent under `next_serial`: `prompt` to compute, and `num_blocks` of KV.
 
-        They hold `num_tokens` tokens, cached ones included, and the answer will probably need `num_more` blocks.
+        The blocks hold `num_tokens` tokens, including cached ones. The answer is predicted to need `num_more` blocks.
         """
         worker = self.workers[address]
         booking = Booking(self.next_serial, address, prompt, num_blocks, priority, num_tokens, 0, num_more)
@@ -52,7 +52,7 @@ class BookedWorkers:
         return booking
 
     def computed(self, booking: Booking, now: float) -> Booking:
-        """The prompt is computed: drop it from the booking, and return what is left of that."""
+        """Remove the computed prompt from the booking. Returns the remaining booking."""
         worker = self.workers.get(booking.address)
         after = worker.bookings.computed(booking, now) if worker is not None else None
         if worker is None or after is None:
@@ -61,42 +61,42 @@ class BookedWorkers:
         return after
 
     def resize(self, address: str, sizes: Mapping[int, tuple[int, int]]) -> None:
-        """Set how many blocks bookings have gained, and will gain, by serial. Those that have ended are left out."""
+        """Set the grown and predicted blocks of bookings by serial. Ignores bookings that have ended."""
         worker = self.workers[address]
         for serial, (num_grown, num_more) in sizes.items():
             worker.bookings.resize(serial, num_grown, num_more)
         self._changed(worker)
 
     def release(self, booking: Booking) -> None:
-        """The work has ended. Does nothing the second time, and once the worker's life has ended."""
+        """End a booking. Does nothing if it, or the worker's incarnation, has already ended."""
         worker = self.workers.get(booking.address)
         if worker is not None and worker.bookings.release(booking):
             self._changed(worker)
 
     def _changed(self, worker: Worker) -> None:
-        worker.terms = None
+        worker.forecast_inputs = None
         self.on_changed(worker)
 
 
 MAX_SLOWNESS = 8.0
-"""How many times later than predicted a first token counts at most."""
+"""Maximum ratio of measured to predicted time of a first token."""
 MAX_FORGIVEN = 4
-"""A router that was held up forgives silence for this many times `worker_timeout_s`."""
+"""Multiple of `worker_timeout_s` for which a delayed router tolerates silence."""
 NOT_READY = "connected, not ready yet"
 NOTHING_OBSERVED: Mapping[int, float] = MappingProxyType({})
 
 
 class WorkerRegistry(BookedWorkers):
-    """Workers by address. A worker's life is its epoch: a new epoch, silence or a cut connection ends it.
+    """Workers by address. A worker's incarnation is its epoch. It ends by a new epoch, silence or a broken connection.
 
-    Methods that may end a life return whether they did. All requests on the worker have then failed, and their
+    Methods that may end an incarnation return whether they did. Then all requests on the worker have failed, and their
     bookings are released.
     """
 
     def __init__(
         self, prefill: Iterable[str], decode: Iterable[str], *, worker_timeout_s: float, router_id: str = ""
     ) -> None:
-        """Each `router_id` has an order of its own for equal workers: routers that see the same loads spread."""
+        """`router_id` determines the order of equally good workers, so that several routers spread their load."""
         super().__init__()
         self.router_id = router_id
         self._ready: dict[Role, list[Worker]] = {}
@@ -107,33 +107,33 @@ class WorkerRegistry(BookedWorkers):
             self.add(address, "decode")
         self._worker_timeout_s = worker_timeout_s
         self.explain: Callable[[Role, float], str] = lambda role, now: ""
-        """Discovery's answer to why no worker of a role is known; "" without discovery."""
+        """Returns discovery's reason why no worker of a role is known; "" without discovery."""
         self.is_gone: Callable[[str], bool] = lambda digest: False
-        """Whether an adapter, by its digest, was unloaded everywhere."""
+        """Returns whether an adapter, by digest, was unloaded on all workers."""
         self.role_changes: Counter[tuple[str, str]] = Counter()
-        """How often workers changed their roles, by (from, to), whichever router had ordered it."""
+        """Number of role changes by (from, to), whichever router ordered them."""
         self._models: dict[Role, StepModel] = {}
         self._links: dict[Role, LinkModel] = {}
         self._last_sweep: float | None = None
-        self._rivals, self._pace = Rivals(), TokenPace()
+        self._other_routers, self._pace = OtherRouters(), TokenPace()
         self._lags = {role: FirstTokenLag() for role in ROLES}
         self._observed: list[Worker] = []
 
-    # ------------------------------------------------------------ which workers there are
+    # ------------------------------------------------------------ membership
 
     def add(self, address: str, role: Role, withheld: str = "") -> None:
         """Add a worker at a new address."""
         self.workers[address] = Worker(address, role, withheld=withheld, order=order_of(self.router_id, address))
 
     def remove(self, address: str) -> None:
-        """Forget the worker; releasing what was booked on it does nothing from now on."""
+        """Remove a worker. Releasing its bookings has no effect from now on."""
         worker = self.workers.pop(address)
         worker.state = WorkerState.UNKNOWN
         self._regroup()
         self._changed(worker)
 
     def withhold(self, address: str, why: str) -> bool:
-        """Give the worker no new work, or with "" give it work again. True when that makes it ready."""
+        """Withhold new requests from the worker for a reason, "" to resume. Returns True if that makes it ready."""
         worker = self.workers[address]
         was_ready = worker.ready
         worker.withheld = why
@@ -141,12 +141,12 @@ class WorkerRegistry(BookedWorkers):
         self._changed(worker)
         return worker.ready and not was_ready
 
-    # ------------------------------------------------------------ what workers say
+    # ------------------------------------------------------------ worker reports
 
     def on_hello(self, address: str, hello: WorkerHello, now: float) -> bool:
-        """The worker said who it is. True when that ends an earlier life at this address.
+        """Process a hello. Returns True if it ends an earlier incarnation at this address.
 
-        A dead worker that says hello again stays dead until a heartbeat shows that its engine turns.
+        A dead worker that sends a hello stays dead until a heartbeat shows that its engine runs.
         """
         worker = self.workers[address]
         new_life = worker.life.known_epoch != hello.epoch
@@ -162,13 +162,13 @@ class WorkerRegistry(BookedWorkers):
         worker.introduce(hello)
         worker.life.known_epoch = hello.epoch
         self._regroup()
-        if misfit := worker.misfit:
-            worker.state, worker.reason = WorkerState.UNKNOWN, misfit
+        if incompatibility := worker.incompatibility:
+            worker.state, worker.reason = WorkerState.UNKNOWN, incompatibility
         self._changed(worker)
         return ended
 
     def on_heartbeat(self, address: str, beat: WorkerHeartbeat, now: float) -> bool:
-        """The worker reports. True when its epoch is another than in its hello, which ends a life."""
+        """Process a heartbeat. Returns True if it ends an incarnation, because its epoch differs from the hello."""
         worker = self.workers[address]
         worker.life.last_seen, worker.life.unreadable = now, ""
         if worker.hello is None:
@@ -197,7 +197,7 @@ class WorkerRegistry(BookedWorkers):
         return died
 
     def on_cut(self, address: str) -> bool:
-        """The connection broke. Messages may be lost both ways, so the life ends; True when there was one."""
+        """Process a broken connection, which may have lost messages. Returns True if it ends an incarnation."""
         worker = self.workers[address]
         had_life = worker.hello is not None and worker.state is not WorkerState.DEAD
         self._end(worker, WorkerState.UNKNOWN, "not reachable")
@@ -205,7 +205,7 @@ class WorkerRegistry(BookedWorkers):
         return had_life
 
     def on_forgotten(self, address: str) -> bool:
-        """The worker took this router for dead and dropped its requests. True when that ends a life."""
+        """Process a hello with `lost_router`: the worker dropped this router's requests. Returns as `on_cut` does."""
         worker = self.workers[address]
         had_life = worker.hello is not None and worker.state in (
             WorkerState.CONNECTED,
@@ -213,39 +213,39 @@ class WorkerRegistry(BookedWorkers):
             WorkerState.DRAINING,
         )
         if had_life:
-            self._end(worker, WorkerState.UNKNOWN, "had lost this router")
+            self._end(worker, WorkerState.UNKNOWN, "the worker dropped this router's requests after silence")
             worker.introduce(None)
         return had_life
 
     def on_refused(self, address: str, why: str) -> None:
-        """No connection can be made: one side lacks keys, or does not trust those of the other."""
+        """Record why no connection can be made, such as missing or untrusted keys."""
         worker = self.workers[address]
         if worker.hello is None:
-            worker.reason = f"cannot be talked to: {why}"
+            worker.reason = f"connection refused: {why}"
 
     def on_unreadable(self, address: str, why: str) -> None:
-        """A frame of the worker was dropped."""
+        """Record why a frame of the worker was dropped."""
         self.workers[address].life.unreadable = why
 
     def on_request_failed(self, address: str, now: float) -> None:
-        """A living worker failed a request: after a few in a row, others are preferred for a while."""
+        """Record a request that failed on a live worker. Several in a row make it a suspect."""
         worker = self.workers[address]
         if worker.life.failed(now):
             self._changed(worker)
 
     def on_request_served(self, address: str) -> None:
-        """Tokens came from the worker."""
+        """Record that the worker has sent tokens."""
         worker = self.workers[address]
         if worker.life.served():
             self._changed(worker)
 
     def on_first_token(self, address: str, slowness: float) -> None:
-        """A first token took `slowness` times as long as predicted."""
+        """Record a first token that took `slowness` times the predicted time."""
         bounded = min(MAX_SLOWNESS, max(1.0 / MAX_SLOWNESS, slowness))
         self.workers[address].estimates.lateness.observe(math.log(bounded))
 
     def on_lone_prompt(self, role: Role, measured_s: float, predicted_s: float) -> None:
-        """A prompt that waited for no other had its first token after `measured_s`, by the model `predicted_s`."""
+        """Record the first token of a prompt that waited for no other: measured and predicted time in seconds."""
         self._lags[role].observe(measured_s, predicted_s)
 
     def on_observed(
@@ -254,14 +254,14 @@ class WorkerRegistry(BookedWorkers):
         lasting_s: Mapping[str, float],
         waits_from: Mapping[int, Mapping[str, float]] | None = None,
     ) -> None:
-        """By address, how long requests have waited for first tokens, and been decoded; of no others is that known.
+        """Update the observed waits for first tokens and decode times by address. Absent addresses are reset.
 
-        `waits_from`: how long those of at least such a priority have waited.
+        `waits_from`: the same waits for requests of at least a priority.
         """
         for worker in self._observed:
             worker.estimates.observe(0.0, 0.0, NOTHING_OBSERVED)
         waits_from = waits_from or {}
-        addresses = {*waits_s, *lasting_s, *chain.from_iterable(waits_from.values())}  # a few of a thousand
+        addresses = {*waits_s, *lasting_s, *chain.from_iterable(waits_from.values())}
         self._observed = [self.workers[address] for address in addresses if address in self.workers]
         for worker in self._observed:
             address = worker.address
@@ -269,22 +269,21 @@ class WorkerRegistry(BookedWorkers):
             worker.estimates.observe(waits_s.get(address, 0.0), lasting_s.get(address, 0.0), wait_from)
 
     def on_request_finished(self, address: str, decode_s: float, num_tokens: int = 0, predicted_s: float = 0.0) -> None:
-        """The worker decoded a request, from its first token to its last, in `decode_s` seconds.
+        """Record a request that the worker decoded in `decode_s` seconds from its first token to its last.
 
-        It had `num_tokens` tokens after the first, for each of which the worker's model predicted `predicted_s`.
+        It had `num_tokens` tokens after the first, predicted to take `predicted_s` each.
         """
         worker = self.workers[address]
         self._pace.observe(decode_s, num_tokens, predicted_s)
-        if (
-            decode_s or worker.estimates.service_s.value
-        ):  # 0 stands for unknown until the first request that took any time
+        # The average is 0, for unknown, until the first request that took any time.
+        if decode_s or worker.estimates.service_s.value:
             worker.estimates.service_s.observe(decode_s)
 
     def sweep(self, now: float) -> list[Worker]:
-        """Workers that just died of silence or of a stuck engine.
+        """Return the workers that just died, because they are silent or their engine is stuck.
 
-        A caller that was held up may have left messages unread, so it forgives silence, but within `MAX_FORGIVEN`:
-        a caller that is held up again and again must still notice a dead worker.
+        If the router itself was delayed, messages may be unread, so silence is tolerated. The tolerance is limited to
+        `MAX_FORGIVEN` timeouts, so that a router that is delayed repeatedly still detects dead workers.
         """
         late, held_up_s = self._is_late(now), now - (now if self._last_sweep is None else self._last_sweep)
         self._last_sweep, timeout_s, dead = now, self._worker_timeout_s, WorkerState.DEAD
@@ -303,85 +302,85 @@ class WorkerRegistry(BookedWorkers):
             if now - (worker.life.last_seen or 0.0) > timeout_s:
                 self._end(worker, dead, worker.life.silence(timeout_s))
                 died.append(worker)
-            elif beat is None or now - worker.life.step_changed <= beat.turn_limit_s:  # as a rule: no call for each
+            elif beat is None or now - worker.life.step_changed <= beat.turn_limit_s:  # fast path
                 continue
             elif worker.is_stuck(now) and self._judge(worker, now):
                 died.append(worker)
-        self._rivals.observe(self.ready("decode"))
-        rivals, pace = self._rivals.value, self._pace.value
+        self._other_routers.observe(self.ready("decode"))
+        other_routers, pace = self._other_routers.value, self._pace.value
         lags_s = {role: lag.seconds for role, lag in self._lags.items()}
         for worker in self.workers.values():
             estimates = worker.estimates
-            estimates.rivals, estimates.token_pace, estimates.lag_s = rivals, pace, lags_s[worker.role]
+            estimates.other_routers, estimates.token_pace, estimates.lag_s = other_routers, pace, lags_s[worker.role]
         return died
 
     def is_in_doubt(self, now: float) -> bool:
-        """Whether a sweep would come late or find a worker silent: read its messages first."""
+        """Return whether a sweep would be late or find a silent worker. Then read messages first."""
         known = [worker for worker in self.workers.values() if worker.hello and worker.state is not WorkerState.DEAD]
         return self._is_late(now) or any(
             now - (worker.life.last_seen or 0.0) > self._worker_timeout_s for worker in known
         )
 
     def needs_hello(self, address: str) -> bool:
-        """Whether to send the worker a hello rather than a heartbeat."""
+        """Return whether to send the worker a hello instead of a heartbeat."""
         worker = self.workers[address]
         return worker.hello is None or worker.state is WorkerState.DEAD
 
-    # ------------------------------------------------------------ what the router asks
+    # ------------------------------------------------------------ queries
 
     def ready(self, role: Role) -> list[Worker]:
-        """Workers that may get new work. Not to be changed."""
+        """Return the workers that may get new requests. The list must not be modified."""
         known = self._ready.get(role)
-        if known is None:  # kept: a decision must not look at each of a thousand to know
+        if known is None:  # cached: a decision must not iterate over a thousand workers
             known = [worker for worker in self.workers.values() if worker.ready and worker.role == role]
             self._ready[role] = known
         return known
 
     @property
     def draining(self) -> set[str]:
-        """Addresses of draining workers. Not to be changed."""
+        """Addresses of draining workers. The set must not be modified."""
         if self._draining is None:
             draining = (worker for worker in self.workers.values() if worker.state is WorkerState.DRAINING)
             self._draining = {worker.address for worker in draining}
         return self._draining
 
     def missing(self, role: Role, now: float) -> str:
-        """Why no worker of `role` is ready, in one line; "" when one is."""
-        return absence_of(role, self.workers.values(), now, self.explain)
+        """Return in one line why no worker of `role` is ready; "" if one is."""
+        return absence_reason(role, self.workers.values(), now, self.explain)
 
     def max_model_len(self) -> int:
-        """The longest sequence that every ready worker takes; 0 when none is ready."""
+        """Return the maximum sequence length over all ready workers; 0 if none is ready."""
         return min((worker.max_tokens for worker in self.workers.values() if worker.ready), default=0)
 
     # ------------------------------------------------------------ inside
 
     def _regroup(self) -> None:
-        """A worker became ready or draining, or is no longer so."""
+        """Invalidate the cached sets of ready and draining workers."""
         self._ready.clear()
         self._draining = None
 
     def _follow_role(self, worker: Worker, hello: WorkerHello) -> None:
-        """Take over the present role of a worker whose home is the configured one."""
+        """Update the role of a worker that was started in the configured role."""
         role = next((role for role in ROLES if role == hello.role), None)
         if role is None or role == worker.role or hello.home != worker.home:
             return
-        if worker.life.known_epoch is not None:  # else it had changed before this router knew it
+        if worker.life.known_epoch is not None:  # else it changed before this router connected
             self.role_changes[worker.role, role] += 1
         worker.role, worker.load.pool_model = role, self._models.get(role, StepModel())
 
     def _is_late(self, now: float) -> bool:
-        """Whether the last sweep is so long ago that messages may be unread."""
+        """Return whether the last sweep was so long ago that messages may be unread."""
         return self._last_sweep is not None and now - self._last_sweep > self._worker_timeout_s / 2
 
     def _judge(self, worker: Worker, now: float) -> bool:
-        """Set the state that the last heartbeat implies. True when the worker died of it."""
+        """Set the state implied by the last heartbeat. Returns True if the worker died."""
         beat, was = worker.load.beat, worker.state
         alive = was is not WorkerState.DEAD
-        if beat is None or worker.misfit:
+        if beat is None or worker.incompatibility:
             return False
         if worker.is_stuck(now):
             if alive:
-                stuck = f"stuck at step {beat.step} for more than {beat.turn_limit_s:g} s"
+                stuck = f"no step completed for more than {beat.turn_limit_s:g} s (step {beat.step})"
                 self._end(worker, WorkerState.DEAD, stuck, keep_beat=True)
             return alive
         if beat.draining:
@@ -399,7 +398,7 @@ class WorkerRegistry(BookedWorkers):
         self._forget(worker)
         worker.state, worker.reason = state, reason
         self._regroup()
-        if keep_beat:  # a stuck engine that still sends heartbeats stays dead until its step moves
+        if keep_beat:  # a stuck engine that still sends heartbeats stays dead until its step advances
             worker.load.beat, worker.life.step_changed = beat, step_changed
         self._changed(worker)
 

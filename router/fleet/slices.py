@@ -1,4 +1,4 @@
-"""EndpointSlices (discovery.k8s.io/v1): the fields that matter here, and the workers that they list. Pure."""
+"""EndpointSlices (discovery.k8s.io/v1): the relevant fields, and the workers that they list. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Metadata(msgspec.Struct, rename="camel"):
-    """The metadata of an object or a list. `continued` asks for a list's next page."""
+    """Metadata of an object or a list. `continued` is the token of a list's next page."""
 
     name: str = ""
     resource_version: str = ""
@@ -30,7 +30,7 @@ class Metadata(msgspec.Struct, rename="camel"):
 
 
 class Conditions(msgspec.Struct):
-    """Without values an endpoint is ready, serves if it is ready, and is not terminating."""
+    """Conditions of an endpoint. By default it is ready, serves if it is ready, and is not terminating."""
 
     ready: bool | None = None
     serving: bool | None = None
@@ -38,13 +38,13 @@ class Conditions(msgspec.Struct):
 
 
 class Target(msgspec.Struct):
-    """The pod behind an endpoint."""
+    """The pod of an endpoint."""
 
     uid: str = ""
 
 
 class SliceEndpoint(msgspec.Struct, rename="camel"):
-    """All `addresses` belong to one pod; clients use the first."""
+    """An endpoint. All `addresses` belong to one pod; the first is used."""
 
     addresses: list[str] | None = None
     conditions: Conditions | None = None
@@ -52,14 +52,14 @@ class SliceEndpoint(msgspec.Struct, rename="camel"):
 
 
 class Port(msgspec.Struct):
-    """A named port that all endpoints of a slice have."""
+    """A named port of all endpoints of a slice."""
 
     name: str | None = None
     port: int | None = None
 
 
 class EndpointSlice(msgspec.Struct, rename="camel"):
-    """A part of a Service's endpoints, of one family of addresses."""
+    """A part of a Service's endpoints, with addresses of one family."""
 
     metadata: Metadata
     address_type: str = "IPv4"
@@ -72,12 +72,12 @@ class EndpointSlice(msgspec.Struct, rename="camel"):
 
     @property
     def control_port(self) -> int:
-        """0 for a slice without one."""
+        """The control port; 0 if the slice has none."""
         return next((port.port or 0 for port in self.ports or () if port.name == PORT_NAME), 0)
 
 
 class SliceList(msgspec.Struct):
-    """A page of slices, all as of one moment."""
+    """A page of a consistent list of slices."""
 
     metadata: Metadata
     items: list[EndpointSlice]
@@ -91,43 +91,43 @@ class WatchEvent(msgspec.Struct):
 
 
 class ErrorStatus(msgspec.Struct):
-    """Why a watch cannot go on."""
+    """The reason why a watch ended."""
 
     code: int = 0
     message: str = ""
 
 
 def parse(data: bytes | msgspec.Raw, kind: type[T]) -> T:
-    """`data` as a `kind`. Raises KubernetesError if the API server sent anything else."""
+    """Parse `data` as a `kind`. Raises KubernetesError for unexpected data."""
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise KubernetesError(f"the API server sent what is no {kind.__name__}: {error}") from error
+        raise KubernetesError(f"unexpected answer of the API server, not a {kind.__name__}: {error}") from error
 
 
 class SliceStore:
-    """The slices that exist, by name. `services` maps the name of a Service to the role of its pods."""
+    """Existing slices by name. `services` maps Service names to the role of their pods."""
 
     def __init__(self, services: Mapping[str, Role]) -> None:
         self._services = services
         self._slices: dict[str, EndpointSlice] = {}
 
     def put(self, found: EndpointSlice) -> None:
-        """A slice is new, or has changed."""
+        """Add or replace a slice."""
         if found.service in self._services:
             self._slices[found.metadata.name] = found
         else:
             self.remove(found)
 
     def remove(self, gone: EndpointSlice) -> None:
-        """A slice was deleted."""
+        """Remove a deleted slice."""
         self._slices.pop(gone.metadata.name, None)
 
     def endpoints(self) -> tuple[Endpoint, ...]:
-        """Every worker once.
+        """Return every worker once.
 
-        While Kubernetes moves an endpoint between slices, both list it: it serves if either says so. A pod with
-        addresses of both families is reached by IPv4.
+        While Kubernetes moves an endpoint between slices, both list it; it serves if either reports so. IPv4 is used
+        for pods with addresses of both families.
         """
         with_ipv4 = {
             entry.target_ref.uid
@@ -150,7 +150,7 @@ class SliceStore:
         return tuple(sorted(merged.values()))
 
     def portless(self) -> list[str]:
-        """Services with endpoints but without a port named "control", by a mistake in their manifest."""
+        """Return the Services with endpoints but without a port named "control", which is an error in a manifest."""
         return sorted({found.service for found in self._slices.values() if found.endpoints and not found.control_port})
 
     def _endpoint(self, found: EndpointSlice, entry: SliceEndpoint) -> Endpoint | None:
@@ -164,14 +164,14 @@ class SliceStore:
 
 
 def _merge(one: Endpoint, other: Endpoint) -> Endpoint:
-    """One address that two slices list; behind Services of both roles it has the role of the first."""
+    """Merge two entries of one address. If Services of both roles list it, the first role is used."""
     return Endpoint(
         one.role, one.address, one.serving or other.serving, terminating=one.terminating and other.terminating
     )
 
 
 def _host(addresses: Iterable[Any]) -> str:
-    """The first address as the host of a URL; "" if it cannot be one."""
+    """Return the first address as the host of a URL; "" if it is invalid."""
     first = next(iter(addresses), "")
     try:
         ip = ipaddress.ip_address(first)

@@ -1,4 +1,4 @@
-"""One worker as the router sees it: its identity, its last report, and the work booked on it."""
+"""State of one worker as known to the router: identity, last report and bookings."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from common.wire.messages import AdapterState, WorkerHeartbeat, WorkerHello
 from router.fleet.booking import Bookings, peak_growth
 
 SMOOTHING = 0.1
-"""The share of one more request in a worker's averages."""
-MAX_STRIKES = 3
-"""A worker that failed so many requests in a row is a suspect, the longer the more often."""
+"""Smoothing factor of a worker's averages."""
+MAX_CONSECUTIVE_FAILURES = 3
+"""Consecutive failed requests after which a worker is a suspect."""
 SUSPECT_S, MAX_SUSPECT_S = 5.0, 60.0
-"""How long a worker that failed too often gets no requests: twice as long each time, up to the second number."""
+"""Time without requests for a suspect, which doubles with each failure up to the second value, in seconds."""
 FEW_BLOCKS = 0.1
-"""Of a worker's blocks: growth by so many is not worth a closer look."""
+"""Fraction of a worker's blocks. Smaller growth is not computed exactly."""
 
 
 class WorkerState(StrEnum):
@@ -35,19 +35,19 @@ class WorkerState(StrEnum):
     DEAD = "dead"
 
 
-READY = WorkerState.READY  # each look at a member of an enum class costs as much as the rest of `Worker.ready`
+READY = WorkerState.READY  # an enum member lookup would double the cost of `Worker.ready`
 
 
 @dataclass(slots=True)
-class Life:
-    """Signs of life of a worker, and requests that it failed.
+class Liveness:
+    """Liveness of a worker, and requests that failed on it.
 
-    `known_epoch` is that of its last hello. `has_served`: it has been ready in its present life. `unreadable`: why its
-    last frame was dropped; "" once it has sent a heartbeat that could be read. `forgiven_at`: what `last_seen` was set
-    to when its silence was last forgiven; it has lasted since `silent_since`. `idle_since`: since when it has had no
-    request; None while it has some.
+    `known_epoch` is that of its last hello. `has_served`: it has been ready in this incarnation. `unreadable`: why its
+    last frame was dropped, "" after a valid heartbeat. `forgiven_at`: value of `last_seen` set when its silence was
+    last tolerated; the silence began at `silent_since`. `idle_since`: time since which it has had no request, None if
+    it has some.
 
-    `suspect`: it failed several requests in a row. A worker that fails fast looks idle and would draw all traffic.
+    `suspect`: several consecutive requests failed. A worker that fails fast looks idle and would attract all traffic.
     """
 
     known_epoch: int | None = None
@@ -58,21 +58,21 @@ class Life:
     silent_since: float = 0.0
     step_changed: float = 0.0
     idle_since: float | None = None
-    num_strikes: int = 0
+    num_consecutive_failures: int = 0
     suspect: bool = False
     suspect_until: float = 0.0
 
     def begin(self) -> None:
-        """A new life begins, without the failures of the one before."""
-        self.num_strikes, self.suspect, self.has_served = 0, False, False
+        """Start a new incarnation without the failures of the last one."""
+        self.num_consecutive_failures, self.suspect, self.has_served = 0, False, False
 
     def silence(self, timeout_s: float) -> str:
-        """Why it counts as dead: it is silent, or nothing that it says can be read."""
+        """Return why a silent worker counts as dead."""
         silent = f"silent for more than {timeout_s:g} s"
-        return f"{silent}, because its messages cannot be read: {self.unreadable}" if self.unreadable else silent
+        return f"{silent}, because its messages are invalid: {self.unreadable}" if self.unreadable else silent
 
     def forgive(self, now: float, longest_s: float) -> bool:
-        """Count the worker as heard just now, unless its silence has lasted longer than `longest_s`."""
+        """Tolerate silence: treat the worker as seen now. Returns False if it has lasted longer than `longest_s`."""
         if self.last_seen != self.forgiven_at:
             self.silent_since = self.last_seen or 0.0
         if now - self.silent_since > longest_s and self.last_seen == self.forgiven_at:
@@ -81,32 +81,34 @@ class Life:
         return True
 
     def failed(self, now: float) -> bool:
-        """It failed a request. True if that makes it a suspect, for longer each time."""
-        self.num_strikes += 1
-        if self.num_strikes < MAX_STRIKES:
+        """Record a failed request. Returns True if the worker becomes a suspect, for longer each time."""
+        self.num_consecutive_failures += 1
+        if self.num_consecutive_failures < MAX_CONSECUTIVE_FAILURES:
             return False
         self.suspect = True
-        self.suspect_until = now + min(MAX_SUSPECT_S, SUSPECT_S * 2.0 ** (self.num_strikes - MAX_STRIKES))
+        self.suspect_until = now + min(
+            MAX_SUSPECT_S, SUSPECT_S * 2.0 ** (self.num_consecutive_failures - MAX_CONSECUTIVE_FAILURES)
+        )
         return True
 
     def served(self) -> bool:
-        """Tokens came from it. True if it was a suspect."""
+        """Record tokens from the worker. Returns True if it was a suspect."""
         was_suspect = self.suspect
-        self.num_strikes, self.suspect = 0, False
+        self.num_consecutive_failures, self.suspect = 0, False
         return was_suspect
 
 
 @dataclass(slots=True)
 class Estimates:
-    """Averages and observations that correct forecasts for a worker.
+    """Averages and observations that correct the forecasts for a worker.
 
-    `service_s`: the recent average of how long it decodes a request; 0 before the first.
-    `lateness`: the recent average of the logarithm of how many times later than predicted its first tokens came.
-    `observed_s`: how long requests have waited there for a first token, `observed_from` by the least priority that
-    counts; `lasting_s`: how long they have been decoded.
-    `rivals`: how many requests other routers send to decode workers for each of this router's.
-    `token_pace`: how long tokens take lately over what models predict, on all decode workers.
-    `lag_s`: how much later than models predict first tokens come lately, on all workers of its role.
+    - `service_s`: average decode time of a request; 0 before the first.
+    - `lateness`: average logarithm of measured over predicted time of first tokens.
+    - `observed_s`: how long requests have waited for a first token; `observed_from` the same by minimum priority.
+    - `lasting_s`: how long running requests have been decoded.
+    - `other_routers`: requests of other routers per request of this router, on all decode workers.
+    - `token_pace`: measured over predicted time per token, on all decode workers.
+    - `lag_s`: excess of the time of first tokens over the prediction, on all workers of its role.
     """
 
     service_s: Ewma = field(default_factory=lambda: Ewma(SMOOTHING))
@@ -114,32 +116,33 @@ class Estimates:
     observed_s: float = 0.0
     observed_from: Mapping[int, float] = field(default_factory=dict)
     lasting_s: float = 0.0
-    rivals: float = 0.0
+    other_routers: float = 0.0
     token_pace: float = 1.0
     lag_s: float = 0.0
 
     def observe(self, wait_s: float, lasting_s: float, wait_from: Mapping[int, float]) -> None:
-        """Requests have waited there so long for first tokens, or have been decoded for so long."""
+        """Update the observed waits and decode times."""
         self.observed_s, self.lasting_s, self.observed_from = wait_s, lasting_s, wait_from
 
     @property
     def slowness(self) -> float:
-        """How many times later than predicted first tokens come there, at least 1.
+        """Ratio of measured to predicted time of first tokens, at least 1.
 
-        A geometric mean: prompts pass each other, so some come early and others late by the same factor, and an
-        arithmetic one would take that for a slow worker.
+        The mean is geometric: prompts pass each other, so some are early and others late by the same factor. An
+        arithmetic mean would take that for a slow worker.
         """
         return math.exp(late) if (late := self.lateness.value) > 0.0 else 1.0
 
 
 @dataclass(slots=True)
 class CurrentLoad:
-    """What a worker has to do: what it reports, less what `ended` since, and `fresh` work, which the report does not
-    count yet. So several routers see one another's requests, and none twice.
+    """Current load of a worker: its report, minus work that has `ended` since, plus `fresh` work not reported yet.
 
-    `num_blocks` are all that it has, 0 before its hello. `beat_at`: when it last reported `beat`. `adapters` are those
-    of that heartbeat, `digests` those of the weights of the loaded ones. `pool_model` and `pool_link` are those of
-    another worker of its pool, for as long as it has none.
+    This way routers see each other's requests, and count none twice.
+
+    `num_blocks` is the total, 0 before its hello. `beat_at` is the time of the last report `beat`. `adapters` are those
+    of that report, `digests` those of the loaded ones. `pool_model` and `pool_link` come from another worker of its
+    role, and are used until the worker has its own.
     """
 
     bookings: Bookings
@@ -153,7 +156,7 @@ class CurrentLoad:
     pool_link: LinkModel = LinkModel()
 
     def report(self, beat: WorkerHeartbeat, now: float) -> None:
-        """The worker reports."""
+        """Process a report."""
         self.beat, self.beat_at = beat, now
         if self.adapters != beat.adapters:
             self.adapters = beat.adapters
@@ -162,13 +165,13 @@ class CurrentLoad:
 
     @property
     def num_reported_requests(self) -> int:
-        """Requests that the last heartbeat counts."""
+        """Number of requests in the last report."""
         beat = self.beat
         return beat.num_running + beat.num_waiting + beat.num_transferring if beat is not None else 0
 
     @property
     def num_requests(self) -> int:
-        """Requests running, waiting or on their way."""
+        """Number of requests that are running, queued or in transit."""
         beat, left = self.beat, -self.bookings.ended.num_requests
         if beat is not None:
             left += beat.num_running + beat.num_waiting + beat.num_transferring
@@ -176,13 +179,13 @@ class CurrentLoad:
 
     @property
     def num_queued_tokens(self) -> int:
-        """Prompt tokens that must be computed before a new request's turn."""
+        """Number of prompt tokens to compute before a new request."""
         reported = self.beat.num_waiting_tokens if self.beat else 0
         return max(0, reported - self.bookings.ended.num_tokens) + self.bookings.fresh.num_tokens
 
     @property
     def num_available_blocks(self) -> int:
-        """Blocks that a new request could get: free or evictable, less those booked since the last report."""
+        """Number of blocks for new requests: free or evictable, minus those booked since the last report."""
         beat, total = self.beat, self.num_blocks
         reported = beat.num_free_blocks + beat.num_cached_blocks if beat is not None else total
         now_free = reported + self.bookings.ended.num_blocks - self.bookings.fresh.num_blocks
@@ -192,64 +195,65 @@ class CurrentLoad:
 
     @property
     def num_growing_blocks(self) -> int:
-        """The most blocks that its sequences will take at once beyond those of now, by the lengths of answers.
+        """Predicted peak of additional blocks that the running sequences will use, from the lengths of answers.
 
-        While their sum is small it stands for the peak, which is at most as large. Sequences of other routers are taken
-        to grow like those of this one.
+        While the sum is small it replaces the peak, which is at most as large. Sequences of other routers are assumed
+        to grow like this router's.
         """
         num_more = self.bookings.total.num_more
         if not num_more:
             return 0
         if num_more > FEW_BLOCKS * self.num_blocks:
             num_more = peak_growth(self.bookings.by_serial.values())
-        return round(num_more * (1.0 + self.estimates.rivals))
+        return round(num_more * (1.0 + self.estimates.other_routers))
 
     @property
     def num_spare_blocks(self) -> int:
-        """Blocks that a new request could still get when all sequences there have grown; less than 0: some will not."""
+        """Number of blocks for new requests after all sequences have grown. Negative if not all can grow."""
         return self.num_available_blocks - self.num_growing_blocks
 
     @property
     def step_model(self) -> StepModel:
-        """What the worker says of its steps; nothing is known before its first ones."""
+        """The worker's step model; unknown before its first steps."""
         return self.beat.step_model if self.beat else StepModel()
 
     @property
     def likely_model(self) -> StepModel:
-        """The same; until something is known, what another worker of its pool said."""
+        """The worker's step model, or that of another worker of its role until it has one."""
         beat = self.beat
         return beat.step_model if beat is not None and beat.step_model.num_steps else self.pool_model
 
     @property
     def likely_link(self) -> LinkModel:
-        """How KV reaches it as a rule, by its transfers; until it had some, by those of another worker of its pool."""
+        """The worker's usual link model, or that of another worker of its role until it has one."""
         link = self.beat.links.usual if self.beat is not None else self.pool_link
         return link if link.num_transfers else self.pool_link
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """State of one address. Only `WorkerRegistry` changes it.
+    """State of one address. Modified only by `WorkerRegistry`.
 
-    `role` is the present one, as its hello says; `home` the one under which it was configured or found, with which its
-    process starts. `hello` is its identity: see `introduce`. `order`: its place among equal workers, of which each
-    router has its own order. `withheld`: why discovery lets it have no new work; "" while it may have some.
+    `role` is its current role from the hello. `home` is the role under which it was configured or discovered, with
+    which its process starts. `hello` is set by `introduce`. `order` is its rank among equally good workers, which
+    differs between routers. `withheld` is the reason why it gets no new requests, "" if it may get some.
 
-    `terms`: what forecasts derive from all parts; the registry drops it with each change.
+    `forecast_inputs` caches values derived for forecasts. The registry clears it at each change.
     """
 
     address: str
     role: Role
     state: WorkerState = WorkerState.UNKNOWN
-    reason: str = "never heard from"
+    reason: str = "no hello received yet"
     withheld: str = ""
     order: int = 0
     hello: WorkerHello | None = None
-    life: Life = field(default_factory=Life)
+    known_id: str = ""
+    life: Liveness = field(default_factory=Liveness)
     bookings: Bookings = field(default_factory=Bookings)
     estimates: Estimates = field(default_factory=Estimates)
     load: CurrentLoad = field(init=False)
-    terms: object = None
+    forecast_inputs: object = None
     home: Role = field(init=False)
 
     def __post_init__(self) -> None:
@@ -257,8 +261,10 @@ class Worker:
         self.introduce(self.hello)
 
     def introduce(self, hello: WorkerHello | None) -> None:
-        """Set its identity; None once its life has ended."""
+        """Set its identity; None when its incarnation has ended. `worker_id` is kept."""
         self.hello, self.load.num_blocks = hello, hello.num_blocks if hello is not None else 0
+        if hello is not None:
+            self.known_id = hello.worker_id
 
     @property
     def ready(self) -> bool:
@@ -266,14 +272,14 @@ class Worker:
 
     @property
     def shown_state(self) -> str:
-        """The state as metrics and /load name it."""
+        """The state as reported by metrics and /load."""
         return "withheld" if self.withheld and self.state is WorkerState.READY else str(self.state)
 
     @property
     def identity(self) -> WorkerHello:
-        """The worker's hello. Raises RuntimeError for a worker without one, which is a bug in the caller."""
+        """The worker's hello. Raises RuntimeError if there is none, which is a bug in the caller."""
         if self.hello is None:
-            raise RuntimeError(f"{self.address} has not said hello")
+            raise RuntimeError(f"{self.name} has not said hello")
         return self.hello
 
     @property
@@ -282,11 +288,17 @@ class Worker:
 
     @property
     def worker_id(self) -> str:
-        return self.hello.worker_id if self.hello is not None else ""
+        """Its id, as of the last hello; "" before the first one."""
+        return self.known_id
+
+    @property
+    def name(self) -> str:
+        """See `worker_name`."""
+        return worker_name(self.known_id, self.address)
 
     @property
     def max_tokens(self) -> int:
-        """The longest sequence, prompt and answer, that the worker takes."""
+        """Maximum sequence length, prompt and answer."""
         hello = self.hello or self.identity
         if hello.window and hello.block_size:
             return self.window.longest(hello.num_blocks, hello.max_model_len)
@@ -294,7 +306,7 @@ class Worker:
         return most if most < hello.max_model_len else hello.max_model_len
 
     def num_blocks_of(self, num_tokens: int) -> int:
-        """The most blocks that a sequence of so many tokens takes at once: all, or those of the model's window."""
+        """Return the peak number of blocks of a sequence: all of its blocks, or those within the model's window."""
         hello = self.identity
         if hello.window:
             step_tokens = hello.max_step_tokens if hello.role == "prefill" else 1
@@ -303,44 +315,53 @@ class Worker:
 
     @property
     def window(self) -> Window:
-        """That of its model, in its blocks."""
+        """The model's window in this worker's blocks."""
         return Window(self.identity.window, max(1, self.identity.block_size))
 
     @property
-    def misfit(self) -> str:
-        """Why it can never be used, whatever its heartbeats say; "" for one that fits."""
+    def incompatibility(self) -> str:
+        """Reason why the worker can never be used; "" if it can."""
         hello = self.hello
         if hello is None:
-            return "never said hello"
+            return "no hello received yet"
         if hello.home != self.home:
-            return f"is a {hello.home} worker, not {self.home}"
+            return f"it is a {hello.home} worker, but is configured as a {self.home} worker"
         if hello.role not in ROLES:
-            return f"has the role {hello.role}"
-        return "" if hello.block_size else "has blocks of no tokens"
+            return f"unknown role {hello.role!r}"
+        return "" if hello.block_size else "invalid block size 0"
 
     def is_stuck(self, now: float) -> bool:
-        """Whether its engine has not turned for longer than a turn may take."""
+        """Return whether the engine has completed no step within the limit that it reported."""
         beat = self.load.beat
         return beat is not None and beat.ready and now - self.life.step_changed > beat.turn_limit_s
 
     def describe(self, now: float) -> str:
-        """The worker in a few words, such as "tcp://10.0.0.7:7001 silent for more than 3 s, last heard 3.1 s ago"."""
+        """Describe the worker in one line: "worker decode-0: silent for more than 3 s, last message 3.1 s ago"."""
+        return f"{self.name}: {self.condition(now)}"
+
+    def condition(self, now: float) -> str:
+        """Describe the worker's state without its name."""
         if self.state is WorkerState.READY:
-            return f"{self.address} {self.withheld or 'ready'}"
+            return self.withheld or "ready"
         if self.state is WorkerState.DEAD and self.life.last_seen is not None:
-            return f"{self.address} {self.reason}, last heard {now - self.life.last_seen:.1f} s ago"
-        return f"{self.address} {self.reason}"
+            return f"{self.reason}, last message {now - self.life.last_seen:.1f} s ago"
+        return self.reason
+
+
+def worker_name(worker_id: str, address: str) -> str:
+    """Return the name for logs and errors: "worker decode-0", or "worker at ADDRESS" while the id is unknown."""
+    return f"worker {worker_id}" if worker_id else f"worker at {address}"
 
 
 def order_of(router_id: str, address: str) -> int:
-    """The worker's place among equal ones in the order of one router; 0 for a router without id."""
+    """Return the worker's rank among equally good ones for one router; 0 for a router without an id."""
     if not router_id:
         return 0
     return int.from_bytes(blake2b(f"{router_id} {address}".encode(), digest_size=6).digest())
 
 
 def by_fingerprint(workers: Sequence[Worker]) -> dict[str, list[Worker]]:
-    """Workers by layout fingerprint: KV passes only between workers with the same one."""
+    """Group workers by layout fingerprint. KV can only be transferred within a group."""
     groups: dict[str, list[Worker]] = {}
     for worker in workers:
         groups.setdefault(worker.identity.fingerprint, []).append(worker)

@@ -1,4 +1,4 @@
-"""A router's connection to one worker: a DEALER socket that never blocks, and queues nothing while it is down."""
+"""Connection of a router to one worker: a DEALER socket that never blocks, and queues nothing while disconnected."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ import zmq.asyncio
 
 from common.errors import WireError
 from common.wire import MAX_IN_A_ROW, MAX_MESSAGE_BYTES, WATCHED, Curve, Dialer, DropLog, decode, encode
-from common.wire.messages import AbortRequest, Message, ToRouter
+from common.wire.messages import AbortRequest, Message, ToRouter, WorkerHello
+from router.fleet.worker import worker_name
 
 log = logging.getLogger(__name__)
 
 MAX_UNSENT_ABORTS = 4096
-"""Aborts that are kept for a worker that cannot take them now; beyond, the oldest is dropped."""
+"""Maximum number of aborts stored for an unreachable worker. Beyond it, the oldest is dropped."""
 POLLIN: Final = int(zmq.POLLIN)
-"""A plain number: to look at flags of an enum takes as long as to ask for them."""
+"""A plain int: operations on enum flags are slow."""
 READ_S = 0.01
-"""Time to read messages in a row. One with the log-probabilities of many rows takes milliseconds."""
+"""Maximum time to read messages without yielding, in seconds. Large logprobs messages take milliseconds."""
 LAST_WORDS_S = 0.02
-"""Time to read what a worker sent before its connection broke."""
+"""Time to read remaining messages after the connection broke, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionEvents:
-    """What a connection tells its owner, with its address.
+    """Callbacks of a connection, called with its address.
 
-    `on_refused` adds why no connection can be made, `on_unreadable` why a frame was dropped.
+    `on_refused` also gets the reason why no connection can be made, `on_unreadable` why a frame was dropped.
     """
 
     on_message: Callable[[str, ToRouter], None]
@@ -52,13 +53,13 @@ class ConnectionCounters:
 
 @dataclass(slots=True)
 class WorkerConnection:
-    """Owns the socket; the caller runs its two loops, `receive` and `watch`.
+    """Connection to one worker. Owns the socket; the caller runs `receive` and `watch`.
 
-    ZeroMQ reconnects by itself, looks the name up again each time, and reports a broken connection. So a killed worker
-    is noticed at once, and not only by its silence.
+    ZeroMQ reconnects automatically, resolves the name again each time, and reports broken connections. So a killed
+    worker is detected immediately and not only by its silence.
 
-    Messages are read in the turn of the event loop in which they are there: with pyzmq's own asyncio sockets each one
-    would cost a future, a timer and a turn of the task that awaits it, more than it takes to pass on a token.
+    Messages are read in the same event loop iteration in which they arrive. pyzmq's asyncio sockets would add a future,
+    a timer and a task switch to each, which takes longer than forwarding a token.
     """
 
     address: str
@@ -76,12 +77,14 @@ class WorkerConnection:
     _dialer: Dialer | None = None
     _refusal: str = ""
     _is_up: bool = False
+    _name: str = field(init=False)
 
     def __post_init__(self) -> None:
-        self.drops = DropLog(log, f"a frame from {self.address}")
+        self._name = worker_name("", self.address)
+        self.drops = DropLog(log, f"a frame from {self._name}")
 
     def open(self, context: zmq.asyncio.Context) -> None:
-        socket = self._socket = zmq.Socket(context, zmq.DEALER)  # set first: `close` must find it whatever fails next
+        socket = self._socket = zmq.Socket(context, zmq.DEALER)  # first, so that `close` finds it if a later call fails
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.SNDHWM, self.hwm),
@@ -94,17 +97,17 @@ class WorkerConnection:
             (zmq.TCP_KEEPALIVE_IDLE, 10),
             (zmq.TCP_KEEPALIVE_INTVL, 5),
             (zmq.TCP_KEEPALIVE_CNT, 3),
-            (zmq.HEARTBEAT_IVL, 2000),  # ZeroMQ's own heartbeats replace a connection that died without a word
+            (zmq.HEARTBEAT_IVL, 2000),  # ZeroMQ's own heartbeats replace a connection that died silently
             (zmq.HEARTBEAT_TIMEOUT, 10_000),
             (zmq.IPV6, 1 if "[" in self.address else 0),
         ):
             socket.setsockopt(option, value)
         socket.setsockopt(zmq.ROUTING_ID, self.router_id.encode())
-        self._monitor = cast("zmq.asyncio.Socket", socket.get_monitor_socket(WATCHED))  # of the context's kind
+        self._monitor = cast("zmq.asyncio.Socket", socket.get_monitor_socket(WATCHED))  # same kind as the context
         self._dialer = Dialer(socket, self.address, self.curve)
 
     def send(self, message: Message) -> bool:
-        """Send now or not at all: False when the worker is not connected or reads too slowly."""
+        """Send without blocking. Returns False if the worker is disconnected or reads too slowly."""
         if self._socket is None or self._socket.closed:
             return False
         try:
@@ -118,7 +121,7 @@ class WorkerConnection:
         return sent
 
     def abort(self, request_id: str, attempt: int) -> None:
-        """Have the worker forget a request, now or when it can be reached again."""
+        """Abort a request on the worker, now or when it is reachable again."""
         message = AbortRequest(request_id=request_id, attempt=attempt)
         if not self.send(message):
             self._unsent_aborts.append(message)
@@ -128,13 +131,13 @@ class WorkerConnection:
             self._unsent_aborts.popleft()
 
     async def receive(self) -> None:
-        """Pass messages on until cancelled. Frames that are no message of a worker are counted and dropped."""
+        """Pass on messages until cancelled. Counts and drops invalid frames."""
         if self._socket is None:
-            raise RuntimeError(f"{self.address} is not open")
+            raise RuntimeError(f"the connection to {self._name} is not open")
         loop, descriptor = asyncio.get_running_loop(), self._socket.FD
         receiving = self._receiving = loop.create_future()
         loop.add_reader(descriptor, self._read)
-        loop.call_soon(self._read)  # the descriptor does not tell of what is there already
+        loop.call_soon(self._read)  # the descriptor does not signal messages that have arrived already
         try:
             await receiving
         finally:
@@ -142,9 +145,9 @@ class WorkerConnection:
             loop.remove_reader(descriptor)
 
     async def watch(self) -> None:
-        """Report when the connection comes up, breaks or is refused, until cancelled; dial again after a refusal."""
+        """Report when the connection is established, breaks or is refused, until cancelled. Redials after a refusal."""
         if self._monitor is None or self._dialer is None:
-            raise RuntimeError(f"{self.address} is not open")
+            raise RuntimeError(f"the connection to {self._name} is not open")
         while True:
             due_ms = (self._dialer.dial_at - time.monotonic()) * 1000
             if not await self._monitor.poll(None if due_ms == math.inf else max(0, int(due_ms) + 1)):
@@ -159,10 +162,10 @@ class WorkerConnection:
                 self.counters.num_cuts += 1
                 await asyncio.sleep(LAST_WORDS_S)
                 self.events.on_cut(self.address)
-            self._tell_refusal(self._dialer.refusal)
+            self._log_refusal(self._dialer.refusal)
 
     def close(self, linger_ms: int) -> None:
-        """Close the socket; queued messages have `linger_ms` to leave."""
+        """Close the socket. Queued messages are sent for up to `linger_ms`."""
         if self._socket is not None:
             self._socket.disable_monitor()
             self._socket.close(linger=linger_ms)
@@ -171,7 +174,7 @@ class WorkerConnection:
         self._socket = self._monitor = None
 
     def _read(self) -> None:
-        """Pass on the messages that are there. An error ends `receive`, which raises it."""
+        """Pass on available messages. An error ends `receive`, which raises it."""
         socket, receiving = self._socket, self._receiving
         if socket is None or receiving is None or receiving.done():
             return
@@ -182,8 +185,11 @@ class WorkerConnection:
                     return
                 message = self._parse(socket.recv_multipart(zmq.NOBLOCK))
                 if message is not None:
+                    if isinstance(message, WorkerHello):
+                        self._name = worker_name(message.worker_id, self.address)
+                        self.drops.what = f"a frame from {self._name}"
                     self.events.on_message(self.address, message)
-                if receiving.done():  # the message made the caller leave this worker
+                if receiving.done():  # the message made the caller close this connection
                     return
                 if time.monotonic() - began > READ_S:
                     break
@@ -195,20 +201,22 @@ class WorkerConnection:
             self._reads = False
 
     def _look_again(self, socket: zmq.Socket[bytes]) -> None:
-        """Read soon if there is something: a send takes ZeroMQ's signal of a message away, and the descriptor with it
-        tells of none until the next one comes."""
+        """Schedule a read if messages are available.
+
+        A send consumes ZeroMQ's signal for a message, so the descriptor would report it only with the next one.
+        """
         receiving = self._receiving
-        if receiving is None or self._reads:  # `_read` looks after each message by itself
+        if receiving is None or self._reads:  # `_read` checks after each message
             return
         if _has_message(socket):
             receiving.get_loop().call_soon(self._read)
 
-    def _tell_refusal(self, refusal: str) -> None:
+    def _log_refusal(self, refusal: str) -> None:
         if refusal == self._refusal:
             return
         self._refusal = refusal
         if refusal:
-            log.error("worker %s cannot be talked to: %s", self.address, refusal)
+            log.error("%s: connection refused: %s", self._name, refusal)
             self.events.on_refused(self.address, refusal)
 
     def _parse(self, parts: list[bytes]) -> ToRouter | None:
@@ -217,7 +225,7 @@ class WorkerConnection:
                 raise WireError(f"{len(parts)} parts instead of 1")
             message = decode(parts[0])
             if not isinstance(message, ToRouter):
-                raise WireError(f"a {type(message).__name__} is not for routers")
+                raise WireError(f"unexpected {type(message).__name__} message")
         except WireError as error:
             self.drops.add(str(error), time.monotonic())
             self.events.on_unreadable(self.address, str(error))
@@ -226,5 +234,5 @@ class WorkerConnection:
 
 
 def _has_message(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a message is there. ZeroMQ's descriptor tells of the next one once this has said no."""
+    """Return whether a message is available. After False, ZeroMQ's descriptor signals the next one."""
     return bool(cast(int, socket.get(zmq.EVENTS)) & POLLIN)

@@ -1,4 +1,4 @@
-"""From a checked request to the pieces of its answer, for every API."""
+"""Generation of answers for all APIs: planning, generating and serialising."""
 
 from __future__ import annotations
 

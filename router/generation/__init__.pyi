@@ -1,12 +1,11 @@
-from router.generation.answer_frames import Object, OpenAIFrames, event
+from router.generation.answer_serializer import Object, OpenAISerializer, event
 from router.generation.call import GenerationCall, generation_call
 from router.generation.chat_plan import chat_of, conversation_tokens, plan_chat, plan_translated
 from router.generation.choice import AnswerChoice, Piece, TokenWithLogprobs
 from router.generation.completion_plan import plan_completion
 from router.generation.context import RequestContext
-from router.generation.exchange import KEEP_ALIVE, SEND_GRACE_S, STREAM_HEADERS, Exchange
-from router.generation.front_door import FrontDoor, front_door_of, key_of
-from router.generation.logprobs import LogprobShapes
+from router.generation.generation_response import KEEP_ALIVE, SEND_GRACE_S, STREAM_HEADERS, GenerationResponse
+from router.generation.logprobs import LogprobFormatter
 from router.generation.models import Models, ShownModel
 from router.generation.parts import AnswerParts
 from router.generation.plan import (
@@ -15,6 +14,7 @@ from router.generation.plan import (
     make_plan,
 )
 from router.generation.request_log import RequestLog
+from router.generation.router_state import RouterState, key_of, router_state_of
 from router.generation.served_model import ServedModel, ServingClient
 from router.generation.structure import functions_of, tool_calling
 from router.generation.tracing import Tracing
@@ -23,14 +23,14 @@ __all__ = [
     "AnswerChoice",
     "AnswerParts",
     "AnswerPlan",
-    "Exchange",
-    "FrontDoor",
+    "GenerationResponse",
+    "RouterState",
     "GenerationCall",
     "KEEP_ALIVE",
-    "LogprobShapes",
+    "LogprobFormatter",
     "Models",
     "Object",
-    "OpenAIFrames",
+    "OpenAISerializer",
     "Piece",
     "PlannedPrompt",
     "RequestContext",
@@ -45,7 +45,7 @@ __all__ = [
     "chat_of",
     "conversation_tokens",
     "event",
-    "front_door_of",
+    "router_state_of",
     "generation_call",
     "functions_of",
     "key_of",

@@ -1,9 +1,9 @@
-"""Beam search: the likeliest continuations of a prompt, several tokens at a time kept side by side. Pure.
+"""Beam search over a prompt's continuations: the search algorithm, which is pure, and a client that runs it.
 
-As `transformers` and vLLM search: in each step every beam grows by its likeliest tokens, and of all that come out of it
-the best `width` go on. A continuation that ends competes by its log-probability over its length to the power of
-`length_penalty`. The search ends when no beam can beat the finished ones any more, so it finds what a search to the
-last token would find.
+The algorithm is that of `transformers` and vLLM: each step extends every beam by its likeliest tokens and keeps the
+best `width` of the results. The score of a finished continuation is its log-probability divided by its length to the
+power of `length_penalty`. The search stops early when no running beam can still beat the finished ones, so the result
+equals that of a search up to the last token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from router.dispatch import GenerationClient, GenerationRequest, RequestTimeline
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """A continuation: `logprobs` has an item for each of `token_ids`. `finish_reason` is "" while it may go on."""
+    """A continuation. `logprobs` has one item per token of `token_ids`; `finish_reason` is "" while it can grow."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -45,7 +45,7 @@ class Beam:
 
 
 class _Candidate(NamedTuple):
-    """A beam and a possible next token. Most candidates are dropped, so tokens are copied only for a chosen one."""
+    """A beam and a possible next token. Tokens are copied only for chosen candidates, because most are dropped."""
 
     sum_logprobs: float
     beam: Beam
@@ -59,7 +59,7 @@ class _Candidate(NamedTuple):
 
 
 class BeamSearch:
-    """`running` are the beams that need a next token, with `num_candidates` alternatives to it."""
+    """State of one search. `running` are the beams that need a next token, each with `num_candidates` alternatives."""
 
     def __init__(
         self, width: int, max_tokens: int, end_token_ids: Collection[int], *, length_penalty: float = 1.0
@@ -71,13 +71,13 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """How many alternatives each beam gets: enough for `width` beams to go on though each could also end."""
+        """Alternatives to request per beam: enough for `width` beams to continue even if each could also end."""
         return self._width + max(self._width, len(self._end_token_ids))
 
     def advance(self, found: Sequence[TokenLogprobs], banned: Sequence[Collection[int]]) -> None:
-        """Let every running beam grow; `found` has the alternatives of each, in their order.
+        """Extend all running beams. `found` has the alternatives of each beam, in the order of `running`.
 
-        Those of a beam's `banned` tokens do not count, and of the others no more than `num_candidates`.
+        Ignores a beam's `banned` tokens and uses at most `num_candidates` of the others.
         """
         grown: list[_Candidate] = []
         for beam, alternatives, bans in zip(self.running, found, banned, strict=True):
@@ -97,16 +97,16 @@ class BeamSearch:
             self.running = []
 
     def best(self) -> list[Beam]:
-        """The finished continuations, the best first: `width` of them once none is running."""
+        """Return the finished continuations, best first: `width` of them once no beam is running."""
         return list(self._finished)
 
     def _score(self, beam: Beam) -> float:
-        """An end token counts in the sum, and not in the length."""
+        """The end token counts towards the sum but not towards the length."""
         length = len(beam.token_ids) - (beam.finish_reason == "stop")
         return float(beam.sum_logprobs / max(1, length) ** self._length_penalty)
 
     def _bound(self) -> float:
-        """No running beam can reach a higher score than this: its sum only falls."""
+        """Upper bound on the score of running beams: sums of log-probabilities never grow."""
         if not self.running:
             return -float("inf")
         length = self._max_tokens if self._length_penalty > 0 else len(self.running[0].token_ids)
@@ -115,7 +115,7 @@ class BeamSearch:
 
 @dataclass(frozen=True, slots=True)
 class BeamSettings:
-    """How to search: `width` beams, of which the first `n` are the choices of a prompt."""
+    """Search parameters. The first `n` of `width` beams become the choices of a prompt."""
 
     width: int
     n: int
@@ -125,7 +125,7 @@ class BeamSettings:
 
 @dataclass(slots=True)
 class _Search:
-    """One prompt's search, by the choice that comes first; the others wait for `done`."""
+    """The search for one prompt. The prompt's first choice runs it; its other choices wait for `done`."""
 
     done: asyncio.Event = field(default_factory=asyncio.Event)
     found: list[TokenEvent] = field(default_factory=list)
@@ -133,7 +133,7 @@ class _Search:
 
 
 class BeamClient:
-    """A client for one answer. Its requests come prompt by prompt, `settings.n` in a row for each."""
+    """Client that answers by beam search. Expects `settings.n` consecutive requests for each prompt."""
 
     def __init__(self, client: GenerationClient, settings: BeamSettings) -> None:
         self._client, self._settings = client, settings
@@ -141,7 +141,7 @@ class BeamClient:
         self._searches: dict[int, _Search] = {}
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
-        """The next choice, whole, in one event. Raises as the pools' client does."""
+        """Yield the next choice as one event. Raises the same errors as the underlying client."""
         prompt, place = divmod(self._num_requests, self._settings.n)
         self._num_requests += 1
         return self._choice(request, self._searches.setdefault(prompt, _Search()), place)
@@ -164,7 +164,7 @@ class BeamClient:
             except TimeoutError:
                 raise DeadlineExceeded(_too_long(request)) from None
         if search.error is not None:
-            raise search.error if isinstance(search.error, RequestError) else InternalError("the beam search ended")
+            raise search.error if isinstance(search.error, RequestError) else InternalError("beam search failed")
         yield search.found[place]
 
     async def _run(self, request: GenerationRequest) -> list[TokenEvent]:
@@ -183,11 +183,13 @@ class BeamClient:
                 break
         found = search.best()
         if len(found) < settings.n:
-            raise InvalidRequest(f"n: there are only {len(found)} different answers to {settings.n} choices", param="n")
+            raise InvalidRequest(
+                f"n: {settings.n} choices requested, but only {len(found)} distinct answers exist", param="n"
+            )
         return [_event(beam, params.logprobs, first, lines) for beam in found[: settings.n]]
 
     def _banned(self, params: SamplingParams, beam: Beam) -> frozenset[int]:
-        """What must not come next in a beam, by the rule that workers have for the token at the same place."""
+        """Return the tokens that must not come next, by the same rules that workers apply at that position."""
         limits = token_limits(params, self._settings.end_token_ids, len(beam.token_ids), beam.token_ids)
         return frozenset(limits.banned)
 
@@ -199,7 +201,7 @@ class BeamClient:
         step: int,
         remaining_s: float,
     ) -> list[TokenEvent]:
-        """The next token of every running beam, with alternatives."""
+        """Generate the next token of every running beam, with alternatives."""
         if remaining_s <= 0:
             raise DeadlineExceeded(_too_long(request))
         try:
@@ -218,30 +220,30 @@ class BeamClient:
                         num_at_once=self._settings.width,
                     )
                     tasks.append(group.create_task(self._token(one)))
-                    await asyncio.sleep(0)  # submitting a long prompt takes a millisecond
-        except ExceptionGroup as errors:  # the first failed and the others were aborted
+                    await asyncio.sleep(0)  # submitting a long prompt takes about 1 ms
+        except ExceptionGroup as errors:  # one failed, which aborted the others
             raise errors.exceptions[0] from errors
         return [task.result() for task in tasks]
 
     async def _token(self, request: GenerationRequest) -> TokenEvent:
-        """The event with the next token of one beam, whose alternatives are all that counts."""
+        """Return the event with one beam's next token. Only its alternatives are used."""
         found: TokenEvent | None = None
         async with aclosing(self._client.generate(request)) as events:
             async for event in events:
                 found = event if event.token_ids else msgspec.structs.replace(found or event, timeline=event.timeline)
         if found is None or not found.logprobs:
-            raise InternalError("a step of a beam search brought no token")
+            raise InternalError("a beam search step returned no token")
         return found
 
 
 def _too_long(request: GenerationRequest) -> str:
-    return f"the beam search took longer than {request.deadline_s:g} s"
+    return f"beam search exceeded the request timeout of {request.deadline_s:g} s"
 
 
 def _params(params: SamplingParams, num_candidates: int, step: int) -> SamplingParams:
-    """How a step samples: its token does not count, its alternatives do, and the prompt's log-probabilities come once.
+    """Return the sampling parameters of a step, whose alternatives are used and whose sampled token is ignored.
 
-    It asks for as many alternatives as the search has candidates, or as the answer shows if these are more.
+    Requests enough alternatives for the search and for the answer. Only step 0 requests prompt log-probabilities.
     """
     return msgspec.structs.replace(
         params,
@@ -259,7 +261,7 @@ def _params(params: SamplingParams, num_candidates: int, step: int) -> SamplingP
 
 
 def _joined(before: Sequence[RequestTimeline], events: Sequence[TokenEvent]) -> list[RequestTimeline]:
-    """The latest step's life, which counts the moves and preemptions of all steps: at most one, as a list."""
+    """Return the timeline of the latest step, with the moves and preemptions of all steps added; at most one item."""
     lines = [*before, *(event.timeline for event in events if event.timeline is not None)]
     if not lines:
         return []
@@ -269,7 +271,7 @@ def _joined(before: Sequence[RequestTimeline], events: Sequence[TokenEvent]) -> 
 
 
 def _event(beam: Beam, num_alternatives: int, first: TokenEvent, lines: Sequence[RequestTimeline]) -> TokenEvent:
-    """All of a choice; with -1 alternatives it has no log-probabilities. `first` is that of the search."""
+    """Return a complete choice as one event; `num_alternatives` -1 omits log-probabilities. `first` is step 0's."""
     logprobs = tuple(TokenLogprobs(token.logprob, token.top[:num_alternatives]) for token in beam.logprobs)
     return TokenEvent(
         beam.token_ids,

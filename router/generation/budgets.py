@@ -1,7 +1,4 @@
-"""Bounds on what all unfinished answers of this process take together: memory, and time of the event loop.
-
-The event loop owns each of them.
-"""
+"""Process-wide limits over all unfinished answers: memory, and event loop time. Use only from the event loop."""
 
 from __future__ import annotations
 
@@ -17,28 +14,28 @@ from common.errors import RETRY_AFTER_S, RequestError, Unavailable
 Result = TypeVar("Result")
 
 MAX_PROMPT_LOGPROBS = 500_000
-"""Maximum number of prompt log-probabilities of one answer, alternatives included."""
+"""Maximum number of prompt log-probabilities in one answer, including alternatives."""
 MAX_HELD_LOGPROBS = 2_000_000
-"""Maximum number of prompt log-probabilities of all unfinished answers."""
+"""Maximum number of prompt log-probabilities in all unfinished answers."""
 MAX_UNREAD_BYTES = 256 * 1024 * 1024
-"""A million tokens with 20 log-probabilities each, or six million without."""
+"""Enough for 1 million tokens with 20 log-probabilities each, or 6 million tokens without."""
 TURN_S = 0.01
-"""Time for jobs in one turn, in seconds. To write a token with 20 alternatives takes 10 to 20 microseconds."""
+"""Seconds of jobs per event loop iteration. Writing one token with 20 alternatives takes 10 to 20 microseconds."""
 
 
 class LogprobBudget:
-    """Bounds the prompt log-probabilities of unfinished answers, about 100 bytes each."""
+    """Limit on the prompt log-probabilities of all unfinished answers. Each takes about 100 bytes."""
 
     def __init__(self, most: int = MAX_HELD_LOGPROBS) -> None:
         self._most, self._held = most, 0
 
     @contextmanager
     def lease(self, num_logprobs: int) -> Iterator[None]:
-        """Hold room for the log-probabilities of an answer's prompts while it is made. Raises Unavailable."""
+        """Reserve capacity for an answer's prompt log-probabilities while the block runs. Raises Unavailable."""
         if num_logprobs and self._held + num_logprobs > self._most:
             raise Unavailable(
-                f"{self._held:,} log-probabilities of prompts are under way, {num_logprobs:,} more would exceed the "
-                f"{self._most:,} that this router holds",
+                f"unfinished answers use {self._held:,} of the {self._most:,} prompt log-probabilities that this "
+                f"router allows; {num_logprobs:,} more do not fit",
                 retry_after_s=RETRY_AFTER_S,
             )
         self._held += num_logprobs
@@ -49,14 +46,14 @@ class LogprobBudget:
 
 
 class Reader(Protocol):
-    """An answer whose client reads it."""
+    """A client connection with an unfinished answer."""
 
     def give_up(self, error: RequestError) -> None:
-        """Drop what waits for the client, and send the error instead."""
+        """Drop the unsent data and send the error instead."""
 
 
 class UnreadBudget:
-    """Bounds the bytes that wait for slow clients. Above the bound, it gives up the answer that holds most."""
+    """Limit on the bytes that wait for slow clients. Above it, the answer with the most unread bytes is aborted."""
 
     def __init__(self, most: int = MAX_UNREAD_BYTES) -> None:
         self._most = most
@@ -64,7 +61,7 @@ class UnreadBudget:
         self.num_bytes = 0
 
     def hold(self, reader: Reader, num_bytes: int) -> None:
-        """`num_bytes` of an answer wait for its client now."""
+        """Set the number of unread bytes of an answer to `num_bytes`."""
         self.num_bytes += num_bytes - self._held.pop(reader, 0)
         if num_bytes:
             self._held[reader] = num_bytes
@@ -72,19 +69,19 @@ class UnreadBudget:
             slowest = max(self._held, key=self._held.__getitem__)
             held = self._held[slowest]
             error = Unavailable(
-                f"the client reads too slowly: {held:,} bytes of its answer wait for it, of {self.num_bytes:,} in "
-                f"all, and this router holds {self._most:,}",
+                f"the client reads too slowly: {held:,} bytes of its answer are unread, of {self.num_bytes:,} for all "
+                f"clients; this router allows {self._most:,}",
                 retry_after_s=RETRY_AFTER_S,
             )
             self.hold(slowest, 0)
             slowest.give_up(error)
 
 
-class TurnBudget:
-    """Runs jobs of many answers in FIFO order, for about `turn_s` seconds in each turn of the event loop that owns it.
+class LoopTimeBudget:
+    """Runs jobs of many answers in FIFO order, for about `turn_s` seconds per iteration of the event loop.
 
-    Without a bound, all answers with new tokens would be written before the loop serves anything else. A job that has
-    begun is not interrupted.
+    Without this limit, the loop would write all answers with new tokens before it serves anything else. A running job
+    is not interrupted.
     """
 
     def __init__(self, turn_s: float = TURN_S, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -95,11 +92,11 @@ class TurnBudget:
 
     @property
     def has_time(self) -> bool:
-        """Whether a job would run at once."""
+        """Whether a job would run immediately."""
         return self._spent_s < self._turn_s and not self._jobs
 
     async def run(self, job: Callable[[], Result]) -> Result:
-        """Run a job now or in a later turn, and return its result. The job is dropped if its caller is cancelled."""
+        """Run a job now or in a later iteration and return its result. Dropped if the caller is cancelled."""
         if self.has_time:
             return self.run_now(job)
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
@@ -107,7 +104,7 @@ class TurnBudget:
         return await future
 
     def run_now(self, job: Callable[[], Result]) -> Result:
-        """Run a job in this turn even if no time is left, and count its time."""
+        """Run a job immediately, even if the time is used up, and count its time."""
         began = self._clock()
         try:
             return job()
@@ -124,7 +121,7 @@ class TurnBudget:
         self._ends_turn, self._spent_s = False, 0.0
         while self._jobs and self._spent_s < self._turn_s:
             job, future = self._jobs.popleft()
-            if future.done():  # its caller was cancelled
+            if future.done():  # the caller was cancelled
                 continue
             try:
                 future.set_result(self.run_now(job))

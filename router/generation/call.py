@@ -1,4 +1,4 @@
-"""A request to a generation endpoint, from its body to the plan of its answer."""
+"""A request to a generation endpoint, from parsing its body to planning its answer."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from starlette.requests import ClientDisconnect, Request
 
 from common.errors import RequestError
 from common.model_files import Task
-from router.access import HEADER, Visit, class_of
-from router.generation.answer_frames import Frames
+from router.access import HEADER, ClientRequest, class_of
+from router.generation.answer_serializer import AnswerSerializer
 from router.generation.context import RequestContext
-from router.generation.exchange import Exchange
-from router.generation.front_door import front_door_of
-from router.generation.models import Asked, Plan, choose_model
+from router.generation.generation_response import GenerationResponse
+from router.generation.models import Plan, SelectionFields, choose_model
 from router.generation.plan import AnswerPlan
+from router.generation.router_state import router_state_of
 from router.generation.served_model import ServedModel
 
-F = TypeVar("F", bound=Asked)
+F = TypeVar("F", bound=SelectionFields)
 M = TypeVar("M", bound=BaseModel)
 
 
 @asynccontextmanager
 async def generation_call(request: Request, model: type[M]) -> AsyncIterator[tuple[GenerationCall, M]]:
-    """A request to a generation endpoint, and its body as a checked `model`.
+    """Read and validate the body of a generation request as `model`.
 
-    Logs the error that ends it, and then releases the memory of its body. Raises RequestError, and ClientDisconnect
-    when the client leaves before the body is there.
+    Logs the error that ends the request and releases the memory of its body. Raises RequestError, and ClientDisconnect
+    if the client disconnects while the body is read.
     """
     call = GenerationCall(request)
     try:
-        yield call, await call.door.reader.read(request, model, call.lease)
+        yield call, await call.router_state.reader.read(request, model, call.lease)
     except BaseException as error:
         call.lease.release()
         match error:
@@ -41,45 +41,45 @@ async def generation_call(request: Request, model: type[M]) -> AsyncIterator[tup
                 call.log.client_gone()
                 call.log.end()
             case RequestError():
-                call.door.add_retry_after(error)
+                call.router_state.add_retry_after(error)
                 call.log.fail(error)
                 call.log.end()
         raise
 
 
 class GenerationCall:
-    """One request: `plan` its answer at a model, and `answer` it."""
+    """One request to a generation endpoint: `plan` its answer, then `answer` it."""
 
     def __init__(self, request: Request) -> None:
-        self.door = front_door_of(request)
-        self.visit: Visit = request.state.visit
-        self.log, self._traceparent = self.door.begin(self.visit, request.headers)
-        self._request, self.lease = request, self.door.bodies.lease()
+        self.router_state = router_state_of(request)
+        self.client_request: ClientRequest = request.state.client_request
+        self.log, self._traceparent = self.router_state.begin(self.client_request, request.headers)
+        self._request, self.lease = request, self.router_state.bodies.lease()
 
     async def plan(self, fields: F, plan: Plan[F], *tasks: Task) -> tuple[ServedModel, AnswerPlan]:
-        """Choose a model that is served for one of `tasks`, or without any to generate text, and plan the answer.
+        """Choose a model that is served for one of `tasks` (default: generate) and plan the answer.
 
         Raises RequestError.
         """
         asked = (self._request.headers.get(HEADER, ""), fields.request_class, fields.tier)
-        request_class = class_of(self.door.config.classes, self.visit.key, *asked)
+        request_class = class_of(self.router_state.config.classes, self.client_request.key, *asked)
         self.log.request_class = request_class.name
-        salt = self.visit.key.salt(fields.cache_salt or "")
-        context = RequestContext(self.visit.key, request_class, salt, self._traceparent)
+        salt = self.client_request.key.salt(fields.cache_salt or "")
+        context = RequestContext(self.client_request.key, request_class, salt, self._traceparent)
         return await choose_model(
-            self.door.models, self.door.gate, self.log, fields, context, plan, tasks or ("generate",)
+            self.router_state.models, self.router_state.access, self.log, fields, context, plan, tasks or ("generate",)
         )
 
     def answer(
         self,
         model: ServedModel,
         plan: AnswerPlan,
-        frames: Frames,
+        serializer: AnswerSerializer,
         before_end: Callable[[], Awaitable[None]] | None = None,
-    ) -> Exchange:
-        """The response that generates the answer and writes its `frames`; `before_end`: see `Exchange`.
+    ) -> GenerationResponse:
+        """Return the response that generates the answer. `before_end`: see `GenerationResponse`.
 
-        From now on it owns the memory of the body, of which it needs no more than the fields without the prompt.
+        The response takes ownership of the body's memory and keeps only the fields without the prompt.
         """
         self.lease.keep_rest()
-        return Exchange(self.door, model, plan, frames, self.log, self.lease, before_end)
+        return GenerationResponse(self.router_state, model, plan, serializer, self.log, self.lease, before_end)

@@ -1,4 +1,4 @@
-"""Plans of answers to conversations: of chat requests, and of other APIs' requests, translated to chat requests."""
+"""Answer plans of conversations: chat requests, and requests of other APIs that are translated to chat requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from router.text.calls import Function
 async def plan_chat(
     model: ServedModel, fields: ChatRequest, context: RequestContext, *, prefix: str = "chatcmpl-"
 ) -> AnswerPlan:
-    """Render and tokenise the conversation. Raises RequestError."""
+    """Render and tokenise the conversation and plan its answer. Raises RequestError."""
     fields.check()
     check_num_sequences(model, 1, max(fields.num_sampled, fields.num_beams))
     limit = model.max_model_len
@@ -45,7 +45,7 @@ async def plan_chat(
         whole = await conversation_tokens(model, fields, functions, max_bytes=most, salt=context.salt)
         token_ids = truncated(whole, fields, limit, wanted or 1)
     if not token_ids:
-        raise InvalidRequest("messages: the conversation makes an empty prompt", param="messages")
+        raise InvalidRequest("messages: the conversation renders to an empty prompt", param="messages")
     prompt = PlannedPrompt(token_ids, fit(len(token_ids), wanted, limit, param="messages"))
     return make_plan(
         model,
@@ -69,7 +69,7 @@ async def conversation_tokens(
     max_bytes: int = 0,
     salt: str | None = None,
 ) -> list[int]:
-    """The tokens of the rendered conversation, which describes `functions`; the rest as in `TextPipeline`."""
+    """Return the tokens of the rendered conversation, with descriptions of `functions`. See `TextPipeline`."""
     continued = bool(fields.continue_final_message)
     generation_prompt = not continued if fields.add_generation_prompt is None else fields.add_generation_prompt
     given = fields.messages or []
@@ -94,16 +94,16 @@ async def conversation_tokens(
 
 
 class OtherFields(Protocol):
-    """Fields of another API: their names by those of a chat request, and how ids of its answers begin."""
+    """Fields of another API: the names of their equivalents in a chat request, and the prefix of answer ids."""
 
     names: ClassVar[Mapping[str, str]]
     id_prefix: ClassVar[str]
 
 
 async def chat_of(model: ServedModel, make: Callable[[], ChatRequest], *, is_long: bool) -> ChatRequest:
-    """The chat request that `make` translates a conversation to, in a thread if it `is_long`. Raises RequestError.
+    """Call `make` to translate a conversation, in a thread if it `is_long`. Raises RequestError.
 
-    A valid request of the other API may exceed the bounds of a chat request, for example on calls of one message.
+    A valid request of the other API can exceed the limits of a chat request, for example on tool calls per message.
     """
     try:
         return await model.text.apart(make) if is_long else make()
@@ -114,7 +114,7 @@ async def chat_of(model: ServedModel, make: Callable[[], ChatRequest], *, is_lon
 async def plan_translated(
     model: ServedModel, fields: OtherFields, context: RequestContext, make: Callable[[], ChatRequest], *, is_long: bool
 ) -> AnswerPlan:
-    """Render and tokenise the conversation. Raises RequestError, with the names that the other API has for fields."""
+    """Translate, render and tokenise the conversation. RequestErrors use the other API's field names."""
     chat = await chat_of(model, make, is_long=is_long)
     with named_as(fields.names):
         return await plan_chat(model, chat, context, prefix=fields.id_prefix)

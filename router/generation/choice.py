@@ -1,4 +1,4 @@
-"""One choice of an answer as it grows: tokens in, text out, with log-probabilities kept in step with the text."""
+"""State of one choice of an answer: converts tokens to text and keeps log-probabilities aligned with it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from router.text import ContentStops, Detokenizer, StopScanner
 
 @dataclass(frozen=True, slots=True)
 class TokenWithLogprobs:
-    """A token of the answer, whose text is characters `start` to `end`.
+    """A generated token whose text spans characters `start` to `end`.
 
     Its log-probabilities are `among[place]`; `among` may be packed.
     """
@@ -32,7 +32,7 @@ class TokenWithLogprobs:
 
 @dataclass(slots=True)
 class Piece:
-    """What one event adds to a choice. `finish_reason` is "" while the choice goes on; `first` marks the first."""
+    """The increment that one event adds to a choice. `finish_reason` is "" until the choice ends."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -42,12 +42,12 @@ class Piece:
 
 
 class AnswerChoice:
-    """Choice `index` of an answer.
+    """Choice `index` of an answer to prompt number `prompt`.
 
-    `prompt` is the number of the prompt that it answers; `echo` is text that precedes the generated one. A stop string
-    that ends within the first `params.min_tokens` tokens is ignored. A `silent` choice shows no generated tokens,
-    because its client requested only the prompt. `prompt_logprobs` come with the first piece and begin at the prompt's
-    second token. `pooled` is the vector of a pooled prompt.
+    `echo` is text that precedes the generated text. Stop strings that end within the first `params.min_tokens` tokens
+    are ignored. A `silent` choice shows no generated tokens, because its client requested only the prompt.
+    `prompt_logprobs` arrive with the first piece and begin at the prompt's second token. `pooled` is the vector of a
+    pooled prompt.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class AnswerChoice:
         self.index, self.prompt, self.request, self.echo = index, prompt, request, echo
         self._detokenizer, self._scanner, self._include_stop = detokenizer, scanner, include_stop
         self._held: deque[TokenWithLogprobs] = deque()
-        self._decoded = self._given = 0  # characters made by the detokenizer, and those that passed the scanner
+        self._decoded = self._given = 0  # characters from the detokenizer, and characters past the scanner
         self.num_tokens = self.num_cached_tokens = 0
         self._sum_logprobs, self._last_token = 0.0, -1
         self._silent = silent
@@ -78,23 +78,23 @@ class AnswerChoice:
 
     @property
     def stop(self) -> str | None:
-        """The stop string that ended the choice."""
+        """The stop string that ended the choice, if any."""
         return self._scanner.stop if self._scanner is not None else None
 
     @property
     def stop_reason(self) -> str | int | None:
-        """The stop string, or the one of `stop_token_ids`, that ended the choice; None for any other end."""
+        """The stop string, or the token of `stop_token_ids`, that ended the choice; None otherwise."""
         if self.finish_reason == "stop" and self._last_token in self.request.params.stop_token_ids:
             return self.stop if self.stop is not None else self._last_token
         return self.stop
 
     @property
     def mean_logprob(self) -> float:
-        """The average log-probability of its tokens, where it has them."""
+        """Average log-probability of the tokens; 0 if they have none."""
         return self._sum_logprobs / max(1, self.num_tokens)
 
     def push(self, event: TokenEvent) -> Piece:
-        """Take the next event. Tokens behind a completed stop string are neither counted nor returned."""
+        """Process the next event. Tokens after a completed stop string are neither counted nor returned."""
         if event.num_cached_tokens > self.num_cached_tokens:
             self.num_cached_tokens = event.num_cached_tokens
         self.timeline = event.timeline or self.timeline
@@ -129,7 +129,7 @@ class AnswerChoice:
         return piece
 
     def record(self) -> ChoiceRecord:
-        """The facts of the choice so far."""
+        """Return the record of the choice so far."""
         return ChoiceRecord(
             self.index,
             self.request.params,
@@ -141,7 +141,7 @@ class AnswerChoice:
         )
 
     def _push_singly(self, event: TokenEvent, num_text_tokens: int, piece: Piece) -> bool:
-        """One token at a time, to find exactly where a stop string ends and where each token's text lies."""
+        """Push one token at a time, to locate the end of a stop string and the text of each token."""
         for i, token_id in enumerate(event.token_ids):
             piece.token_ids.append(token_id)
             start = self._decoded
@@ -169,7 +169,7 @@ class AnswerChoice:
         return self._scanner.push(text, may_end=num_tokens > self.request.params.min_tokens)
 
     def _flush(self, piece: Piece, *, cut: bool) -> bool:
-        """Release an unfinished character and the scanner's held text. Returns whether a stop string ended it."""
+        """Release an incomplete character and the scanner's held text. Returns whether a stop string ended it."""
         rest, stopped = self._scan(self._detokenizer.flush(), self.num_tokens)
         if self._scanner is not None and not stopped:
             rest += self._scanner.flush(cut=cut)
@@ -180,7 +180,7 @@ class AnswerChoice:
         return stopped
 
     def _released(self) -> list[TokenWithLogprobs]:
-        """Tokens whose text was released; at the end also those of text that a stop string cut."""
+        """Pop the tokens whose text was released; at the end, also tokens whose text a stop string removed."""
         out: list[TokenWithLogprobs] = []
         while self._held and (self._held[0].end <= self._given or self.finish_reason):
             token = self._held.popleft()

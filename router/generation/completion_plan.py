@@ -1,4 +1,4 @@
-"""Plans of answers to text prompts."""
+"""Answer plans of text prompts."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from router.request.fields import CompletionRequest
 from router.text import middle_form
 
 DEFAULT_MAX_TOKENS = 16
-"""As OpenAI's API says of completions."""
+"""The default of OpenAI's completions API."""
 
 
 async def plan_completion(model: ServedModel, fields: CompletionRequest, context: RequestContext) -> AnswerPlan:
-    """Tokenise the prompts. Raises RequestError."""
+    """Tokenise the prompts and plan the answer. Raises RequestError."""
     fields.check()
     sources = _sources(fields.prompt)
     check_num_sequences(model, len(sources), max(fields.num_sampled, fields.num_beams))
@@ -43,7 +43,7 @@ async def plan_completion(model: ServedModel, fields: CompletionRequest, context
 
 
 def _sources(prompt: str | list[int] | list[str] | list[list[int]]) -> list[tuple[str | list[int], str]]:
-    """Each prompt with the name of its field."""
+    """Return each prompt with the name of its field."""
     if isinstance(prompt, str):
         return [(prompt, "prompt")]
     if not prompt:
@@ -67,14 +67,14 @@ async def _prompt(model: ServedModel, fields: CompletionRequest, source: str | l
     token_ids = truncated(token_ids, fields, limit, max(1, wanted)) or _begin_of_text(model, param)
     max_tokens = fit(len(token_ids), fields.max_tokens, limit, default=DEFAULT_MAX_TOKENS, param=param)
     if not isinstance(source, str):
-        text.check_ids(token_ids, param=param)  # only after `fit` has bounded their number
+        text.check_ids(token_ids, param=param)  # after `fit`, which bounds their number
         if fields.echo:
             echo = await text.decode(token_ids, skip_special_tokens=fields.skip_special_tokens is not False)
     return PlannedPrompt(token_ids, max_tokens, echo)
 
 
 async def _encoded(model: ServedModel, fields: CompletionRequest, source: str) -> list[int]:
-    """The tokens of a text prompt, which may be too long where it will be truncated."""
+    """Return the tokens of a text prompt. A prompt that will be truncated may exceed the model's length."""
     special = fields.add_special_tokens is not False
     if fields.truncate_prompt_tokens is None:
         return await model.text.encode(source, add_special_tokens=special, limit=model.max_model_len)
@@ -85,21 +85,21 @@ async def _encoded(model: ServedModel, fields: CompletionRequest, source: str) -
 
 
 async def _around_middle(model: ServedModel, fields: CompletionRequest, before: list[int]) -> list[int]:
-    """The prompt for the text between `before` and the suffix. Raises InvalidRequest for a model that cannot."""
+    """Build a fill-in-the-middle prompt. Raises InvalidRequest if the model does not support it."""
     form = middle_form(model.text.tokenizer)
     if form is None:
-        raise InvalidRequest("suffix: this model has no tokens for a text behind its answer", param="suffix")
+        raise InvalidRequest("suffix: this model has no fill-in-the-middle tokens", param="suffix")
     if fields.echo_logprobs is not None:
-        raise InvalidRequest("suffix: not allowed with echo and logprobs", param="suffix")
+        raise InvalidRequest("suffix: cannot be combined with echo and logprobs", param="suffix")
     limit = model.max_model_len
     after = await model.text.encode(fields.suffix or "", add_special_tokens=False, limit=limit)
-    opening = await model.text.encode("", add_special_tokens=True)  # where a text prompt has such tokens
+    opening = await model.text.encode("", add_special_tokens=True)  # such as a beginning-of-sequence token
     begins = before[: len(opening)] == opening
     return [*opening, *form.prompt(before[len(opening) :], after)] if begins else form.prompt(before, after)
 
 
 def _begin_of_text(model: ServedModel, param: str) -> list[int]:
-    """The prompt in place of an empty one. Raises InvalidRequest for a model without such a token."""
+    """Return the replacement of an empty prompt. Raises InvalidRequest if the model has no such token."""
     bos = model.text.tokenizer.token_to_id(model.files.bos_token) if model.files.bos_token else None
     if bos is None:
         raise InvalidRequest(f"{param}: must not be empty", param=param)

@@ -1,4 +1,4 @@
-"""Who asks for an answer, and how the request is to be served."""
+"""The sender of a request, and how to serve it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from router.access import ANONYMOUS, ApiKey
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """The key and class of a request. Only requests with the same `salt` share cached prefixes and grammars.
+    """Key and class of a request. Only requests with the same `salt` share cached prefixes and grammars.
 
-    `traceparent` is for the workers; "" without a trace. `model_name` is the name of the model in the answer, and
-    `adapter` the name of an adapter, or "".
+    `traceparent` is for the workers; "" without a trace. `model_name` is the model name in the answer. `adapter` is the
+    name of an adapter, or "".
     """
 
     key: ApiKey = ANONYMOUS

@@ -1,4 +1,4 @@
-"""The token streams of one HTTP request, one for each choice, merged."""
+"""The token streams of one HTTP request, one per choice, merged."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from router.generation.logprobs import PackedLogprobs
 from router.request.errors import as_request_error
 
 
-class InTurnClient:
-    """A client for one answer. The time that a request waits here for its turn counts towards its deadline.
+class LimitedClient:
+    """Client that runs at most `most_at_once` requests of one answer at a time. Waiting counts towards the deadline.
 
-    A request that the pools refuse for want of room, while others of the answer are there, has another turn after one
-    of these: from then on one fewer is there at a time.
+    When the workers refuse a request for lack of capacity while other requests of the answer are running, the limit is
+    reduced by one and the request waits for one of those to finish.
     """
 
     def __init__(self, client: TokenSource, most_at_once: int) -> None:
-        self._client, self._places = client, asyncio.Semaphore(most_at_once)
-        self._began, self._num_there = time.monotonic(), 0
+        self._client, self._slots = client, asyncio.Semaphore(most_at_once)
+        self._began, self._num_running = time.monotonic(), 0
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
-        """See `TokenSource.generate`; one that is refused behind its first event is not tried again."""
+        """See `TokenSource.generate`. A request that fails after its first event is not retried."""
         while True:
-            placed = msgspec.structs.replace(request, deadline_s=await self._turn(request))
-            self._num_there += 1
-            began = gives_up_place = False
+            placed = msgspec.structs.replace(request, deadline_s=await self._acquire_slot(request))
+            self._num_running += 1
+            began = drops_slot = False
             try:
                 async with aclosing(self._client.generate(placed)) as events:
                     async for event in events:
@@ -45,50 +45,50 @@ class InTurnClient:
                         yield event
                 return
             except Overloaded:
-                if began or self._num_there == 1:
+                if began or self._num_running == 1:
                     raise
-                gives_up_place = True
+                drops_slot = True
             finally:
-                self._num_there -= 1
-                if not gives_up_place:
-                    self._places.release()
+                self._num_running -= 1
+                if not drops_slot:
+                    self._slots.release()
 
-    async def _turn(self, request: GenerationRequest) -> float:
-        """Wait for a place; the seconds that the request has left then. Raises DeadlineExceeded."""
+    async def _acquire_slot(self, request: GenerationRequest) -> float:
+        """Wait for a slot. Returns the remaining time in seconds. Raises DeadlineExceeded."""
         try:
-            async with asyncio.timeout(self._left_s(request)):
-                await self._places.acquire()
+            async with asyncio.timeout(self._remaining_s(request)):
+                await self._slots.acquire()
         except TimeoutError:
-            raise self._late(request) from None
-        left_s = self._left_s(request)
-        if left_s <= 0:
-            self._places.release()
-            raise self._late(request)
-        return left_s
+            raise self._timed_out(request) from None
+        remaining_s = self._remaining_s(request)
+        if remaining_s <= 0:
+            self._slots.release()
+            raise self._timed_out(request)
+        return remaining_s
 
-    def _left_s(self, request: GenerationRequest) -> float:
+    def _remaining_s(self, request: GenerationRequest) -> float:
         return request.deadline_s - (time.monotonic() - self._began)
 
-    def _late(self, request: GenerationRequest) -> DeadlineExceeded:
-        return DeadlineExceeded(f"the request's {request.deadline_s:g} s were over before the turn of all its prompts")
+    def _timed_out(self, request: GenerationRequest) -> DeadlineExceeded:
+        return DeadlineExceeded(f"the request timeout of {request.deadline_s:g} s passed before all prompts started")
 
 
 log = logging.getLogger(__name__)
 
 
 MAX_WAITING = 16
-"""Events of one choice that wait for a client separately; later ones are joined to the last."""
+"""Events of one choice that wait for a client separately; later ones are merged into the last."""
 EVENT_BYTES, TOKEN_BYTES = 1000, 40
-"""Memory that a waiting event takes, and each of its tokens, without log-probabilities."""
+"""Memory per waiting event, and per token in it, without log-probabilities."""
 
 
 class ClientGone(Exception):
-    """The client left before its answer was complete."""
+    """The client disconnected before its answer was complete."""
 
 
 @dataclass(slots=True)
 class Arrival:
-    """An event of choice `index`, or the error that ended it, at `at` (perf_counter seconds)."""
+    """An event of choice `index`, or the error that ended it. `at` is its time in perf_counter seconds."""
 
     index: int
     at: float
@@ -97,14 +97,14 @@ class Arrival:
 
 
 ChoiceSink = Callable[[int, float, TokenEvent], bool]
-"""Takes an event of a choice, with its time, or says False."""
+"""Processes an event of a choice, with its time. Returns False to leave the event to `Generations.next`."""
 
 
 class Generations:
-    """Runs the streams, one task each. `close` and `leave` abort unfinished ones on the workers.
+    """Runs one task per stream. `close` and `leave` abort unfinished streams on the workers.
 
-    `unread` counts the bytes that wait for the client, and may give the answer up. While `next` waits, events go to the
-    `sink` first, in the turn in which they came: `next` returns those that it refuses, and what comes behind them.
+    `unread` counts the bytes that wait for the client and may abort the answer. While `next` waits, events go to `sink`
+    first. `next` returns the events that `sink` declines, and those that follow them.
     """
 
     def __init__(self, client: TokenSource, unread: UnreadBudget) -> None:
@@ -120,9 +120,9 @@ class Generations:
         self.sink: ChoiceSink | None = None
 
     async def start(self, requests: Sequence[GenerationRequest]) -> None:
-        """Begin the stream of each choice, until the client leaves or one of them fails.
+        """Start the stream of each choice. Stops early if the client disconnects or a stream fails.
 
-        Other tasks have a turn after each: to place a thousand streams takes a tenth of a second or longer.
+        Yields to other tasks after each stream: starting a thousand takes 0.1 s or longer.
         """
         for index, request in enumerate(requests):
             if self._gone or self._failed:
@@ -131,7 +131,7 @@ class Generations:
             await asyncio.sleep(0)
 
     async def next(self, timeout_s: float) -> list[Arrival]:
-        """All arrivals since the last call, or the next one; [] after `timeout_s` or `wake`. Raises ClientGone."""
+        """Wait for arrivals and return them; [] after `timeout_s` or `wake`. Raises ClientGone."""
         if not self._arrivals and not self._gone:
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
@@ -148,11 +148,11 @@ class Generations:
         return arrivals
 
     def stop(self, index: int) -> None:
-        """Choice `index` needs no more tokens."""
+        """Abort choice `index`, which needs no more tokens."""
         self._tasks[index].cancel()
 
     def leave(self) -> None:
-        """The client went away: abort everything now, and let `next` raise."""
+        """Handle a disconnected client: abort all streams and make `next` raise."""
         self._gone = True
         self._forget()
         self._aborting = asyncio.create_task(self._abort())
@@ -166,7 +166,7 @@ class Generations:
         self._forget()
 
     def give_up(self, error: RequestError) -> None:
-        """Abort everything and drop what waits: the next arrival is the error."""
+        """Abort all streams and drop what waits for the client. The next arrival is the error."""
         index = next(reversed(self._last))
         self._failed = True
         self._forget()
@@ -174,7 +174,7 @@ class Generations:
         self._put(Arrival(index, time.perf_counter(), error=error))
 
     async def _abort(self) -> None:
-        """End one stream in each turn of the event loop: each sends aborts to its workers."""
+        """Cancel one stream per event loop iteration, because each sends aborts to its workers."""
         for task in list(self._tasks.values()):
             if not task.done():
                 task.cancel()
@@ -190,7 +190,7 @@ class Generations:
                     self._add(index, event)
             if not finished:
                 raise InternalError("the answer ended without a finish reason")
-        except Exception as error:  # a bug must not leave the client waiting
+        except Exception as error:  # after a bug, the client must still get an answer
             if not isinstance(error, RequestError):
                 log.exception("request failed", extra={"id": request.request_id})
             self._failed = True
@@ -204,7 +204,7 @@ class Generations:
         return self.sink(index, time.perf_counter(), event)
 
     def _add(self, index: int, event: TokenEvent) -> None:
-        """Keep an event for the client with its log-probabilities packed, separately or joined to the last one."""
+        """Store an event for the client, with packed log-probabilities; merge it into the last if many wait."""
         if self._aborting is not None:
             return
         at = time.perf_counter()
@@ -221,7 +221,7 @@ class Generations:
         self._unread.hold(self, self._num_bytes)
 
     def _forget(self) -> None:
-        """Drop what waits for the client."""
+        """Drop everything that waits for the client."""
         self._arrivals.clear()
         self._last.clear()
         self._num_waiting.clear()
@@ -233,13 +233,13 @@ class Generations:
         self.wake()
 
     def wake(self) -> None:
-        """Have `next` return what is there."""
+        """Make `next` return immediately."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
 def _joined(before: TokenEvent, event: TokenEvent, packed: PackedLogprobs) -> TokenEvent:
-    """Two events of one choice as one; extends the packed log-probabilities of the first."""
+    """Merge two events of one choice. Extends the packed log-probabilities of the first."""
     logprobs = before.logprobs
     if isinstance(logprobs, PackedLogprobs):
         logprobs.extend(packed)

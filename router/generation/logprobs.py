@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes of OpenAI's two older endpoints."""
+"""Log-probabilities in the formats of OpenAI's chat and completion APIs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from router.generation.choice import AnswerChoice, TokenWithLogprobs
 from router.text import Detokenizer, TextPipeline
 
 TOKEN_BYTES, ALTERNATIVE_BYTES = 20, 12
-"""What one token takes in the arrays of `PackedLogprobs`, and what each of its alternatives takes."""
+"""Bytes per token in the arrays of `PackedLogprobs`, and bytes per alternative."""
 
 
 class PackedLogprobs(Sequence[TokenLogprobs]):
-    """A sequence that grows at its end and makes each item when it is read."""
+    """Append-only sequence in compact arrays, which creates each item when it is read."""
 
     __slots__ = ("_ends", "_ids", "_own", "_ranks", "_values")
 
@@ -58,22 +58,22 @@ class PackedLogprobs(Sequence[TokenLogprobs]):
 
 
 def floored(logprob: float) -> float:
-    """`logprob`, at least LOGPROB_FLOOR; never NaN or infinite."""
+    """Clamp `logprob` to [LOGPROB_FLOOR, 0]; NaN becomes LOGPROB_FLOOR."""
     return logprob if LOGPROB_FLOOR <= logprob <= 0.0 else 0.0 if logprob > 0.0 else LOGPROB_FLOOR
 
 
-class LogprobShapes:
-    """Writes tokens with log-probabilities. `as_ids` names them `token_id:ID`, unambiguous where text is not."""
+class LogprobFormatter:
+    """Formatter of log-probabilities. `as_ids` names tokens `token_id:ID`, which is unambiguous where text is not."""
 
     def __init__(self, text: TextPipeline, num_alternatives: int, *, as_ids: bool = False) -> None:
         self._text, self._num_alternatives, self._as_ids = text, num_alternatives, as_ids
 
     def chat(self, with_logprobs: Sequence[TokenWithLogprobs]) -> dict[str, object]:
-        """`logprobs` of a chat choice or chunk."""
+        """Return `logprobs` of a chat choice or chunk."""
         return {"content": self.tokens(with_logprobs), "refusal": None}
 
     def tokens(self, with_logprobs: Sequence[TokenWithLogprobs]) -> list[dict[str, object]]:
-        """Each token with its bytes and alternatives."""
+        """Return each token with its bytes and alternatives."""
         content: list[dict[str, object]] = []
         for token in with_logprobs:
             logprobs = token.logprobs
@@ -82,7 +82,7 @@ class LogprobShapes:
         return content
 
     def completion(self, with_logprobs: Sequence[TokenWithLogprobs], offset: int) -> dict[str, list[object]]:
-        """`logprobs` of a completion choice or chunk; `offset` is where generated text begins (after an echo)."""
+        """Return `logprobs` of a completion choice or chunk. Generated text begins at `offset`, after an echo."""
         return {
             "tokens": [self._name(token.token_id) for token in with_logprobs],
             "token_logprobs": [floored(token.logprobs.logprob) for token in with_logprobs],
@@ -91,7 +91,7 @@ class LogprobShapes:
         }
 
     def echo(self, choice: AnswerChoice, *, skip_special_tokens: bool) -> dict[str, list[object]]:
-        """`logprobs` of a completion's echo. The first token has none."""
+        """Return `logprobs` of a completion's echo. The first token has none."""
         token_ids, logprobs = choice.request.prompt_token_ids, choice.prompt_logprobs
         detokenizer = Detokenizer(self._text.tokenizer, skip_special_tokens=skip_special_tokens)
         offsets: list[object] = []
@@ -106,7 +106,7 @@ class LogprobShapes:
         }
 
     def prompt(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> list[dict[str, object] | None]:
-        """`prompt_logprobs` of either endpoint, by token id, each with its rank."""
+        """Return `prompt_logprobs` of either API, by token id, each with its rank."""
         shown: list[dict[str, object] | None] = [None]
         for token_id, found in zip(token_ids[1:], logprobs, strict=True):
             top = found.top[: self._num_alternatives]
@@ -121,13 +121,13 @@ class LogprobShapes:
         return shown
 
     def _alternatives(self, token_id: int, logprobs: TokenLogprobs) -> dict[str, float]:
-        """The alternatives of a token, and itself."""
+        """Return the alternatives of a token, including the token itself."""
         top = {self._name(i): floored(p) for i, p in logprobs.top[: self._num_alternatives]}
         top.setdefault(self._name(token_id), floored(logprobs.logprob))
         return top
 
     def _entries(self, logprobs: Sequence[tuple[int, float]]) -> list[dict[str, object]]:
-        """An entry for each token id and its log-probability. An answer may have 21 with each of its tokens."""
+        """Return an entry for each token id and its log-probability. Hot path: up to 21 entries per token."""
         text, entries = self._text.token_text, []
         for token_id, logprob in logprobs:
             name, byte_values = text(token_id)

@@ -1,6 +1,6 @@
-"""The models of a router: which of them a request is for, and which of these has capacity for it.
+"""Model selection: maps the requested model name to the models that may serve it, and checks their capacity.
 
-asked name ── Catalog ──> the models that may answer it ── ready? ──> candidates, the best first ── capacity? ──> plan
+requested name ── Catalog ──> models that may answer ── ready? ──> candidates, best first ── capacity? ──> plan
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 from common.errors import RETRY_AFTER_S, ModelNotFound, Overloaded, Unavailable
 from common.model_files import Task
-from router.access import ANONYMOUS, ApiKey, Forbidden, Gate, RateLimited, Visit
+from router.access import ANONYMOUS, AccessControl, ApiKey, ClientRequest, Forbidden, RateLimited
 from router.dispatch import Caller
 from router.generation.context import RequestContext
 from router.generation.plan import AnswerPlan
@@ -23,7 +23,7 @@ from router.models import Catalog, ModelEntry, ModelTable
 
 @dataclass(frozen=True, slots=True)
 class ModelCandidates:
-    """The model that a request is for, and those of it and its fallbacks that may answer now, the best first.
+    """The requested model, and the usable models among it and its fallbacks, best first.
 
     `adapter` is the name of an adapter of the model if the request names one, else "".
     """
@@ -35,10 +35,10 @@ class ModelCandidates:
 
 @dataclass(frozen=True, slots=True)
 class ShownModel:
-    """One name in the list of models. `model`: the model that it stands for; None for a split.
+    """An entry of the model list. `model` is the model behind the name; None for a split.
 
-    `ready`: whether a worker would answer now. Every model that it stands for takes `max_model_len` tokens. `parent`:
-    the base model of an adapter, else "".
+    `ready`: whether a worker would answer now. `max_model_len`: the smallest limit, in tokens, of the models behind the
+    name. `parent`: the base model of an adapter, else "".
     """
 
     name: str
@@ -49,31 +49,31 @@ class ShownModel:
 
 
 class Models:
-    """All models of a router, by name, the default one first. The `catalog` may be replaced."""
+    """All models of a router by name, the default model first. The `catalog` may be replaced."""
 
     def __init__(self, catalog: Catalog, served: Mapping[str, ServedModel]) -> None:
         self.catalog, self.served = catalog, served
 
     @classmethod
     def of_one(cls, model: ServedModel) -> Models:
-        """A single model that has only its own names."""
+        """Create the models of a router with one model, which has no aliases."""
         entry = ModelEntry(model.config.model, model.config.served_model_name)
         return cls(Catalog(ModelTable((entry,)), (model.files.model_id,)), {model.name: model})
 
     @property
     def default(self) -> ServedModel:
-        """The model of requests that name none."""
+        """The model for requests that name none."""
         return next(iter(self.served.values()))
 
-    def candidates(self, asked: str | None, key: ApiKey = ANONYMOUS, requester: str = "") -> ModelCandidates:
-        """The models to try for a request: those with ready workers, and behind them one that waits for workers.
+    def candidates(self, requested: str | None, key: ApiKey = ANONYMOUS, requester: str = "") -> ModelCandidates:
+        """Return the models to try: those with ready workers, then one that may wait for workers.
 
-        `requester` is whom splits draw for. Raises ModelNotFound, Forbidden, and Unavailable when none of them has a
-        worker and none may wait for one.
+        `requester` is the identity that splits draw a model for. Raises ModelNotFound, Forbidden, and Unavailable when
+        no model has a worker or may wait for one.
         """
-        base = self.base_of(asked, key)  # an adapter has no fallbacks
-        adapter = "" if base is None else asked or ""
-        chain = (base,) if base is not None else self.catalog.chain(asked, key, requester)
+        base = self.base_of(requested, key)  # an adapter has no fallbacks
+        adapter = "" if base is None else requested or ""
+        chain = (base,) if base is not None else self.catalog.chain(requested, key, requester)
         if len(chain) == 1 and self.catalog.entries[chain[0]].holds:
             return ModelCandidates(only := self.served[chain[0]], (only,), adapter)
         found = {name: self.served[name].availability for name in chain}
@@ -84,15 +84,15 @@ class Models:
             return ModelCandidates(self.served[first], usable, adapter)
         raise Unavailable(f"model {first!r}: {found[first][1]}", param="model", retry_after_s=RETRY_AFTER_S)
 
-    def lacking(self, asked: str | None) -> str:
-        """A model, of several, for whose workers a request under this name may have to wait; "" if for none.
+    def model_without_workers(self, requested: str | None) -> str:
+        """Return a model whose workers a request for this name may have to wait for; "" if there is none.
 
-        Raises ModelNotFound.
+        Always "" for a router with one model. Raises ModelNotFound.
         """
-        self.catalog.chain(asked)
+        self.catalog.chain(requested)
         if len(self.served) == 1:
             return ""
-        names = self.catalog.models[:1] if asked is None else self.catalog.targets(asked)
+        names = self.catalog.models[:1] if requested is None else self.catalog.targets(requested)
         available = set(self.available)
         return next((name for name in names if available.isdisjoint(self.catalog.with_fallbacks(name))), "")
 
@@ -101,61 +101,63 @@ class Models:
         """The models that have workers for a request now."""
         return [name for name, model in self.served.items() if model.availability[0]]
 
-    def one(self, asked: str | None, key: ApiKey = ANONYMOUS) -> ServedModel:
-        """The model for what needs no worker, such as tokenizing. Raises ModelNotFound, Forbidden."""
-        base = self.base_of(asked, key)
-        return self.served[self.catalog.chain(asked, key)[0] if base is None else base]
+    def one(self, requested: str | None, key: ApiKey = ANONYMOUS) -> ServedModel:
+        """Return the model for work without workers, such as tokenizing. Raises ModelNotFound, Forbidden."""
+        base = self.base_of(requested, key)
+        return self.served[self.catalog.chain(requested, key)[0] if base is None else base]
 
-    def base_of(self, asked: str | None, key: ApiKey = ANONYMOUS) -> str | None:
-        """The model whose adapter has this name; None when it names none. Raises Forbidden.
+    def base_of(self, requested: str | None, key: ApiKey = ANONYMOUS) -> str | None:
+        """Return the base model of the adapter `requested`; None if there is no such adapter. Raises Forbidden.
 
-        A key may use an adapter that is on its list, and those of the models that it may use.
+        A key may use the adapters on its list and all adapters of the models that it may use.
         """
-        if asked is None or asked in self.served or self.catalog.has(asked):
+        if requested is None or requested in self.served or self.catalog.has(requested):
             return None
-        base = next((name for name, model in self.served.items() if model.adapters.has(asked)), None)
-        if base is not None and asked not in key.models and not self.catalog.may_use(key, base):
-            raise Forbidden(f"key {key.name!r} may not use adapter {asked!r} of model {base!r}", param="model")
+        base = next((name for name, model in self.served.items() if model.adapters.has(requested)), None)
+        if base is not None and requested not in key.models and not self.catalog.may_use(key, base):
+            raise Forbidden(f"key {key.name!r} may not use adapter {requested!r} of model {base!r}", param="model")
         return base
 
-    def checked_name(self, asked: str | None) -> str:
-        """The name under which a batch shows the model of a line. Raises ModelNotFound for an unknown name."""
-        if asked is None or len(self.served) == 1:
-            return self.name_of(asked, self.default.name)
-        if self.base_of(asked) is None:
-            self.catalog.chain(asked)
-        return asked
+    def checked_name(self, requested: str | None) -> str:
+        """Return the model name that a batch reports for a line. Raises ModelNotFound."""
+        if requested is None or len(self.served) == 1:
+            return self.name_of(requested, self.default.name)
+        if self.base_of(requested) is None:
+            self.catalog.chain(requested)
+        return requested
 
-    def name_of(self, asked: str | None, own: str) -> str:
-        """The name that an answer of the model `own` has: as asked, or of the model where another name stands for it.
+    def name_of(self, requested: str | None, own: str) -> str:
+        """Return the model name in an answer of model `own`: the requested name if it denotes `own`, else `own`.
 
-        Raises ModelNotFound for an unknown name.
+        Raises ModelNotFound.
         """
-        if asked is None or asked == own:
+        if requested is None or requested == own:
             return own
-        if self.base_of(asked) == own:
-            return asked
-        self.catalog.chain(asked)
-        return asked if asked in self.catalog.own_names(own) else own
+        if self.base_of(requested) == own:
+            return requested
+        self.catalog.chain(requested)
+        return requested if requested in self.catalog.own_names(own) else own
 
     def listed(self, key: ApiKey = ANONYMOUS) -> list[ShownModel]:
-        """What clients with this key may ask for now. A model that waits for no worker is there while one is ready."""
+        """List the names that clients with this key may request now. Unready models are listed if requests may wait."""
         available = {name: model.availability[0] for name, model in self.served.items()}
         shown = [self._shown(name, available) for name in (one.name for one in self.catalog.listed(key))]
         found = [one for one in shown if one.ready or self._holds(one.name)]
         return [*found, *(one for name in self.served for one in self._adapters(name, key))]
 
-    def shown(self, asked: str, key: ApiKey = ANONYMOUS) -> ShownModel:
-        """One name of the list. Raises ModelNotFound, Forbidden."""
-        if (base := self.base_of(asked, key)) is not None:
-            if (one := next((one for one in self._adapters(base, key) if one.name == asked), None)) is not None:
+    def shown(self, requested: str, key: ApiKey = ANONYMOUS) -> ShownModel:
+        """Return one entry of the model list. Raises ModelNotFound, Forbidden."""
+        if (base := self.base_of(requested, key)) is not None:
+            if (one := next((one for one in self._adapters(base, key) if one.name == requested), None)) is not None:
                 return one
-            raise ModelNotFound(f"adapter {asked!r} is being loaded", param="model")
-        self.catalog.chain(asked, key)
-        return self._shown(asked, {name: self.served[name].availability[0] for name in self.catalog.targets(asked)})
+            raise ModelNotFound(f"adapter {requested!r} is being loaded", param="model")
+        self.catalog.chain(requested, key)
+        return self._shown(
+            requested, {name: self.served[name].availability[0] for name in self.catalog.targets(requested)}
+        )
 
     def _adapters(self, base: str, key: ApiKey) -> Iterator[ShownModel]:
-        """The adapters of a model that clients with this key may ask for."""
+        """Yield the adapters of a model that clients with this key may request."""
         model, may_use = self.served[base], self.catalog.may_use(key, base)
         for known in model.adapters.names():
             if (may_use or known.name in key.models) and not self.catalog.has(known.name):
@@ -171,8 +173,8 @@ class Models:
         return ShownModel(name, models[0] if self.catalog.is_model(name) else None, ready, shortest)
 
 
-class Asked(Protocol):
-    """The fields of a request body that the choice of a model reads."""
+class SelectionFields(Protocol):
+    """Fields of a request body that model selection reads."""
 
     @property
     def model(self) -> str | None: ...
@@ -187,45 +189,46 @@ class Asked(Protocol):
     def longest_text(self) -> str | list[int]: ...
 
 
-F = TypeVar("F", bound=Asked)
+F = TypeVar("F", bound=SelectionFields)
 Plan = Callable[[ServedModel, F, RequestContext], Awaitable[AnswerPlan]]
-"""Plans the answer to a body at a model."""
+"""Plans the answer of a model to a request body."""
 
 
 async def choose_model(
     models: Models,
-    gate: Gate,
+    access: AccessControl,
     log: RequestLog,
-    asked: F,
+    requested: F,
     context: RequestContext,
     plan: Plan[F],
     tasks: Collection[Task],
 ) -> tuple[ServedModel, AnswerPlan]:
-    """The model that answers, and its plan. When it has no capacity, the next candidate is tried, if there is one.
+    """Choose the model that answers, and plan its answer. Tries the next candidate when one has no capacity.
 
-    The model must be served for one of `tasks`. The request counts in the metrics of the model that it is for, and once
-    known in those of the one that answers.
-    Raises RequestError: if none of several candidates has capacity, the error of the first.
+    The model must be served for one of `tasks`. `log.metrics` become those of the requested model, and then those of
+    the model that answers. Raises RequestError; if several candidates have no capacity, the error of the first.
     """
-    visit = log.visit
-    candidates = models.candidates(asked.model, visit.key, requester_of(visit, asked.end_user))
+    client_request = log.client_request
+    candidates = models.candidates(
+        requested.model, client_request.key, requester_of(client_request, requested.end_user)
+    )
     log.metrics = candidates.first.metrics
     refusals: list[Overloaded | Unavailable] = []
     for model in candidates.usable:
         try:
-            _check_capacity(model, partial(_is_longer, model, asked), context)
-            gate.models.enter(visit, model.name)
+            _check_capacity(model, partial(_is_longer, model, requested), context)
+            access.models.enter(client_request, model.name)
             model.check_task(*tasks)
-            name = candidates.adapter or models.name_of(asked.model, model.name)
-            planned = await plan(model, asked, replace(context, model_name=name, adapter=candidates.adapter))
-            gate.take_prompt(visit, planned.num_prompt_tokens)
+            name = candidates.adapter or models.name_of(requested.model, model.name)
+            planned = await plan(model, requested, replace(context, model_name=name, adapter=candidates.adapter))
+            access.take_prompt(client_request, planned.num_prompt_tokens)
             if len(candidates.usable) > 1:
-                _check_length(model, gate, visit, planned, context)
+                _check_length(model, access, client_request, planned, context)
             break
         except (Overloaded, Unavailable) as refusal:
             if len(candidates.usable) == 1:
                 raise
-            gate.models.leave(visit)
+            access.models.leave(client_request)
             if isinstance(refusal, RateLimited) and refusal.of_key:
                 raise
             refusals.append(refusal)
@@ -238,22 +241,28 @@ async def choose_model(
     return model, planned
 
 
-def requester_of(visit: Visit, end_user: str) -> str:
-    """For whom a split draws one of its models: the user that the body names, else this one request."""
-    return f"user:{visit.key.name}:{end_user}" if end_user else f"request:{visit.request_id}"
+def requester_of(client_request: ClientRequest, end_user: str) -> str:
+    """Return the identity that a split draws a model for: the user in the body, or else this request."""
+    return f"user:{client_request.key.name}:{end_user}" if end_user else f"request:{client_request.request_id}"
 
 
-def _check_length(model: ServedModel, gate: Gate, visit: Visit, planned: AnswerPlan, context: RequestContext) -> None:
-    """Check the capacity again, now that the length of the prompt is known."""
+def _check_length(
+    model: ServedModel,
+    access: AccessControl,
+    client_request: ClientRequest,
+    planned: AnswerPlan,
+    context: RequestContext,
+) -> None:
+    """Check the capacity again with the exact length of the prompts."""
     try:
         _check_capacity(model, max(len(prompt.token_ids) for prompt in planned.prompts).__gt__, context)
     except (Overloaded, Unavailable):
-        gate.spend(visit, -planned.num_prompt_tokens)
+        access.spend(client_request, -planned.num_prompt_tokens)
         raise
 
 
-def _is_longer(model: ServedModel, asked: Asked, num_tokens: int) -> bool:
-    return model.text.exceeds(asked.longest_text(), num_tokens)
+def _is_longer(model: ServedModel, requested: SelectionFields, num_tokens: int) -> bool:
+    return model.text.exceeds(requested.longest_text(), num_tokens)
 
 
 def _check_capacity(model: ServedModel, is_longer: Callable[[int], bool], context: RequestContext) -> None:

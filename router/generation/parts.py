@@ -1,4 +1,4 @@
-"""Splits an answer into thoughts, text and calls as it arrives, choice by choice."""
+"""Incremental parser of answers: splits each choice into thoughts, text and tool calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from router.generation.choice import AnswerChoice, Piece
 from router.generation.served_model import ServedModel
-from router.generation.structure import ToolCalling, is_held, tool_calling
+from router.generation.structure import ToolCalling, is_constrained, tool_calling
 from router.request.fields import ChatRequest, SamplingFields
 from router.text import (
     TAIL_TOKENS,
@@ -28,7 +28,7 @@ from router.text.calls import CallScanner, ChannelTokens
 
 @dataclass(slots=True)
 class _Scanners:
-    """The scanners of one choice, and how many characters they have read. `calls` begins with the first text."""
+    """The scanners of one choice. `num_chars` counts characters read. `calls` is created at the first text."""
 
     thinking: ThinkingScanner | None
     thought_tokens: ThoughtTokens | ChannelTokens | None
@@ -42,39 +42,36 @@ class _Scanners:
 
 
 def is_scanned(model: ServedModel, calling: ToolCalling | None) -> bool:
-    """Whether a scanner of the model's form reads the answers: for calls, or for channels, which each answer has."""
+    """Whether the tool-call format's scanner must read the answers, for calls or for channels."""
     return model.dialect.parses and (calling is not None or model.dialect.format.has_channels)
 
 
 def reads_thoughts(model: ServedModel, fields: ChatRequest, calling: ToolCalling | None) -> bool:
-    """Whether the answers may begin with a thought between marks.
-
-    An answer that must match a form from its first token cannot.
-    """
-    return model.thinks and not is_held(fields, calling) and not model.dialect.format.has_channels
+    """Whether answers may begin with a thought between marks; not if they must match a grammar from the first token."""
+    return model.thinks and not is_constrained(fields, calling) and not model.dialect.format.has_channels
 
 
 def marks_of(model: ServedModel, fields: ChatRequest, calling: ToolCalling | None) -> frozenset[int]:
-    """The special tokens that the text of the answers keeps, because scanners look for them."""
+    """Return the special tokens to keep in the text of the answers, because scanners look for them."""
     marks = model.marks if is_scanned(model, calling) else frozenset[int]()
     return marks | model.thought_marks if reads_thoughts(model, fields, calling) else marks
 
 
 class AnswerParts:
-    """Splits the answers to one request: calls if tools may be called, a thought if the model thinks.
+    """Splits the answers of one request into parts: thoughts if the model thinks, tool calls if tools are allowed.
 
-    A model whose answer must match a form from its first token cannot think before it.
+    A model whose answer must match a grammar from its first token cannot think first.
     """
 
     def __init__(self, model: ServedModel, fields: SamplingFields) -> None:
-        """`fields` is a `ChatRequest`; requests of other APIs are translated to one."""
+        """`fields` must be a `ChatRequest`; requests of other APIs are translated to one."""
         assert isinstance(fields, ChatRequest)
         calling = tool_calling(fields)
         self._text, self._shows_thought = model.text, fields.include_reasoning is not False
         self._is_scanned, self._form = is_scanned(model, calling), model.dialect.format
         self._functions = {function.name: function for function in calling.functions} if calling is not None else {}
         self._has_thoughts = model.shows_thoughts
-        self._only_calls = is_held(fields, calling)  # or only JSON of a schema
+        self._only_calls = is_constrained(fields, calling)  # or only JSON of a schema
         self._thinks = reads_thoughts(model, fields, calling)
         continued = fields.continued_text
         self._continues_thought = bool(continued and (open_thought(continued) or "").strip())
@@ -83,29 +80,29 @@ class AnswerParts:
 
     @property
     def only_text(self) -> bool:
-        """Whether an answer is nothing but text, so that it need not be taken apart."""
+        """Whether answers consist of text only and do not have to be split."""
         return not (self._is_scanned or self._thinks)
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Number of tokens of all thoughts so far, including their marks."""
+        """Number of reasoning tokens of all choices so far, including their marks."""
         return sum(scanners.num_reasoning_tokens for scanners in self._scanners.values())
 
-    def stops_of(self, stops: StopScanner, prompt_token_ids: Sequence[int]) -> StopScanner | ContentStops:
-        """Create the scanner of stop strings in the content of one answer."""
+    def stop_scanner(self, stops: StopScanner, prompt_token_ids: Sequence[int]) -> StopScanner | ContentStops:
+        """Create the scanner that finds stop strings in the content of one answer."""
         if self.only_text:
             return stops
         return ContentStops(stops, self._thinking_of(prompt_token_ids), self._calls_from if self._is_scanned else None)
 
-    def taken_apart(self, choice: AnswerChoice, piece: Piece) -> list[Part]:
-        """The parts that a piece adds, in the order of the text; neighbours differ in kind, or in their call."""
+    def split(self, choice: AnswerChoice, piece: Piece) -> list[Part]:
+        """Split a piece into parts, in text order. Adjacent parts differ in kind or in their call."""
         scanners = self._scanners_of(choice)
         scanners.num_chars += len(piece.text)
         if scanners.thought_tokens is not None:
             scanners.thought_tokens.push(piece.token_ids)
         thought, text = _without_thought(scanners.thinking, piece)
         parts: list[Part] = [ThoughtPart(thought)] if thought and self._shows_thought else []
-        start = scanners.num_chars - len(text)  # the text ends where the answer ends so far
+        start = scanners.num_chars - len(text)  # `text` is the end of the answer so far
         if not self._is_scanned:
             return [*parts, TextPart(text, start)] if text else parts
         if scanners.calls is None and text:
@@ -118,22 +115,22 @@ class AnswerParts:
         return joined(parts)
 
     def whole(self, choice: AnswerChoice, pieces: Iterable[Piece]) -> list[Part]:
-        """All parts of a choice, in the order of the text: each thought, text and call once."""
-        return joined([part for piece in pieces for part in self.taken_apart(choice, piece)])
+        """Return all parts of a choice in text order, with adjacent parts of a kind merged."""
+        return joined([part for piece in pieces for part in self.split(choice, piece)])
 
     def finish_reason(self, choice: AnswerChoice, reason: str) -> str:
-        """`reason`, or "tool_calls" for an answer that ended by itself and whose calls are complete."""
+        """Return `reason`, or "tool_calls" for a stopped answer with complete calls."""
         calls = self._scanners_of(choice).calls
         called = calls is not None and calls.num_calls and calls.calls_are_whole
         return "tool_calls" if reason == "stop" and called else reason
 
     def calls_are_whole(self, choice: AnswerChoice) -> bool:
-        """Whether each call of a choice so far has all of its arguments."""
+        """Whether every call of a choice so far has complete arguments."""
         calls = self._scanners_of(choice).calls
         return calls is None or calls.calls_are_whole
 
     def id_of(self, choice: AnswerChoice, index: int) -> str:
-        """The id of call `index`."""
+        """Return the id of call `index`."""
         return f"call_{self._id}_{choice.index}_{index}"
 
     def _scanners_of(self, choice: AnswerChoice) -> _Scanners:
@@ -163,7 +160,7 @@ class AnswerParts:
 
 
 def _without_thought(scanner: ThinkingScanner | None, piece: Piece) -> tuple[str, str]:
-    """The piece's thought, and its text behind the thought."""
+    """Split a piece into its thought and the text after it."""
     if scanner is None:
         return "", piece.text
     thought, text = scanner.push(piece.text)

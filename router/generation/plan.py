@@ -1,4 +1,4 @@
-"""Turns a checked request into the sequences to generate: prompts in tokens, sampling parameters, choices."""
+"""Planning of answers: prompts as tokens, sampling parameters, and choices."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from router.text import ContentStops, Detokenizer, StopScanner
 
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 MASK64 = 2**64 - 1
-"""Keeps SplitMix64's sums in 64 bits."""
+"""Truncates the sums of SplitMix64 to 64 bits."""
 MAX_SEQUENCES = 1024
-"""Choices of one request, over all its prompts."""
+"""Maximum number of choices of one request, over all its prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedPrompt:
-    """One prompt. `text` is what an echo shows, `max_tokens` the length that its answer may have.
+    """One prompt. `text` is its text for an echo; `max_tokens` limits the answer.
 
-    With `max_tokens` 0 a worker still generates one token, which is not shown. A prompt of an `AnswerPlan` may wait
-    for minutes; its tokens are an array, which takes a tenth of the memory of a list.
+    With `max_tokens` 0, a worker still generates one token, which is not shown. Prompts of an `AnswerPlan` store tokens
+    in an array, because they may wait for minutes and an array takes a tenth of a list's memory.
     """
 
     token_ids: Sequence[int]
@@ -48,12 +48,12 @@ class PlannedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """One answer to make: prompts, and for each prompt in turn its `n` choices. `fields` are those without the prompt.
+    """The plan of one answer. `choices` has `n` items per prompt, grouped by prompt. `fields` omit the prompt.
 
-    It will hold `num_prompt_logprobs_held` log-probabilities of prompts, alternatives included. Each generated token
-    has `num_logprobs` alternatives, or with -1 no log-probabilities. `beams`: a search finds all choices of a prompt.
-    The vectors of an answer that has some are `num_values` numbers. At most `most_at_once` choices are with the pools
-    at a time, 0: all of them.
+    `num_prompt_logprobs_held` is the number of prompt log-probabilities in the answer, including alternatives.
+    `num_logprobs` is the number of alternatives per generated token; -1 for no log-probabilities. With `beams`, a beam
+    search finds all choices of a prompt. `num_values` is the number of values in the answer's vectors. `most_at_once`
+    limits the choices that workers process at a time; 0 for no limit.
     """
 
     id: str
@@ -74,7 +74,7 @@ class AnswerPlan:
 
     @property
     def shown_choices(self) -> list[AnswerChoice]:
-        """The choices that the client gets: for each prompt the `n` whose tokens are likeliest on average."""
+        """The choices to return: for each prompt, the `n` with the highest average log-probability."""
         n, num_sampled = self.fields.n or 1, self.fields.num_sampled
         if n == num_sampled:
             return self.choices
@@ -86,7 +86,7 @@ class AnswerPlan:
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """The seed of choice `index` (splitmix64, Steele et al. 2014); choice 0 has the request's own."""
+    """Return the seed of choice `index` (splitmix64, Steele et al. 2014); choice 0 uses the request's seed."""
     if index == 0:
         return seed
     z = (seed + index * 0x9E3779B97F4A7C15) & MASK64
@@ -96,14 +96,13 @@ def derive_seed(seed: int, index: int) -> int:
 
 
 def check_num_sequences(model: ServedModel, num_prompts: int, n: int) -> None:
-    """Raises InvalidRequest for a request that would not fit even alone: a 503 would have its client retry for ever."""
+    """Raise InvalidRequest if the router could never admit the request. Clients would retry after a 503 forever."""
     most = min(MAX_SEQUENCES, model.config.max_inflight)
     if num_prompts * n <= most:
         return
     param = "n" if num_prompts == 1 else "prompt"
     raise InvalidRequest(
-        f"{param}: {num_prompts:,} prompts with {n} choices each are more than the {most:,} sequences that one request "
-        "may have",
+        f"{param}: {num_prompts:,} prompts with {n} choices each exceed the limit of {most:,} sequences per request",
         param=param,
     )
 
@@ -111,7 +110,7 @@ def check_num_sequences(model: ServedModel, num_prompts: int, n: int) -> None:
 def fit(
     num_prompt_tokens: int, max_tokens: int | None, max_model_len: int, *, default: int | None = None, param: str
 ) -> int:
-    """The tokens that the answer may have; without `max_tokens`, `default` or all that fit.
+    """Return the maximum number of answer tokens. Without `max_tokens`, the smaller of `default` and all that fit.
 
     Raises ContextLengthExceeded.
     """
@@ -137,11 +136,11 @@ def make_plan(
     marks: frozenset[int] = frozenset(),
     pooled: bool = False,
 ) -> AnswerPlan:
-    """Choices and generation requests of a request whose prompts are known. Raises InvalidRequest.
+    """Plan the choices of a request whose prompts are tokenised. Raises InvalidRequest.
 
     `num_prompt_logprobs` is -1 for none. Every answer must match `grammar`, unless it is "", and must not contain
     `bad_words`. The text of an answer includes the special tokens `marks`. With `pooled`, an answer is the prompt's
-    vector. Prefix cache entries of the context's key are shared only within its group.
+    vector.
     """
     num_logprobs = _num_logprobs(model, fields, prompts)
     num_prompt_logprobs_held = _num_prompt_logprobs(fields, prompts, num_prompt_logprobs)
@@ -212,7 +211,7 @@ def _request(
     adapter: str,
     params: SamplingParams,
 ) -> GenerationRequest:
-    """What the dispatcher gets for one choice: `shared` is its prompt in the form that all choices use."""
+    """Build the dispatcher's request for one choice. All choices of a prompt share `shared`."""
     request_class = context.request_class
     return GenerationRequest(
         request_id=request_id,
@@ -245,13 +244,13 @@ def _choice(
     echo: str,
     silent: bool,
 ) -> AnswerChoice:
-    """Create a choice. `parts` separates content, thoughts and calls."""
+    """Create a choice. `parts` separates content from thoughts and calls."""
     include_stop = bool(fields.include_stop_str_in_output)
     stops: StopScanner | ContentStops | None = None
     if fields.stops:
         stops = StopScanner(fields.stops, include_stop=include_stop)
         if parts is not None:
-            stops = parts.stops_of(stops, request.prompt_token_ids)
+            stops = parts.stop_scanner(stops, request.prompt_token_ids)
     skip_special = fields.skip_special_tokens is not False
     return AnswerChoice(
         index,
@@ -278,11 +277,11 @@ def sampling_params(
     thinking: ThinkingBudget | None = None,
     pooling: Pooling = "",
 ) -> SamplingParams:
-    """The sampling parameters for the workers. Raises InvalidRequest."""
+    """Build the sampling parameters for the workers. Raises InvalidRequest."""
     copied = {name: value for name in COPIED if (value := getattr(fields, name)) is not None}
     if (min_tokens := copied.get("min_tokens", 0)) > max_tokens:
         raise InvalidRequest(
-            f"min_tokens: must be at most max_tokens ({max_tokens:,}) (got {min_tokens:,})", param="min_tokens"
+            f"min_tokens: must be at most max_tokens ({max_tokens:,}), got {min_tokens:,}", param="min_tokens"
         )
     stop_token_ids = tuple(dict.fromkeys(fields.stop_token_ids or ()))
     allowed = tuple(dict.fromkeys(fields.allowed_token_ids or ()))
@@ -309,23 +308,23 @@ def sampling_params(
 
 
 def _num_logprobs(model: ServedModel, fields: SamplingFields, prompts: Sequence[PlannedPrompt]) -> int:
-    """Alternatives to each generated token; -1: no log-probabilities. Raises InvalidRequest for too many in all."""
+    """Return the number of alternatives per generated token; -1 for no log-probabilities. Raises InvalidRequest."""
     if fields.num_alternatives is None:
-        return 0 if fields.num_sampled > (fields.n or 1) else -1  # the likeliest answers are found by them
+        return 0 if fields.num_sampled > (fields.n or 1) else -1  # ranking choices needs log-probabilities
     name = "top_logprobs" if "top_logprobs" in type(fields).model_fields else "logprobs"
     number = model.num_alternatives(fields.num_alternatives, name)
     num_tokens = sum(prompt.max_tokens for prompt in prompts) * max(fields.num_sampled, fields.num_beams)
     if number > MAX_TOP_LOGPROBS and num_tokens * (1 + number) > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
-            f"{name}: {number:,} alternatives to each of {num_tokens:,} tokens (max_tokens times choices or beams) are "
-            f"more than the {MAX_PROMPT_LOGPROBS:,} log-probabilities that one answer may have",
+            f"{name}: {number:,} alternatives for each of {num_tokens:,} tokens (max_tokens times choices or beams) "
+            f"exceed the limit of {MAX_PROMPT_LOGPROBS:,} log-probabilities per answer",
             param=name,
         )
     return number
 
 
 def num_prompt_logprobs(model: ServedModel, fields: SamplingFields, of_echo: int | None = None) -> int:
-    """Alternatives to each token of the prompts, as asked for and for an echo; -1: no log-probabilities.
+    """Return the number of alternatives per prompt token, for `prompt_logprobs` and an echo; -1 for none.
 
     Raises InvalidRequest.
     """
@@ -334,13 +333,13 @@ def num_prompt_logprobs(model: ServedModel, fields: SamplingFields, of_echo: int
 
 
 def _num_prompt_logprobs(fields: SamplingFields, prompts: Sequence[PlannedPrompt], num_alternatives: int) -> int:
-    """How many log-probabilities of prompts the answer will have; -1 alternatives: none. Raises InvalidRequest."""
+    """Return the number of prompt log-probabilities in the answer. -1 alternatives: none. Raises InvalidRequest."""
     num_tokens = sum(len(prompt.token_ids) for prompt in prompts) * fields.num_sampled
     num_logprobs = num_tokens * (1 + num_alternatives)
     if num_logprobs > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
-            f"log-probabilities of {num_tokens:,} tokens of prompts, with {num_alternatives:,} alternatives each, are "
-            f"more than the {MAX_PROMPT_LOGPROBS:,} that one answer may have",
+            f"log-probabilities of {num_tokens:,} prompt tokens with {num_alternatives:,} alternatives each exceed the "
+            f"limit of {MAX_PROMPT_LOGPROBS:,} log-probabilities per answer",
             param="logprobs" if fields.prompt_logprobs is None else "prompt_logprobs",
         )
     return num_logprobs
@@ -350,7 +349,7 @@ def _logit_bias(model: ServedModel, bias: dict[str, float]) -> tuple[tuple[int, 
     pairs: dict[int, float] = {}
     for name, value in bias.items():
         if not (name.isascii() and name.isdigit() and len(name) < 12):
-            raise InvalidField("logit_bias: keys are token ids", f", not {name[:80]!r}", param="logit_bias")
+            raise InvalidField("logit_bias: keys must be token ids", f", got {name[:80]!r}", param="logit_bias")
         pairs[int(name)] = float(value)
     if pairs:
         model.text.check_ids(tuple(pairs), param="logit_bias")

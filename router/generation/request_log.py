@@ -1,4 +1,4 @@
-"""Collects the facts of a request while it lives, and makes its record at the end. Its line in the log:
+"""Collects the facts of a request and writes its record at the end. The log line of a request:
 
 12:00:01.250 INFO    router  request  request_id=9d1c path=/v1/completions status=200 key=alice id=cmpl-7f prompt=1900
     cached=1024 output=64 finish=length ttft_ms=93.1 queue_ms=2.1 prefill_ms=80.2 transfer_ms=9.7 exposed_ms=1.2
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from common.config import DEFAULT
 from common.errors import RequestError
-from router.access import Visit
+from router.access import ClientRequest
 from router.generation.choice import AnswerChoice
 from router.generation.tracing import RequestTrace
 from router.observe import RequestRecord, RouterMetrics
@@ -25,15 +25,15 @@ from router.request.errors import CLIENT_CLOSED, loggable
 log = logging.getLogger(__name__)
 
 MAX_ERROR_CHARS = 200
-"""An error is cut to this length in the log, because it may quote what a client sent."""
+"""Maximum length of an error in the log. Errors may quote client input."""
 
 
 @dataclass
 class RequestLog:
-    """The facts of one request to a generation endpoint so far. `end` is called once."""
+    """The facts of one request to a generation endpoint. `end` must be called once."""
 
     metrics: RouterMetrics
-    visit: Visit
+    client_request: ClientRequest
     trace: RequestTrace | None = None
     id: str = ""
     model: str = ""
@@ -44,22 +44,24 @@ class RequestLog:
     error: RequestError | None = None
 
     def fail(self, error: RequestError) -> None:
-        """The answer is, or ends in, an error."""
+        """Record that the answer is, or ends in, an error."""
         self.status, self.error = error.status, error.with_traceback(None)
-        # Tracebacks refer to frames, which have this log and the body: garbage that is collected seldom.
+        # Tracebacks refer to frames that hold this log and the body: a reference cycle that is rarely collected.
         error.__cause__ = error.__context__ = None
 
     def client_gone(self) -> None:
-        """The client left before its answer was complete."""
+        """Record that the client disconnected before its answer was complete."""
         self.status = CLIENT_CLOSED
 
     def end(self) -> None:
-        """Make the record and give it to metrics, audit log, log and trace."""
+        """Pass the record to metrics, audit log, log and trace."""
         record = self._record()
         self.metrics.observe_request(record)
-        self.visit.answered(record)
-        left_out = {"tools_left_out": ",".join(self.visit.left_out)} if self.visit.left_out else {}
-        log.info("request", extra=_fields(record) | left_out)
+        self.client_request.answered(record)
+        ignored_tools = (
+            {"tools_left_out": ",".join(self.client_request.ignored_tools)} if self.client_request.ignored_tools else {}
+        )
+        log.info("request", extra=_fields(record) | ignored_tools)
         if self.trace is not None:
             self.trace.end(record)
 
@@ -77,12 +79,12 @@ class RequestLog:
 
     def _record(self) -> RequestRecord:
         return RequestRecord(
-            request_id=self.visit.request_id,
-            path=self.visit.path,
-            began=self.visit.began,
+            request_id=self.client_request.request_id,
+            path=self.client_request.path,
+            began=self.client_request.began,
             ended=time.perf_counter(),
             status=self.status,
-            key=self.visit.key.name,
+            key=self.client_request.key.name,
             id=self.id,
             model=self.model,
             error=self.error,
@@ -95,7 +97,7 @@ class RequestLog:
 
 
 def _fields(record: RequestRecord) -> dict[str, object]:
-    """The line, in the order in which things happened."""
+    """Return the fields of the log line, in chronological order."""
     fields: dict[str, object] = {"request_id": record.request_id, "path": record.path, "status": record.status}
     if record.key:
         fields["key"] = record.key
@@ -118,7 +120,7 @@ def _fields(record: RequestRecord) -> dict[str, object]:
 
 
 def _phases(record: RequestRecord) -> dict[str, object]:
-    """How long the phases took of the first choice that workers reported on."""
+    """Return the phase durations of the first choice that workers reported on."""
     for choice in record.choices:
         if (line := choice.timeline) is not None:
             return {
@@ -138,7 +140,7 @@ def _phases(record: RequestRecord) -> dict[str, object]:
 
 
 def _drafts(record: RequestRecord) -> dict[str, object]:
-    """Draft tokens of all choices; nothing where there were none."""
+    """Return the draft token counts of all choices; {} if there were none."""
     drafts = [choice.timeline.drafts for choice in record.choices if choice.timeline is not None]
     if not (num_tokens := sum(each.num_tokens for each in drafts)):
         return {}
@@ -146,7 +148,7 @@ def _drafts(record: RequestRecord) -> dict[str, object]:
 
 
 def _predicted(forecast: Forecast) -> dict[str, object]:
-    """What the router expected of the place that it chose, term by term; nothing while workers know nothing."""
+    """Return the router's predictions for the workers it chose, by component; {} without measurements."""
     if not forecast.is_known:
         return {}
     return {

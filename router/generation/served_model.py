@@ -1,4 +1,4 @@
-"""One model that this router serves, as the endpoints see it."""
+"""One model of the router, as seen by the endpoints."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from router.planner import Outlook
 from router.text import CLOSE, OPEN, TextPipeline, thinks
 from router.text.calls import Dialect, dialect_of
 
-# Bounds of texts that are only tokenised, and of ids that are only made into text.
+# Limits on texts that are only tokenised, and on token ids that are only detokenised.
 MIN_TOKENIZE_BYTES = 1024 * 1024
 BYTES_PER_TOKEN = 16
-"""Four times those of most texts, so that a text of four times the model's length can be counted."""
+"""Four times the bytes per token of most texts, so texts of four times the model's length can be counted."""
 BYTES_PER_ID = 4
-"""Minimum size of a token id and the comma after it in JSON."""
+"""Minimum size of a token id with its comma in JSON."""
 TASKS_IN_WORDS: Mapping[Task, str] = {
     "generate": "generates text",
     "embed": "embeds texts",
@@ -33,7 +33,7 @@ class ServingClient(GenerationClient, Protocol):
     """A `GenerationClient` that also reports its load."""
 
     def load(self) -> DispatchLoad:
-        """Return where requests are and the state of the workers."""
+        """Return the request counts and the state of the workers."""
         ...
 
     def reset_prefix_cache(self) -> None:
@@ -41,12 +41,12 @@ class ServingClient(GenerationClient, Protocol):
         ...
 
     def passed_on(self) -> None:
-        """Count a request for this model that another one answers: it counts in scaling this model's pools."""
+        """Count a request for this model that a fallback answers, so that scaling this model's pools considers it."""
         ...
 
 
 class ServedAdapters(Protocol):
-    """The LoRA adapters of one model: see `AdapterOrders`."""
+    """LoRA adapters of one model; implemented by `AdapterOrders`."""
 
     def has(self, name: str) -> bool: ...
     def names(self) -> Iterator[KnownAdapter]: ...
@@ -56,7 +56,7 @@ class ServedAdapters(Protocol):
 
 
 class NoAdapters:
-    """Adapters of a model without workers that could hold any."""
+    """Adapters of a model without workers that support adapters."""
 
     def has(self, name: str) -> bool:
         return False
@@ -65,13 +65,13 @@ class NoAdapters:
         return iter(())
 
     def digest_of(self, name: str) -> str:
-        raise ModelNotFound(f"there is no adapter {name!r} here", param="model")
+        raise ModelNotFound(f"The adapter {name!r} does not exist.", param="model")
 
     async def load(self, name: str, path: str, *, in_place: bool) -> Outcome:
-        raise Unavailable("this model takes no adapters")
+        raise Unavailable("this model does not support adapters")
 
     async def unload(self, name: str) -> None:
-        raise ModelNotFound(f"there is no adapter {name!r} here", param="lora_name")
+        raise ModelNotFound(f"The adapter {name!r} does not exist.", param="lora_name")
 
 
 NO_ADAPTERS = NoAdapters()
@@ -81,9 +81,9 @@ NO_ADAPTERS = NoAdapters()
 class ServedModel:
     """One model: the client of its workers, its tokenizer and templates, its settings and metrics.
 
-    `config` holds the settings for this model, and `outlook` returns the planner's latest result. `dialect` is the
-    tool-call format, `marks` are its special tokens, and `thought_marks` those around thoughts. Raises ModelError for a
-    task that the model cannot do.
+    `config` has the settings for this model. `outlook` returns the planner's latest result. `dialect` is the tool-call
+    format, `marks` are its special tokens, and `thought_marks` the special tokens around thoughts. Raises ModelError if
+    the model does not support the configured task.
     """
 
     client: ServingClient
@@ -114,59 +114,60 @@ class ServedModel:
 
     @property
     def availability(self) -> tuple[bool, str]:
-        """Whether workers would answer a request now, and what is missing."""
+        """Whether workers would answer a request now, and what is missing otherwise."""
         return self.client.ready
 
     @property
     def max_model_len(self) -> int:
-        """Maximum length, in tokens, of a prompt and its answer: that of the workers, or of the model without any."""
+        """Maximum length, in tokens, of a prompt and its answer: the workers' limit, or the model's if unknown."""
         return self.client.max_model_len or self.files.max_model_len
 
     @property
     def max_tokenize_bytes(self) -> int:
-        """Maximum size of a text that is only tokenised, whether it fits the model or not."""
+        """Maximum size of a text that is only tokenised, even if it exceeds the model's length."""
         return max(MIN_TOKENIZE_BYTES, BYTES_PER_TOKEN * self.max_model_len)
 
     @property
     def max_detokenize_ids(self) -> int:
-        """Maximum number of token ids that are only made into text."""
+        """Maximum number of token ids that are only detokenised."""
         return max(1, self.max_tokenize_bytes // BYTES_PER_ID)
 
     @property
     def shows_thoughts(self) -> bool:
-        """Whether thoughts are shown apart from the answer."""
+        """Whether thoughts are shown separately from the answer."""
         return self.config.reasoning == "auto"
 
     @property
     def spelled_thought(self) -> tuple[str, str] | None:
-        """The marks of thoughts as grammars name them; None unless both are special tokens, which text never has."""
+        """The thought marks as spelled in grammars; None unless both are special tokens, which text never contains."""
         if not self.thinks or len(self.thought_marks) < 2:
             return None
         return self.text.spell(OPEN), self.text.spell(CLOSE)
 
     @property
     def fingerprint(self) -> str | None:
-        """OpenAI's `system_fingerprint`: it changes when the same seed may give another answer. None while the router
-        has not read the weights."""
+        """OpenAI's `system_fingerprint`, which changes when the same seed may produce another answer.
+
+        None if the router has not read the weights.
+        """
         return f"fp_{self.files.weights_hash}" if self.files.weights_hash else None
 
     def num_alternatives(self, wanted: int, param: str) -> int:
-        """The number of alternatives for a request that asks for `wanted`; -1: all tokens. Raises InvalidRequest."""
+        """Return the number of alternatives for a request of `wanted`; -1: all tokens. Raises InvalidRequest."""
         most, size = self.config.max_logprobs, self.text.vocab_size
         number = size if wanted < 0 else wanted
         if 0 <= most < number:
-            whole = ", the whole vocabulary," if wanted < 0 else ""
+            whole = " (the whole vocabulary)" if wanted < 0 else ""
             raise InvalidRequest(
-                f"{param}: {number:,} alternatives{whole} are more than the {most:,} that this server gives "
-                "(--max-logprobs)",
+                f"{param}: {number:,} alternatives{whole} exceed this server's limit of {most:,} (--max-logprobs)",
                 param=param,
             )
         return min(number, size)
 
     def check_task(self, *tasks: Task) -> None:
-        """Raises InvalidRequest for an endpoint that serves `tasks` if the model is served for another one."""
+        """Raise InvalidRequest unless the model is served for one of `tasks`."""
         if self.task.name not in tasks:
             wanted, does = " or ".join(f"--task {task}" for task in tasks), TASKS_IN_WORDS[self.task.name]
             raise InvalidRequest(
-                f"the model {self.name!r} {does}: this endpoint is for models served with {wanted}", param="model"
+                f"The model {self.name!r} {does}. This endpoint requires a model served with {wanted}.", param="model"
             )

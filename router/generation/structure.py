@@ -1,4 +1,4 @@
-"""Converts a request's output constraints to the grammar that the answer must match."""
+"""Output constraints: converts a request's constraints to the grammar that its answer must match."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from router.text.calls import Function, Wanted
 from router.text.schema import Unenforceable
 
 MANY_FUNCTIONS = 64
-"""The schemas of more functions are encoded in a thread, because that takes milliseconds."""
+"""Above this number, schemas are encoded in a thread, because that takes milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCalling:
-    """The functions that an answer may call, or with `required` must call; `several` calls or one."""
+    """The functions that an answer may call, or with `required` must call. `several` allows more than one call."""
 
     functions: tuple[Function, ...]
     required: bool
     several: bool
 
     def read_schemas(self) -> None:
-        """Compute and cache the shapes of all functions' arguments."""
+        """Parse and cache the argument schemas of all functions."""
         for function in self.functions:
             with suppress(Unenforceable):
                 function.read()
@@ -39,7 +39,7 @@ class ToolCalling:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """An output constraint and the request field that sets it. `schema` is the schema of the JSON, if any."""
+    """An output constraint and the request field that sets it. `schema` is its JSON schema, if any."""
 
     param: str
     demand: Callable[[], Demand]
@@ -47,34 +47,34 @@ class Form:
 
 
 def tool_calling(fields: ChatRequest) -> ToolCalling | None:
-    """The functions that may be called; None for none. Raises InvalidRequest for the choice of a missing tool."""
+    """Return the callable functions; None if there are none. Raises InvalidRequest if the chosen tool is missing."""
     choice, functions = fields.tool_choice or "auto", functions_of(fields.tools or ())
     if isinstance(choice, NamedTool):
         named = tuple(function for function in functions if function.name == choice.function.name)
         if not named:
-            what = f"tool_choice.function.name: {choice.function.name[:64]!r} is none of the tools"
+            what = f"tool_choice.function.name: the function {choice.function.name[:64]!r} is not in tools"
             raise InvalidRequest(what, param="tool_choice.function.name")
         return ToolCalling(named, required=True, several=False)
     if choice == "required" and not functions:
-        raise InvalidRequest("tool_choice: required, but there are no tools", param="tool_choice")
+        raise InvalidRequest("tool_choice: 'required' needs at least one tool in tools", param="tool_choice")
     if choice == "none" or not functions:
         return None
     return ToolCalling(functions, required=choice == "required", several=fields.parallel_tool_calls is not False)
 
 
 def functions_of(tools: Sequence[Tool]) -> tuple[Function, ...]:
-    """The functions of tools. Raises InvalidRequest for two of the same name."""
+    """Return the functions of tools. Raises InvalidRequest for duplicate names."""
     known: set[str] = set()
     for i, tool in enumerate(tools):
         name = tool.function.name
         if name in known:
-            raise InvalidRequest(f"tools[{i}].function.name: there are two functions {name}", param="tools")
+            raise InvalidRequest(f"tools[{i}].function.name: duplicate function name {name!r}", param="tools")
         known.add(name)
     return tuple(tool.function.called for tool in tools)
 
 
-def is_held(fields: ChatRequest, calling: ToolCalling | None) -> bool:
-    """Whether the answer must match its form from its first token."""
+def is_constrained(fields: ChatRequest, calling: ToolCalling | None) -> bool:
+    """Whether the answer must match a grammar from its first token."""
     return bool(_forms(fields)) or (calling is not None and calling.required)
 
 
@@ -83,23 +83,23 @@ async def answer_grammar(
 ) -> str:
     """Return the grammar that the answer must match; "" for none. Raises InvalidRequest, Unavailable.
 
-    A process writes and compiles it within the same bounds as the workers, so workers receive only usable grammars.
-    Like cached prefixes, cached verdicts are shared within the salt.
+    A separate process compiles the grammar within the workers' limits, so workers receive only usable grammars. The
+    results are cached, and shared only between requests with the same salt.
     """
     forms = _forms(fields)
     if calling is not None and not model.dialect.parses:
         if calling.required:
-            what = "this server does not look for calls in answers (--tool-parser none): only auto and none can be had"
+            what = "this server does not parse tool calls (--tool-parser none): must be 'auto' or 'none'"
             raise InvalidRequest(f"tool_choice: {what}", param="tool_choice")
         calling = None
     if len(forms) > 1:
         names = ", ".join(form.param for form in forms)
-        raise InvalidRequest(f"{names}: only one of these can be had at a time", param=forms[1].param)
+        raise InvalidRequest(f"{names}: only one of these can be used at a time", param=forms[1].param)
     if not forms and calling is None:
         return ""
     if not model.text.eos_token_ids:
         param = forms[0].param if forms else "tools"
-        raise InvalidRequest(f"{param}: this model has no end token, so nothing could end the answer", param=param)
+        raise InvalidRequest(f"{param}: this model has no end token, so the answer could not end", param=param)
     wanted = forms[0] if calling is None else _form_of_calls(model, calling, forms[0] if forms else None)
     param = wanted.param
     try:
@@ -118,7 +118,7 @@ async def answer_grammar(
 def _form_of_calls(model: ServedModel, calling: ToolCalling, form: Form | None) -> Form:
     answer = None if form is None else form.schema
     if form is not None and not calling.required and not isinstance(answer, dict):
-        raise InvalidRequest(f"{form.param}: with tools only JSON of a schema can be had", param=form.param)
+        raise InvalidRequest(f"{form.param}: with tools, only a JSON schema is supported", param=form.param)
     schema = answer if isinstance(answer, dict) else None
     thought = model.spelled_thought
     wanted = Wanted(calling.functions, calling.required, calling.several, schema, thought)
@@ -126,7 +126,7 @@ def _form_of_calls(model: ServedModel, calling: ToolCalling, form: Form | None) 
 
 
 def _forms(fields: SamplingFields) -> list[Form]:
-    """Every demand of the fields on the answer's form."""
+    """Return all output constraints in the fields."""
     outputs = fields.structured_outputs
     forms = [] if fields.response_format is None else _response_form(fields.response_format)
     if outputs is not None:
@@ -144,7 +144,7 @@ def _forms(fields: SamplingFields) -> list[Form]:
 
 
 def _response_form(wanted: ResponseFormat) -> list[Form]:
-    """Return the constraint of a `response_format`, with the schema in OpenAI's, llama.cpp's or TGI's place."""
+    """Return the constraint of a `response_format`, with the schema where OpenAI, llama.cpp or TGI expect it."""
     named, kind = wanted.json_schema, wanted.type
     places: dict[str, JsonSchema | str | None] = {
         "json_schema.schema": None if named is None else named.json_schema,
@@ -194,7 +194,7 @@ def _parsed(schema: JsonSchema | str, param: str) -> JsonSchema:
     try:
         parsed = json.loads(schema)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{param}: is not JSON: {str(error)[:200]}", param=param) from error
+        raise InvalidRequest(f"{param}: invalid JSON: {str(error)[:200]}", param=param) from error
     if not isinstance(parsed, dict | bool):
-        raise InvalidRequest(f"{param}: must be a JSON schema, an object", param=param)
+        raise InvalidRequest(f"{param}: must be a JSON schema (an object)", param=param)
     return parsed

@@ -1,13 +1,13 @@
-"""Traces for OpenTelemetry: one span for each request, and spans of its phases under it.
+"""OpenTelemetry traces: one span per request, with child spans for its phases.
 
-    chat smollm2-135m     server span; a child of the client's span where it sent a `traceparent`
-      ├ queue             until a worker begins with the prompt
+    chat smollm2-135m     server span; child of the client's span if the request has a `traceparent`
+      ├ queue             ends when a worker begins with the prompt
       ├ prefill           ends with the first token
       ├ kv_transfer       ends when the decode worker has the prompt's KV
       └ decode            ends with the last token
 
-The workers measure how long a phase took (`RequestTimeline`); the router places it in time by when the first and the
-last token came. Names and attributes are those of OpenTelemetry's conventions for generative AI, and `diptych.*`.
+Workers measure the durations of phases (`RequestTimeline`). The router derives their times from the arrival of the
+first and the last token. Names and attributes follow OpenTelemetry's conventions for generative AI, plus `diptych.*`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:  # the library is an extra, which only tracing needs
     from opentelemetry.trace import Span, Tracer
 
 EXPORT_TIMEOUT_S = 5.0
-"""How long one batch of spans may take to reach the collector."""
+"""Timeout for exporting one batch of spans to the collector."""
 FLUSH_S = 1.0
-"""How long a router that ends waits for its last spans to leave."""
+"""Maximum time that shutdown waits for the last spans to be exported."""
 OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/responses": "chat",
@@ -45,7 +45,7 @@ Value = str | int | float | tuple[str, ...]
 
 
 class Phase(NamedTuple):
-    """A phase of a request in seconds of perf_counter, and the worker that it ran on."""
+    """A phase of a request, in perf_counter seconds, and its worker."""
 
     name: str
     began: float
@@ -54,7 +54,7 @@ class Phase(NamedTuple):
 
 
 class Tracing:
-    """Makes spans. The library's own thread sends them from a bounded queue, which drops what it has no room for."""
+    """Creates spans. The library's thread exports them from a bounded queue, and drops spans when it is full."""
 
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -65,7 +65,7 @@ class Tracing:
 
     @classmethod
     def of(cls, config: RouterConfig) -> Tracing | None:
-        """Tracing as configured, or None. Raises ConfigError where the library is missing."""
+        """Create tracing as configured, or None. Raises ConfigError if the library is not installed."""
         if not config.otlp_traces_endpoint:
             return None
         try:
@@ -74,7 +74,7 @@ class Tracing:
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError as error:
-            allowed = f"empty, or installed with the extra `tracing` ({error})"
+            allowed = f"empty, unless the extra `tracing` is installed ({error})"
             raise ConfigError("otlp_traces_endpoint", config.otlp_traces_endpoint, allowed) from error
         ours = Resource({"service.name": "diptych-router", "service.version": __version__})
         # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override ours.
@@ -85,7 +85,7 @@ class Tracing:
         return cls(provider)
 
     def begin(self, path: str, headers: Mapping[str, str], began: float) -> RequestTrace:
-        """Open the span of a request to a generation endpoint that came at `began` (perf_counter seconds)."""
+        """Start the span of a generation request that arrived at `began` (perf_counter seconds)."""
         from opentelemetry.trace import SpanKind, set_span_in_context
 
         operation = OPERATIONS.get(path, path)
@@ -100,7 +100,7 @@ class Tracing:
         return RequestTrace(self._tracer, span, context, operation, offset_ns, carrier.get("traceparent", ""))
 
     def close(self) -> None:
-        """Send the last spans, for `FLUSH_S` at most, and end the library's thread."""
+        """Export the last spans, for at most `FLUSH_S`, and stop the library's thread."""
         closing = threading.Thread(target=self._provider.shutdown, name="tracing-close", daemon=True)
         closing.start()
         closing.join(FLUSH_S)
@@ -108,9 +108,9 @@ class Tracing:
 
 @dataclass(frozen=True)
 class RequestTrace:
-    """The span of one request; `end` completes it from the request's record.
+    """The span of one request, completed by `end`.
 
-    `traceparent` is the span's W3C name, for the workers. perf_counter time plus `offset_ns` is wall-clock time.
+    `traceparent` identifies the span to workers (W3C format). perf_counter time plus `offset_ns` is wall-clock time.
     """
 
     tracer: Tracer
@@ -121,7 +121,7 @@ class RequestTrace:
     traceparent: str
 
     def end(self, record: RequestRecord) -> None:
-        """The request has ended: its phases become spans below its own."""
+        """Complete the span and add a child span per phase."""
         if self.span.is_recording():
             self.span.update_name(f"{self.operation} {record.model}" if record.model else self.operation)
             self.span.set_attributes(dict(_attributes(record)))
@@ -136,7 +136,7 @@ class RequestTrace:
         from opentelemetry.trace import Status, StatusCode
 
         self.span.set_attribute("error.type", record.error_name or str(record.status))
-        if record.status >= 500 or record.client_left:  # a client's own mistake is no error of the server
+        if record.status >= 500 or record.client_left:  # client errors do not mark a server span as failed
             self.span.set_status(Status(StatusCode.ERROR, str(record.error or "client left")))
 
     def _add(self, phase: Phase, choice: int) -> None:
@@ -151,7 +151,7 @@ class RequestTrace:
 
 
 def phases(choice: ChoiceRecord, began: float) -> Iterator[Phase]:
-    """The known phases of a choice; none begins before its request did."""
+    """Yield the known phases of a choice; none begins before its request."""
     line = choice.timeline
     if line is None or not choice.first_at:
         return

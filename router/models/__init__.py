@@ -1,4 +1,4 @@
-"""Which models a router serves, under which names, and which of them a request gets."""
+"""Models that a router serves: their names, settings files, and selection for a request."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The file of `--lora-file`: TOML, one `[[adapter]]` table for each LoRA adapter that the workers are to hold.
+"""Format of `--lora-file`: TOML with one `[[adapter]]` table per LoRA adapter that workers load.
 
 [[adapter]]
-name = "sql"                   # as clients call it
-path = "/adapters/sql"         # the folder, as workers see it
-model = "small"                # of several models the one that it adapts; the default one if it is left out
-revision = "2"                 # any text: with another one workers read the folder again
+name = "sql"                   # name for clients
+path = "/adapters/sql"         # folder, as seen by workers
+model = "small"                # model to adapt; default: the default model
+revision = "2"                 # any text; workers reload the folder when it changes
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from router.siblings import AgreedFile, RouterPart
 
 LORA_FIELD = "lora_file"
 MAX_LIST_BYTES = 1024 * 1024
-"""As many adapters as a worker tells of, with paths of any length, three times over."""
+"""Maximum size of the file, about three times what the maximum number of adapters needs."""
 ShortText = Annotated[str, Meta(max_length=256)]
-"""The name of a model, or a revision."""
+"""Name of a model, or a revision."""
 AGREED_NAME = "adapters.toml"
 
 
 class AdapterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One table of the file; "" for what is left out."""
+    """One table of the file. Omitted fields are ""."""
 
     name: Annotated[str, Meta(pattern=rf"^{ADAPTER_NAME}\Z")]
     path: Annotated[str, Meta(min_length=1, max_length=MAX_PATH)]
@@ -44,23 +44,24 @@ class _AdaptersFile(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def adapters_of(path: str, data: bytes) -> tuple[AdapterEntry, ...]:
-    """The adapters that the content of a file names. Raises ConfigError that names the table and the field."""
+    """Parse the content of an adapters file. Raises ConfigError, which names the table and the field."""
     table = table_of(LORA_FIELD, path, data, MAX_LIST_BYTES)
     try:
         entries = msgspec.convert(table, _AdaptersFile).adapter
     except msgspec.ValidationError as error:
-        raise ConfigError(LORA_FIELD, path, f"[[adapter]] tables with name, path, model, revision: {error}") from error
+        allowed = f"a file of [[adapter]] tables with name, path, model and revision ({error})"
+        raise ConfigError(LORA_FIELD, path, allowed) from error
     twice = [name for name, count in Counter(entry.name for entry in entries).items() if count > 1]
     if twice:
-        raise ConfigError(LORA_FIELD, path, f"each name once, not {twice[0]!r} again")
+        raise ConfigError(LORA_FIELD, path, f"a file with unique adapter names; {twice[0]!r} occurs twice")
     return tuple(entries)
 
 
 class AdaptersSource:
-    """`entries` are in force from the start, each with its model; `watch` notices a changed file. Raises ConfigError.
+    """The adapters in force (`entries`), each with its model. `watch` detects changes of the file.
 
-    Of a router's processes one follows the file. When it is started again it goes by the content that was accepted
-    last, also where the file has changed into something that is refused.
+    Only one of a router's processes follows the file. After a restart it uses the content that was last accepted, even
+    if the file has become invalid. Raises ConfigError.
     """
 
     def __init__(self, path: str, catalog: Catalog, part: RouterPart | None = None) -> None:
@@ -72,7 +73,7 @@ class AdaptersSource:
         self.entries = self._accept(content, catalog)
 
     def read(self, catalog: Catalog) -> tuple[AdapterEntry, ...]:
-        """Put in force what the file says now, where the models have these names. Raises ConfigError."""
+        """Put the current content of the file in force. Raises ConfigError."""
         self.entries = self._accept(content_of(LORA_FIELD, self._path, MAX_LIST_BYTES), catalog)
         return self.entries
 
@@ -83,13 +84,13 @@ class AdaptersSource:
         return entries
 
     def _with_model(self, entry: AdapterEntry, catalog: Catalog) -> AdapterEntry:
-        """An entry that says which model it adapts, by the name under which the router serves it."""
+        """Fill in the name under which the router serves the adapted model."""
         if catalog.has(entry.name):
-            raise ConfigError(LORA_FIELD, self._path, f"names that no model, alias or split has, not {entry.name!r}")
+            allowed = f"a file with adapter names that no model, alias or split has, unlike {entry.name!r}"
+            raise ConfigError(LORA_FIELD, self._path, allowed)
         if entry.model and not catalog.is_model(entry.model):
             known = ", ".join(catalog.models)
-            raise ConfigError(
-                LORA_FIELD, self._path, f"adapter {entry.name!r}, model: one of {known}, not {entry.model!r}"
-            )
+            allowed = f"a file whose adapter {entry.name!r} has one of the models {known}, not {entry.model!r}"
+            raise ConfigError(LORA_FIELD, self._path, allowed)
         model = catalog.targets(entry.model)[0] if entry.model else catalog.models[0]
         return msgspec.structs.replace(entry, model=model)

@@ -1,23 +1,23 @@
-"""The file of `--models-file`: TOML, one `[[model]]` table for each model, the default one first.
+"""Format of `--models-file`: TOML with one `[[model]]` table per model, starting with the default model.
 
 [[model]]
-model = "org/small"            # as --model takes it; the rest is optional
-name = "small"                 # as clients call it
+model = "org/small"            # as for --model; all other fields are optional
+name = "small"                 # name for clients
 aliases = ["fast"]
-fallbacks = ["large"]          # models for its requests while it has no ready worker, or no room
-hold = true                    # false: 503 at once while it has no ready worker, instead of a wait for one
-prefill = false                # it has no prefill workers, and none is missed
-requests_per_minute = 600      # of all keys together
+fallbacks = ["large"]          # models that serve its requests while it has no ready worker or no capacity
+hold = true                    # false: respond with 503 while it has no ready worker, instead of waiting for one
+prefill = false                # it has no prefill workers; do not report them as missing
+requests_per_minute = 600      # total of all keys
 tokens_per_minute = 1000000
 concurrent_requests = 64
-tool_parser = "hermes"         # of this model, if not that of --tool-parser
-reasoning = "none"             # likewise
-slo_ttft_ms = 500              # likewise: goals of its requests, in milliseconds
+tool_parser = "hermes"         # default: --tool-parser
+reasoning = "none"             # default: --reasoning
+slo_ttft_ms = 500              # latency goals in milliseconds; default: --slo-ttft-ms, --slo-tpot-ms
 slo_tpot_ms = 40
-min_decode = 1                 # likewise, as min_prefill: bounds of its pools, with --planner
+min_decode = 1                 # pool size limits for --planner, also min_prefill
 max_decode = 8                 # and max_prefill
-price_decode = 4.0             # and price_prefill: what one of its workers costs of --max-cost, which is for all models
-decode_deployment = "small-d"  # and prefill_deployment, planner_lease: with --planner kubernetes
+price_decode = 4.0             # cost of one worker, also price_prefill; --max-cost limits the total of all models
+decode_deployment = "small-d"  # for --planner kubernetes, also prefill_deployment and planner_lease
 
 [[split]]
 name = "chat"
@@ -41,20 +41,20 @@ from router.siblings import AgreedFile, RouterPart
 
 MODELS_FIELD = "models_file"
 MAX_FILE_BYTES = 1024 * 1024
-"""64 models and 256 splits, with names of any length, some times over."""
+"""Maximum size of the file, several times what 64 models and 256 splits need."""
 MAX_MODELS = 64
-"""Each has a tokenizer in memory, and tasks and sockets of its own."""
+"""Maximum number of models. Each has a tokenizer in memory, and its own tasks and sockets."""
 MAX_SPLITS = 256
-"""Each is a name that clients see."""
+"""Maximum number of splits. Each is a name for clients."""
 MAX_NAMES = 64
-"""Aliases, fallbacks or weights of one entry."""
+"""Maximum number of aliases, fallbacks or weights of one entry."""
 NAME = re.compile(r"[!-~]{1,256}")
 GOALS = ("slo_ttft_ms", "slo_tpot_ms")
 PLANNED = (
     *("min_prefill", "max_prefill", "min_decode", "max_decode", "price_prefill", "price_decode"),
     *("prefill_deployment", "decode_deployment", "planner_lease"),
 )
-"""Settings of the planner that a model may have of its own."""
+"""Planner settings that a model can override."""
 MODEL_FIELDS = (
     *("model", "name", "aliases", "fallbacks", "hold", "prefill", *LIMITS, "tool_parser", "reasoning"),
     *(*GOALS, *PLANNED),
@@ -65,12 +65,12 @@ AGREED_NAME = "models.toml"
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """A model to serve. `model` is what `--model` takes, `name` what clients call it; "": the model's own name.
+    """A model to serve. `model` is a value of `--model`. `name` is for clients; if empty, the model's own name is used.
 
-    Requests for it go to the next of its `fallbacks` while it has no ready worker, or no room. Without `holds` they get
-    503 at once while it has no ready worker, instead of waiting for one. Without `has_prefill` no prefill worker is
-    missed. All keys together have its `limits`. `tool_parser`, `reasoning` and goals of the class `default` are those
-    of the router unless they are given, as are settings of the planner; those that it has of its own are in `planned`.
+    While it has no ready worker or no capacity, `fallbacks` serve its requests, in order. Unless it `holds`, requests
+    fail with 503 while it has no ready worker, instead of waiting. If not `has_prefill`, missing prefill workers are
+    not reported. `limits` apply to all keys together. Empty values of `tool_parser`, `reasoning` and the goals of class
+    `default` mean the router's. `planned` are the planner settings that this model overrides.
     """
 
     model: str
@@ -89,7 +89,7 @@ class ModelEntry:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A name whose requests are divided among models: each model's `weights` is its share."""
+    """A name whose requests are distributed among models in proportion to `weights`."""
 
     name: str
     weights: Mapping[str, float]
@@ -97,40 +97,37 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class ModelTable:
-    """All models of a router, the default one first, and its splits."""
+    """All models of a router, starting with the default model, and its splits."""
 
     models: tuple[ModelEntry, ...]
     splits: tuple[Split, ...] = ()
 
 
 def table_of(config: RouterConfig) -> ModelTable:
-    """The models that a router's settings name: those of its file, or of `--model`.
-
-    Raises ConfigError.
-    """
+    """Return the models of `--models-file` or `--model`. Raises ConfigError."""
     if config.models_file:
         return read_models(config.models_file)
     return ModelTable((ModelEntry(config.model, config.served_model_name),))
 
 
 def read_models(path: str) -> ModelTable:
-    """The models of a file. Raises ConfigError that names the table and the field."""
+    """Read a models file. Raises ConfigError, which names the table and the field."""
     return models_of(path, content_of(MODELS_FIELD, path, MAX_FILE_BYTES))
 
 
 def models_of(path: str, data: bytes) -> ModelTable:
-    """The models that the content of a file names. Raises ConfigError that names the table and the field."""
+    """Parse the content of a models file. Raises ConfigError, which names the table and the field."""
     table = toml_table(MODELS_FIELD, path, data, MAX_FILE_BYTES)
     if unknown := sorted(table.keys() - {"model", "split"}):
-        raise ConfigError(MODELS_FIELD, path, f"only [[model]] and [[split]] tables, not {unknown[0]!r}")
+        raise ConfigError(MODELS_FIELD, path, f"a file of [[model]] and [[split]] tables, without {unknown[0]!r}")
     models = [_model(one) for one in _tables(path, table, "model", MAX_MODELS)]
     if not models:
-        raise ConfigError(MODELS_FIELD, path, "at least one [[model]] table")
+        raise ConfigError(MODELS_FIELD, path, "a file with at least one [[model]] table")
     return ModelTable(tuple(models), tuple(_split(one) for one in _tables(path, table, "split", MAX_SPLITS)))
 
 
 class _Table:
-    """One table of the file; its methods give checked values."""
+    """One table of the file. Its methods return validated values, or raise ConfigError."""
 
     def __init__(self, path: str, where: str, values: Mapping[str, Any]) -> None:
         self._path, self._where, self._values = path, where, values
@@ -138,7 +135,7 @@ class _Table:
     def only(self, fields: tuple[str, ...]) -> None:
         for field in self._values:
             if field not in fields:
-                self.refuse(field, f"only {', '.join(fields)}")
+                self.refuse(field, f"one of the fields {', '.join(fields)}")
 
     def text(self, field: str, *, needed: bool = False) -> str:
         value = self._values.get(field, "")
@@ -162,18 +159,18 @@ class _Table:
     def limit(self, field: str) -> int:
         value = self._values.get(field, 0)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_LIMIT:
-            self.refuse(field, "a whole number from 0 (no limit)")
+            self.refuse(field, f"an integer from 0 (no limit) to {MAX_LIMIT:,}")
         return value
 
     def goal(self, field: str) -> float:
         value = self._values.get(field, 0)
         fits = isinstance(value, int | float) and not isinstance(value, bool)
         if not fits or not GOAL_MS["ge"] <= value <= GOAL_MS["le"]:
-            self.refuse(field, f"milliseconds, at most {GOAL_MS['le']:,} (0: the goal of the router)")
+            self.refuse(field, f"{GOAL_MS['ge']:g} (the router's goal) to {GOAL_MS['le']:,} milliseconds")
         return float(value)
 
     def planned(self) -> dict[str, int | float | str]:
-        """The settings of the planner that the table has."""
+        """Return the planner settings in the table."""
         found: dict[str, int | float | str] = {}
         for field in fields_of(RouterConfig):
             if field.name not in PLANNED or field.name not in self._values:
@@ -188,27 +185,27 @@ class _Table:
     def weights(self, field: str) -> dict[str, float]:
         value = self._values.get(field)
         if not isinstance(value, dict) or not 0 < len(value) <= MAX_NAMES:
-            self.refuse(field, f"a table of up to {MAX_NAMES} models such as {{ small = 95, large = 5 }}")
+            self.refuse(field, f"a table of 1 to {MAX_NAMES} models such as {{ small = 95, large = 5 }}")
         found: dict[str, float] = {}
         for name, weight in value.items():
             fits = isinstance(weight, int | float) and not isinstance(weight, bool) and math.isfinite(weight)
             if not fits or not 0 <= weight <= MAX_LIMIT:
-                self.refuse(f"{field}.{name}", "a number from 0")
+                self.refuse(f"{field}.{name}", f"a number from 0 to {MAX_LIMIT:,}")
             found[name] = float(weight)
         if not any(found.values()):
-            self.refuse(field, "at least one number above 0")
+            self.refuse(field, "a table with at least one number above 0")
         return found
 
     def refuse(self, field: str, allowed: str) -> NoReturn:
-        raise ConfigError(MODELS_FIELD, self._path, f"{self._where}, {field}: {allowed}")
+        raise ConfigError(MODELS_FIELD, self._path, f"a file with a valid {self._where}: {field} must be {allowed}")
 
 
 def _tables(path: str, table: Mapping[str, Any], kind: str, most: int) -> list[_Table]:
     entries = table.get(kind, [])
     if not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
-        raise ConfigError(MODELS_FIELD, path, f"[[{kind}]] tables")
+        raise ConfigError(MODELS_FIELD, path, f"a file in which {kind!r} is a list of [[{kind}]] tables")
     if len(entries) > most:
-        raise ConfigError(MODELS_FIELD, path, f"at most {most} [[{kind}]] tables, not {len(entries):,}")
+        raise ConfigError(MODELS_FIELD, path, f"a file with at most {most} [[{kind}]] tables, not {len(entries):,}")
     return [_Table(path, f"{kind} {number}", one) for number, one in enumerate(entries, 1)]
 
 
@@ -236,10 +233,10 @@ def _split(table: _Table) -> Split:
 
 
 class ModelsSource:
-    """`table` is in force from the start; `watch` notices a changed file, None without a file.
+    """The models in force (`table`). `watch` detects changes of the file; it is None without a file.
 
-    The processes of one router go by the content that they accepted, also one that is started again after the file has
-    changed into something that they refuse. Raises ConfigError.
+    The processes of one router use the content that they last accepted, even if one of them restarts after the file has
+    become invalid. Raises ConfigError.
     """
 
     def __init__(self, config: RouterConfig, part: RouterPart | None = None) -> None:
@@ -256,7 +253,7 @@ class ModelsSource:
         self.accept()
 
     def read(self) -> ModelTable:
-        """What the file says now. Raises ConfigError."""
+        """Read the current content of the file. Raises ConfigError."""
         self._content = content_of(MODELS_FIELD, self._path, MAX_FILE_BYTES)
         return models_of(self._path, self._content)
 
@@ -267,7 +264,7 @@ class ModelsSource:
 
 
 def settings_of(config: RouterConfig, entries: Mapping[str, ModelEntry]) -> list[RouterConfig]:
-    """The settings for each model, by its name. Raises ConfigError for what does not fit together."""
+    """Return the settings of each model, in the order of `entries`. Raises ConfigError for conflicting settings."""
     leases = [config.planner_lease]
     if len(entries) > 1:
         leases = [f"{config.planner_lease}-{number}" for number in range(1, len(entries) + 1)]
@@ -275,30 +272,30 @@ def settings_of(config: RouterConfig, entries: Mapping[str, ModelEntry]) -> list
 
 
 def same_model(entry: ModelEntry) -> tuple[str, ...]:
-    """What of an entry cannot change while the router runs."""
+    """Return the values of an entry that cannot change while the router runs."""
     others = (entry.slo_ttft_ms, entry.slo_tpot_ms, entry.has_prefill, *sorted(entry.planned.items()))
     return entry.model, entry.name, entry.tool_parser, entry.reasoning, *map(str, others)
 
 
 def check_planned(config: RouterConfig, models: Sequence[RouterConfig]) -> None:
-    """Whether the planner of a router can plan all of its models, whose own settings these are. Raises ConfigError."""
+    """Check that the router's planner can plan all models, given their own settings. Raises ConfigError."""
     for field in ("prefill_deployment", "decode_deployment"):
         if len(models) > 1 and (named := getattr(config, field)):
-            raise ConfigError(field, named, "left out with several models: --models-file names those of each")
+            raise ConfigError(field, named, "empty with several models: set it for each model in --models-file")
     if config.planner == "kubernetes" and all(one.planner != "kubernetes" for one in models):
         raise ConfigError(
-            MODELS_FIELD, config.models_file, "a decode_deployment for a model, with --planner kubernetes"
+            MODELS_FIELD, config.models_file, "a file with a decode_deployment for a model, for --planner kubernetes"
         )
     cheapest = sum(one.min_prefill * one.price_prefill + one.min_decode * one.price_decode for one in models)
     if 0.0 < config.max_cost < cheapest:
-        allowed = f"at least {cheapest:g}, the cost of the fewest workers of all models, or 0"
+        allowed = f"0 or at least {cheapest:g}, the cost of the minimum number of workers of all models"
         raise ConfigError("max_cost", config.max_cost, allowed)
 
 
 def _of_model(config: RouterConfig, name: str, entry: ModelEntry, lease: str) -> RouterConfig:
     planned = {"planner_lease": lease, **entry.planned}
     if config.planner == "kubernetes" and not (config.decode_deployment or "decode_deployment" in planned):
-        planned["planner"] = "advice"  # its Deployments are scaled by others
+        planned["planner"] = "advice"  # another party scales its Deployments
     try:
         return replace(
             config,
@@ -314,4 +311,6 @@ def _of_model(config: RouterConfig, name: str, entry: ModelEntry, lease: str) ->
             **planned,  # type: ignore[arg-type]  # checked as they were read
         )
     except ConfigError as error:
-        raise ConfigError(MODELS_FIELD, config.models_file, f"{name}, {error.field}: {error.allowed}") from error
+        raise ConfigError(
+            MODELS_FIELD, config.models_file, f"a file with a valid {name}: {error.field} must be {error.allowed}"
+        ) from error

@@ -1,4 +1,4 @@
-"""What the router measures: of itself, of its requests, and of the pools."""
+"""Measurements of the router, its requests and the worker pools."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Metrics that are read at scrape time: the dispatcher's load, the pools and the plan for them.
+"""Collectors that are read at scrape time: the dispatcher's load, the pools and their plan.
 
-Autoscalers and operators read those of pools and plan; docs/metrics.md says what to do with each.
+Autoscalers and operators use the metrics of pools and plan; see docs/reference/metrics.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WORKER = ("worker", "role")
 
 
 class LoadCollector(Collector):
-    """Reads the dispatcher's load at scrape time."""
+    """Collector of the dispatcher's load."""
 
     def __init__(self, load: Callable[[], DispatchLoad], labels: Mapping[str, str]) -> None:
         self._load, self._families = load, Families(labels)
@@ -31,28 +31,26 @@ class LoadCollector(Collector):
         load, gauge, counter = self._load(), self._families.gauge, self._families.counter
         takeovers = load.num_retries.get("decode", 0)
         yield gauge("diptych_requests_in_flight", "Sequences in the router, by stage", _by(load.stages), ("stage",))
-        yield gauge("diptych_wait_limit_seconds", "How long a new request may be bound to wait", load.wait_limit_s)
+        yield gauge("diptych_wait_limit_seconds", "Maximum queueing time of a new request", load.wait_limit_s)
         yield counter("diptych_retries", "Moves to another worker, by role", _by(load.num_retries), ("role",))
-        yield counter("diptych_takeovers", "Answers that another decode worker went on with", takeovers)
-        yield counter("diptych_failures", "Sequences given up, by error class", _by(load.num_failures), ("reason",))
-        yield counter("diptych_placements", "Sequences placed, by kind of place", _by(load.num_choices), ("kind",))
+        yield counter("diptych_takeovers", "Answers continued by another decode worker", takeovers)
+        yield counter("diptych_failures", "Failed sequences, by error class", _by(load.num_failures), ("reason",))
+        yield counter("diptych_placements", "Sequences placed, by kind of placement", _by(load.num_choices), ("kind",))
         yield counter(
             "diptych_routing_policy_errors",
-            "Decisions that --routing-policy failed to make and the built-in policy made",
+            "Failed decisions of --routing-policy, replaced by the built-in policy",
             load.num_policy_errors,
         )
         yield counter(
-            "diptych_handovers", "Running answers handed over between workers", _by(load.num_handovers), ("outcome",)
+            "diptych_handovers", "Hand-overs of running answers between workers", _by(load.num_handovers), ("outcome",)
         )
         yield counter(
             "diptych_balancing_moves", "Hand-overs between ready workers", _by(load.num_balanced), ("reason",)
         )
-        yield counter("diptych_stale_deltas", "Tokens that came from a worker given up", load.num_stale_deltas)
-        yield counter(
-            "diptych_role_changes", "Workers that changed their role", load.role_changes.items(), ("from", "to")
-        )
+        yield counter("diptych_stale_deltas", "Tokens received from abandoned workers", load.num_stale_deltas)
+        yield counter("diptych_role_changes", "Role changes of workers", load.role_changes.items(), ("from", "to"))
         roles = Counter((worker.home, worker.role) for worker in load.workers)
-        yield gauge("diptych_workers_by_role", "Workers, by first and present role", roles.items(), ("home", "role"))
+        yield gauge("diptych_workers_by_role", "Workers, by initial and current role", roles.items(), ("home", "role"))
         yield from self._classes(load)
         yield from self._workers(load)
 
@@ -64,11 +62,11 @@ class LoadCollector(Collector):
         limits = [((one.name,), one.wait_limit_s) for one in load.classes]
         refused = [((one.name,), one.num_refused) for one in load.classes]
         yield gauge("diptych_class_requests", "Sequences in the router, by class", in_flight, ("class",))
-        yield gauge("diptych_class_waiting_requests", "Those of them on no worker", waiting, ("class",))
-        yield gauge("diptych_class_oldest_wait_seconds", "How long the oldest of these waits", oldest, ("class",))
-        yield gauge("diptych_class_wait_limit_seconds", "How long a new one may be bound to wait", limits, ("class",))
-        yield counter("diptych_class_refusals", "Refused for a goal that they would miss", refused, ("class",))
-        yield counter("diptych_taken_back", "Prompts taken back from slow workers", load.num_taken_back)
+        yield gauge("diptych_class_waiting_requests", "Sequences without a worker, by class", waiting, ("class",))
+        yield gauge("diptych_class_oldest_wait_seconds", "Longest current wait, by class", oldest, ("class",))
+        yield gauge("diptych_class_wait_limit_seconds", "Maximum queueing time, by class", limits, ("class",))
+        yield counter("diptych_class_refusals", "Requests rejected for missing their goal", refused, ("class",))
+        yield counter("diptych_taken_back", "Prompts revoked from slow workers", load.num_taken_back)
 
     def _workers(self, load: DispatchLoad) -> Iterator[Metric]:
         gauge, counter = self._families.gauge, self._families.counter
@@ -84,17 +82,19 @@ class LoadCollector(Collector):
         cuts = [(key, worker.num_cuts) for key, worker in workers]
         unsent = [(key, worker.num_unsent) for key, worker in workers]
         dropped = [(key, worker.num_dropped_frames) for key, worker in workers]
-        yield gauge("diptych_worker_state", "1 for the state a worker is in", states, (*WORKER, "state"))
-        yield gauge("diptych_worker_requests", "Sequences this router has on a worker", requests, WORKER)
-        yield gauge("diptych_worker_queued_tokens", "Prompt tokens waiting on a worker", queued, WORKER)
-        yield gauge("diptych_worker_wait_seconds", "How long a new prompt would wait there", waits, WORKER)
-        yield gauge("diptych_first_token_lag_seconds", "First tokens behind what models say", lags.items(), ("role",))
-        yield gauge("diptych_worker_model_error", "Error of its model of steps, 0.1: a tenth", errors, WORKER)
-        yield gauge("diptych_worker_available_blocks", "KV blocks a worker could give", blocks, WORKER)
-        yield gauge("diptych_worker_known_blocks", "KV blocks a worker caches, as this router knows", known, WORKER)
-        yield counter("diptych_worker_cuts", "Times the connection to a worker was lost", cuts, WORKER)
-        yield counter("diptych_worker_unsent", "Messages a full queue had no room for", unsent, WORKER)
-        yield counter("diptych_worker_frames_dropped", "Frames that were no valid message", dropped, WORKER)
+        yield gauge("diptych_worker_state", "1 for the current state of a worker", states, (*WORKER, "state"))
+        yield gauge("diptych_worker_requests", "Sequences of this router on a worker", requests, WORKER)
+        yield gauge("diptych_worker_queued_tokens", "Prompt tokens queued on a worker", queued, WORKER)
+        yield gauge("diptych_worker_wait_seconds", "Predicted wait of a new prompt on a worker", waits, WORKER)
+        yield gauge(
+            "diptych_first_token_lag_seconds", "Delay of first tokens over predictions", lags.items(), ("role",)
+        )
+        yield gauge("diptych_worker_model_error", "Relative error of a worker's step time model", errors, WORKER)
+        yield gauge("diptych_worker_available_blocks", "Available KV blocks of a worker", blocks, WORKER)
+        yield gauge("diptych_worker_known_blocks", "Cached KV blocks of a worker known to the router", known, WORKER)
+        yield counter("diptych_worker_cuts", "Lost connections to a worker", cuts, WORKER)
+        yield counter("diptych_worker_unsent", "Messages dropped because a send queue was full", unsent, WORKER)
+        yield counter("diptych_worker_frames_dropped", "Invalid frames received from a worker", dropped, WORKER)
 
 
 def _by(values: Mapping[str, float]) -> Samples:
@@ -102,7 +102,7 @@ def _by(values: Mapping[str, float]) -> Samples:
 
 
 class PoolCollector(Collector):
-    """Reads the dispatcher at scrape time."""
+    """Collector of the demand for workers and the attainment of goals."""
 
     def __init__(
         self,
@@ -122,23 +122,26 @@ class PoolCollector(Collector):
         held = {(role,): num for role, num in demand.held.items()}
         backlog, pressure = {("prefill",): demand.backlog_s}, {("decode",): demand.pressure}
         gauge = self._families.gauge
-        yield gauge("diptych_requests_held", "Sequences that find no worker of a role", held.items(), ("role",))
-        yield gauge("diptych_pool_backlog_seconds", "Seconds of prompts for one worker", backlog.items(), ("role",))
-        yield gauge("diptych_pool_pressure", "Load in workers that it would fill", pressure.items(), ("role",))
+        yield gauge("diptych_requests_held", "Sequences for which a role has no worker", held.items(), ("role",))
+        yield gauge("diptych_pool_backlog_seconds", "Queued prompts, in worker seconds", backlog.items(), ("role",))
+        yield gauge("diptych_pool_pressure", "Number of workers that the load would fill", pressure.items(), ("role",))
         yield gauge("diptych_pool_workers", "Workers, by state", demand.workers.items(), ("role", "state"))
-        # For endpoint pickers, to which a router is the model server.
+        # For endpoint pickers, which treat a router as the model server.
         yield gauge("vllm:num_requests_running", "Sequences in the workers' running batches", demand.num_running)
-        yield gauge("vllm:num_requests_waiting", "Sequences waiting here or at workers", demand.num_waiting)
+        yield gauge("vllm:num_requests_waiting", "Sequences queued in the router or at workers", demand.num_waiting)
         yield gauge("vllm:kv_cache_usage_perc", "Share of decode workers' blocks in use, 0 to 1", demand.kv_usage)
-        yield gauge("diptych_unpaired_workers", "Ready workers without a partner", unpaired.items(), ("role",))
+        yield gauge("diptych_unpaired_workers", "Ready workers without a compatible one", unpaired.items(), ("role",))
         if attained:
             yield gauge(
-                "diptych_slo_attainment_ratio", "Share of the last minute that met a goal", attained.items(), ("slo",)
+                "diptych_slo_attainment_ratio",
+                "Share of requests in the last minute that met a goal",
+                attained.items(),
+                ("slo",),
             )
             by_class = window.class_attainment(now).items()
             yield gauge(
                 "diptych_class_attainment_ratio",
-                "The same, by class of requests",
+                "Share of requests in the last minute that met a goal, by class",
                 [((name, slo), share) for name, shares in by_class for slo, share in shares.items()],
                 ("class", "slo"),
             )
@@ -147,7 +150,7 @@ class PoolCollector(Collector):
 
 
 class DiscoveryCollector(Collector):
-    """What discovery sees of the workers of all models together."""
+    """Collector of worker discovery for all models together."""
 
     def __init__(
         self, status: DiscoveryStatus, labels: Mapping[str, str], clock: Callable[[], float] = time.monotonic
@@ -159,18 +162,16 @@ class DiscoveryCollector(Collector):
 
 
 def discovery_families(status: DiscoveryStatus, families: Families, now: float) -> Iterator[Metric]:
-    """What discovery sees, and how it fares."""
+    """Yield the metrics of worker discovery."""
     gauge = families.gauge
-    yield gauge(
-        "diptych_discovery_endpoints", "Workers that discovery sees", status.counts().items(), ("role", "state")
-    )
-    yield gauge("diptych_discovery_last_sync_age_seconds", "Since all was last looked up", status.age_s(now))
+    yield gauge("diptych_discovery_endpoints", "Discovered workers", status.counts().items(), ("role", "state"))
+    yield gauge("diptych_discovery_last_sync_age_seconds", "Time since the last full discovery", status.age_s(now))
     syncs = [((result,), count) for result, count in status.num_syncs.items()]
-    yield families.counter("diptych_discovery_syncs", "Lookups of all", syncs, ("result",))
+    yield families.counter("diptych_discovery_syncs", "Full discoveries, by result", syncs, ("result",))
 
 
 class PlanCollector(Collector):
-    """Shows the latest look of the planner; nothing before the first."""
+    """Collector of the latest plan. Yields nothing before the first plan."""
 
     def __init__(self, outlook: Callable[[], Outlook | None], labels: Mapping[str, str]) -> None:
         self._outlook, self._families = outlook, Families(labels)
@@ -183,16 +184,16 @@ class PlanCollector(Collector):
         wanted = [((str(role),), float(pool.wanted)) for role, pool in pools]
         needed = [((str(role),), float(pool.needed)) for role, pool in pools]
         starts = [((str(role),), outlook.fleet.start_s.get(role, 0.0)) for role, _ in pools]
-        yield gauge("diptych_pool_wanted_workers", "Workers that the plan wants", wanted, ("role",))
-        yield gauge("diptych_pool_needed_workers", "Workers that the load needs, without bounds", needed, ("role",))
-        yield gauge("diptych_pool_start_seconds", "How long a worker takes to start", starts, ("role",))
-        yield gauge("diptych_offered_requests_per_second", "Requests, refused included", outlook.load.rate)
-        yield gauge("diptych_plan_feasible", "1 while the goals can be met", float(not plan.unmet))
-        yield gauge("diptych_plan_held", "1 while the plan holds still for lack of data", float(bool(plan.held)))
+        yield gauge("diptych_pool_wanted_workers", "Planned number of workers", wanted, ("role",))
+        yield gauge("diptych_pool_needed_workers", "Number of workers required by the load", needed, ("role",))
+        yield gauge("diptych_pool_start_seconds", "Start time of a worker", starts, ("role",))
+        yield gauge("diptych_offered_requests_per_second", "Request rate, including rejections", outlook.load.rate)
+        yield gauge("diptych_plan_feasible", "1 if the plan meets the goals", float(not plan.unmet))
+        yield gauge("diptych_plan_held", "1 if the plan is unchanged for lack of data", float(bool(plan.held)))
         tails = (("predicted", plan.predicted.ttft_s, plan.predicted.tpot_s), ("measured", *outlook.measured_s))
         samples = [
             ((kind, slo), tail_s)
             for kind, ttft_s, tpot_s in tails
             for slo, tail_s in (("ttft", ttft_s), ("tpot", tpot_s))
         ]
-        yield gauge("diptych_plan_tail_seconds", "TTFT and TPOT at the quantile of the goals", samples, ("kind", "slo"))
+        yield gauge("diptych_plan_tail_seconds", "TTFT and TPOT at the goals' quantile", samples, ("kind", "slo"))

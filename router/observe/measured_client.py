@@ -1,4 +1,4 @@
-"""A client of the pools that measures how the service keeps its goals about time, and what load it is offered."""
+"""A generation client that measures the attainment of latency goals and the offered load."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from router.planner import LoadWindow, SampledRequest
 
 
 class MeasuredClient:
-    """The dispatcher; the times of each stream go to a `SLOWindow`, what it asked for and got to a `LoadWindow`."""
+    """Wraps the dispatcher. Records the latencies of streams in a `SLOWindow`, and requests in a `LoadWindow`."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class MeasuredClient:
         self._load = LoadWindow() if load is None else load
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
-        """See `GenerationClient.generate`."""
+        """Generate tokens; see `GenerationClient.generate`."""
         began, first, last, num_tokens, num_cached = self._clock(), 0.0, 0.0, 0, 0
         failed = refused = False
         name, window = request.request_class, self._window
@@ -72,7 +72,7 @@ class MeasuredClient:
             await stream.aclose()
 
     def check_room(self, is_longer: Callable[[int], bool], caller: Caller = ANYONE) -> None:
-        """See `GenerationClient.check_room`. A refused request got no first token in time, and is load as well."""
+        """Check for capacity; see `GenerationClient.check_room`. A rejection counts as a missed goal, and as load."""
         try:
             self._client.check_room(is_longer, caller)
         except RequestError:

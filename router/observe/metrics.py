@@ -1,6 +1,6 @@
-"""The router's metrics, under vLLM's names where vLLM has the quantity, else under `diptych_`.
+"""Metrics of the router, with vLLM's names for quantities that vLLM has, otherwise with the prefix `diptych_`.
 
-Times begin when the request's head has arrived, so they include reading and tokenising it.
+Times start when a request's head has arrived, so they include reading and tokenizing it.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ RATIOS = (0.25, 0.5, 0.67, 0.75, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.33, 1.5
 
 
 class LoopHistogram(Collector):
-    """Owned by the event loop, which also reads it: the same samples as `prometheus_client.Histogram` has."""
+    """Histogram without locks, for use from one event loop only. Exports the same samples as prometheus_client's."""
 
     def __init__(self, name: str, text: str, labels: Mapping[str, str], buckets: Sequence[float]) -> None:
         self._name, self._text, self._labels = name, text, dict(labels)
         self._bounds = list(buckets)
-        self._counts = [0] * (len(self._bounds) + 1)  # the last: above all bounds
+        self._counts = [0] * (len(self._bounds) + 1)  # the last bucket is above all bounds
         self._sum, self._created = 0.0, time.time()
 
     def observe(self, seconds: float, count: int = 1) -> None:
-        """`count` observations of the same value."""
+        """Record `count` observations of the same value."""
         self._counts[bisect_left(self._bounds, seconds)] += count
         self._sum += count * seconds
 
@@ -52,7 +52,7 @@ class LoopHistogram(Collector):
 
 
 class MergedFamilies(Collector):
-    """Reads all collectors at scrape time. They tell their samples apart by labels, such as the model's name."""
+    """Merges collectors at scrape time. Labels, such as the model name, must distinguish their samples."""
 
     def __init__(self, collectors: Sequence[Collector]) -> None:
         self._collectors = collectors
@@ -68,36 +68,34 @@ class MergedFamilies(Collector):
 
 
 class BatchMetrics:
-    """Of one router; sizes are those of a store that it may share."""
+    """Batch metrics of one router. Sizes are those of the store, which routers may share."""
 
     def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]) -> None:
         self._registry, self._labels = registry, labels
         self._lines = self._counter(
             "diptych_batch_lines",
-            "Lines of batches that got a result, or were asked again, by how they ended",
+            "Batch lines with a result or a retry, by result",
             "result",
         )
-        self._failures = self._counter(
-            "diptych_file_store_failures", "Times that the store of files failed, by reason", "reason"
-        )
-        self._running = self._gauge("diptych_batches", "Batches that this router works on")
-        self._asking = self._gauge("diptych_batch_lines_running", "Lines of batches that are being answered now")
+        self._failures = self._counter("diptych_file_store_failures", "Failures of the file store, by reason", "reason")
+        self._running = self._gauge("diptych_batches", "Batches that this router processes")
+        self._asking = self._gauge("diptych_batch_lines_running", "Batch lines in progress")
         self._files = self._gauge("diptych_stored_files", "Files in the store")
         self._bytes = self._gauge("diptych_stored_file_bytes", "Bytes of the files in the store")
 
     def watch(self, size: Callable[[], StoreSize], running: Callable[[], tuple[int, int]]) -> None:
-        """Ask `size` for the store's, and `running` for the numbers of batches and of lines."""
+        """Set the callbacks for the store's size, and for the numbers of running batches and lines."""
         self._files.set_function(lambda: size().num_entries)
         self._bytes.set_function(lambda: size().num_bytes)
         self._running.set_function(lambda: running()[0])
         self._asking.set_function(lambda: running()[1])
 
     def count_line(self, result: str) -> None:
-        """A line ended, or is asked again: completed, failed, again."""
+        """Count a result of a line: completed, failed or again (a retry)."""
         self._lines.labels(*self._labels.values(), result).inc()
 
     def count_failure(self, reason: str) -> None:
-        """The store of files failed. Its thread may call this."""
+        """Count a failure of the file store. Thread-safe."""
         self._failures.labels(*self._labels.values(), reason).inc()
 
     def _counter(self, name: str, text: str, label: str) -> Counter:
@@ -108,7 +106,7 @@ class BatchMetrics:
 
 
 class RouterMetrics:
-    """Counters and histograms that the HTTP front writes; `render` is for `/metrics`, `traffic` for `/load`."""
+    """Counters and histograms of the HTTP server. `render` serves `/metrics`, and `traffic` serves `/load`."""
 
     def __init__(
         self,
@@ -117,37 +115,40 @@ class RouterMetrics:
         clock: Callable[[], float] = time.monotonic,
         front: RouterMetrics | None = None,
     ) -> None:
-        """Of several models each has metrics of its own, which the `front` shows; it has no `load`, and no name."""
+        """Create the metrics of a model, or the front's, which have no `load` and no model name.
+
+        With several models, each has its own metrics, and `front` shows them together.
+        """
         self.traffic, self._clock = RecentTraffic(), clock
         self._traffics = (self.traffic,) if front is None else (self.traffic, front.traffic)
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": ENGINE}
-        self._children: dict[tuple[Counter, tuple[str, ...]], Counter] = {}  # to look them up takes long
+        self._children: dict[tuple[Counter, tuple[str, ...]], Counter] = {}  # cached because lookup is slow
         self._shown: Collector = self.registry
         if load is not None:
             self.registry.register(LoadCollector(load, self._labels))
         if front is None:
             register_process(self.registry, self._labels)
         histogram = self._histogram
-        self.ttft = histogram("vllm:time_to_first_token_seconds", "From the request's head to its first token")
+        self.ttft = histogram("vllm:time_to_first_token_seconds", "From the request's head to the first token")
         self.inter_token = histogram(
-            "vllm:inter_token_latency_seconds", "Between one token and the next", PER_TOKEN_SECONDS
+            "vllm:inter_token_latency_seconds", "Time between consecutive tokens", PER_TOKEN_SECONDS
         )
         self.per_output_token = histogram(
-            "vllm:request_time_per_output_token_seconds", "Mean time of a token after the first", PER_TOKEN_SECONDS
+            "vllm:request_time_per_output_token_seconds", "Mean time per token after the first", PER_TOKEN_SECONDS
         )
-        self.e2e = histogram("vllm:e2e_request_latency_seconds", "From the request's head to its last token")
-        self.queue = histogram("vllm:request_queue_time_seconds", "Waiting, in the router and on workers")
+        self.e2e = histogram("vllm:e2e_request_latency_seconds", "From the request's head to the last token")
+        self.queue = histogram("vllm:request_queue_time_seconds", "Time in queues, of the router and of workers")
         self.prefill = histogram("vllm:request_prefill_time_seconds", "From admission to the first token")
         self.decode = histogram("vllm:request_decode_time_seconds", "From the first token to the last")
         self.exposed_transfer = histogram(
-            "diptych_exposed_transfer_seconds", "KV transfer that delayed the second token", SHORT_SECONDS
+            "diptych_exposed_transfer_seconds", "Delay of the second token by KV transfer", SHORT_SECONDS
         )
         self.ttft_ratio = histogram(
-            "diptych_ttft_prediction_ratio", "Time to the first token, over what was predicted for it", RATIOS
+            "diptych_ttft_prediction_ratio", "Time to first token divided by its prediction", RATIOS
         )
         self.tpot_ratio = histogram(
-            "diptych_tpot_prediction_ratio", "Mean time of a later token, over what was predicted for it", RATIOS
+            "diptych_tpot_prediction_ratio", "Mean time per later token divided by its prediction", RATIOS
         )
         self._drafts = DraftMetrics(self.registry, self._labels)
         self._add_counters()
@@ -155,135 +156,135 @@ class RouterMetrics:
             self._add_front()
 
     def _add_counters(self) -> None:
-        """Tokens, and requests by how they ended."""
+        """Add counters of tokens, and of requests by result."""
         counter = self._counter
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests that got a first token")
-        self.cached_tokens = counter("diptych_cached_prompt_tokens", "Those of them that a prefix cache held")
+        self.cached_tokens = counter("diptych_cached_prompt_tokens", "Prompt tokens found in a prefix cache")
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated")
-        self._success = self._labelled("vllm:request_success", "Sequences that ended, by reason", "finished_reason")
+        self._success = self._labelled("vllm:request_success", "Finished sequences, by reason", "finished_reason")
         self._requests = self._labelled(
             "diptych_http_requests",
-            "HTTP requests to the API, by path and status; 499 is a client that went away",
+            "HTTP requests to the API, by path and status; 499: the client disconnected",
             "path",
             "status",
         )
         self._errors = self._labelled(
-            "diptych_http_errors", "Errors that clients were told, by status and type", "status", "type"
+            "diptych_http_errors", "Errors returned to clients, by status and type", "status", "type"
         )
         self._rejected = self._labelled(
             "diptych_http_rejected",
-            "Connections and requests that were turned away before the API saw them, by reason",
+            "Connections and requests rejected before they reached the API, by reason",
             "reason",
         )
         self._key_tokens = self._labelled(
-            "diptych_key_tokens", "Tokens by the name of the key that used them, prompt or output", "key", "kind"
+            "diptych_key_tokens", "Prompt and output tokens, by API key name", "key", "kind"
         )
         self._fallbacks = self._labelled(
-            "diptych_model_fallbacks", "Requests for the model that another one answered, by its name", "to"
+            "diptych_model_fallbacks", "Requests for the model served by another one, by that model", "to"
         )
 
     def _add_front(self) -> None:
-        """What belongs to no model: connections, keys, the store."""
+        """Add metrics that belong to no model: connections, keys, stores."""
         self.connections = self._gauge("diptych_http_connections", "Open HTTP connections")
         self._add_access()
         self._add_store()
         self.batches = BatchMetrics(self.registry, self._labels)
 
     def _add_access(self) -> None:
-        """The counters of `router.access`: keys and their limits, the audit log, files that are read again."""
+        """Add the counters of `router.access`: keys and their limits, the audit log, reloaded files."""
         self._key_requests = self._labelled(
             "diptych_key_requests",
-            "Requests that want a key, by its name and status; the name is empty for a wrong key",
+            "Requests to protected endpoints, by key name and status; the name is empty for an invalid key",
             "key",
             "status",
         )
         self._rate_limited = self._labelled(
             "diptych_rate_limited",
-            "Requests refused because a key, or a model, had used up a limit: requests, tokens or concurrency",
+            "Requests rejected by a limit of a key or model: requests, tokens or concurrency",
             "key",
             "limit",
         )
-        self._audit_dropped = self._counter("diptych_audit_dropped", "Lines that the audit log lost")
+        self._audit_dropped = self._counter("diptych_audit_dropped", "Lines dropped by the audit log")
         self._reloads = self._labelled(
             "diptych_reloads",
-            "Times that a file was read anew, by setting and whether it was taken",
+            "Reloads of configuration files, by setting and result",
             "setting",
             "result",
         )
 
     def _add_store(self) -> None:
-        """Metrics of the store of the Responses API."""
+        """Add metrics of the response store."""
         self._store_failures = self._labelled(
-            "diptych_response_store_failures", "Times that the store of responses failed, by reason", "reason"
+            "diptych_response_store_failures", "Failures of the response store, by reason", "reason"
         )
         self._stored = self._gauge("diptych_stored_responses", "Responses in the store")
         self._stored_bytes = self._gauge("diptych_stored_response_bytes", "Bytes of the responses in the store")
-        self._background = self._gauge("diptych_background_responses", "Responses that are made in the background now")
+        self._background = self._gauge("diptych_background_responses", "Background responses in progress")
 
     def watch_store(self, look: Callable[[], tuple[StoreSize, int]]) -> None:
-        """Ask `look` for the size of the store, and for the number of answers in the background."""
+        """Set the callback for the store's size and the number of background responses."""
         self._stored.set_function(lambda: look()[0].num_entries)
         self._stored_bytes.set_function(lambda: look()[0].num_bytes)
         self._background.set_function(lambda: look()[1])
 
     def count_store_failure(self, reason: str) -> None:
-        """The store of responses failed. Its thread may call this."""
+        """Count a failure of the response store. Thread-safe."""
         self._add(self._store_failures, reason)
 
     def render(self) -> bytes:
-        """Prometheus text of everything."""
+        """Return all metrics in Prometheus text format."""
         return generate_latest(self._shown)
 
     def show_models(self, models: Sequence[RouterMetrics]) -> None:
-        """Render those of `models` as well, each family once."""
+        """Also render the metrics of `models`, with one family per name."""
         self._shown = MergedFamilies([self.registry, *(one.registry for one in models)])
 
     def count_fallback(self, model: str) -> None:
-        """This `model` answers a request in place of another."""
+        """Count a request that this `model` serves instead of another."""
         self._add(self._fallbacks, model)
 
     def count_request(self, path: str, status: int) -> None:
-        """An HTTP request has ended. `path` is a route, never a client's text."""
+        """Count an HTTP request at its end. `path` must be a route, not client input."""
         self._add(self._requests, path, str(status))
 
     def count_error(self, status: int, kind: str) -> None:
-        """A client got an error, or (499) went away."""
+        """Count an error sent to a client, or a disconnection (499)."""
         self._add(self._errors, str(status), kind)
 
     def count_rejected(self, reason: str) -> None:
-        """A connection or request was turned away before it reached the API."""
+        """Count a connection or request that was rejected before it reached the API."""
         self._add(self._rejected, reason)
 
     def count_key_request(self, key: str, status: int) -> None:
-        """A request that needs a key has ended; the key file bounds the names."""
+        """Count a request that requires a key. The key file limits the number of names."""
         self._add(self._key_requests, key, str(status))
 
     def count_rate_limited(self, key: str, limit: str) -> None:
-        """A key has used up a limit."""
+        """Count a rejection by a key's limit."""
         self._add(self._rate_limited, key, limit)
 
     def count_audit_dropped(self, num: int) -> None:
-        """The audit log lost lines. Its thread may call this."""
+        """Count lines dropped by the audit log. Thread-safe."""
         self._audit_dropped.inc(num)
 
     def count_reload(self, setting: str, *, ok: bool) -> None:
-        """The file of a setting was read again, and taken or refused."""
+        """Count a reload of a setting's file, accepted or rejected."""
         self._add(self._reloads, setting, "ok" if ok else "refused")
 
     def observe_first(self, ttft_s: float, num_tokens: int) -> None:
-        """The first tokens of an answer came `ttft_s` after its request's head."""
+        """Record the first tokens of an answer, `ttft_s` after its request's head."""
         self.ttft.observe(ttft_s)
         for traffic in self._traffics:
             traffic.first_tokens(ttft_s, num_tokens, self._clock())
 
     def observe_gap(self, gap_s: float, num_tokens: int) -> None:
-        """`num_tokens` came `gap_s` after the tokens before them."""
+        """Record `num_tokens` tokens, `gap_s` after the previous ones."""
         self.inter_token.observe(gap_s / num_tokens, num_tokens)
         for traffic in self._traffics:
             traffic.tokens(gap_s, num_tokens, self._clock())
 
     def observe_request(self, record: RequestRecord) -> None:
-        """A generation request has ended."""
+        """Record the end of a generation request."""
         self.count_request(record.path, record.status)
         for traffic in self._traffics:
             traffic.ended(record, self._clock())
@@ -309,7 +310,7 @@ class RouterMetrics:
             self._add(self._key_tokens, record.key, "output", by=num_output_tokens)
 
     def _observe_choice(self, choice: ChoiceRecord, began: float) -> None:
-        """A complete choice of a request that came at `began`."""
+        """Record a complete choice of a request that arrived at `began`."""
         decode_s, line = choice.last_at - choice.first_at, choice.timeline
         self.e2e.observe(choice.last_at - began)
         if choice.num_tokens > 1:
@@ -320,13 +321,13 @@ class RouterMetrics:
             self.queue.observe(line.queue_s)
             self.prefill.observe(line.prefill_s)
             self.decode.observe(line.decode_s or decode_s)
-            if line.decode_s:  # else the router stopped early, and the decode worker's own report never came
+            if line.decode_s:  # 0 if the router stopped the choice early, before the decode worker's report
                 self.exposed_transfer.observe(line.exposed_transfer_s)
             if line.forecast.is_known and line.num_attempts == 1:
                 self._compare(line, choice, decode_s)
 
     def _compare(self, line: RequestTimeline, choice: ChoiceRecord, decode_s: float) -> None:
-        """Compare the prediction for a choice with its times. Messages between processes count as waiting."""
+        """Compare the predicted times of a choice with the actual ones. Message transport counts as queueing."""
         if line.forecast.ttft_s > 0:
             self.ttft_ratio.observe((line.queue_s + line.prefill_s) / line.forecast.ttft_s)
         if line.forecast.token_s > 0 and choice.num_tokens > 1:
@@ -345,7 +346,7 @@ class RouterMetrics:
         return Gauge(name, text, list(self._labels), registry=self.registry).labels(*self._labels.values())
 
     def _labelled(self, name: str, text: str, *labels: str) -> Counter:
-        """A counter with more labels than the common ones."""
+        """Create a counter with labels in addition to the common ones."""
         return Counter(name, text, [*self._labels, *labels], registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> LoopHistogram:

@@ -1,9 +1,9 @@
-"""What this router served lately, for people: rates, and times by percentile. Pure: `now` comes in.
+"""Recent traffic of this router for `/load` and `diptych top`: rates and latency percentiles. Pure: takes `now`.
 
     first token ─> TTFT, tokens      later tokens ─> gaps, tokens      end ─> TPOT, wait, KV transfer, requests
 
-Rates are of the last ten seconds, so that a change shows at once; percentiles are of the last five minutes, so that
-a tail has requests to be made of.
+Rates cover the last ten seconds, so that changes are visible at once. Percentiles cover the last five minutes, so that
+the tail has enough requests.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from common.observe import RecentQuantile, SlidingWindow, quantiles_of
 from router.observe.request_record import ChoiceRecord, RequestRecord
 
 RATE_S = 10
-"""The window of rates, in seconds: short enough to follow a load, long enough to be read."""
+"""Window of rates, in seconds."""
 WINDOW_S = 300.0
-"""The window of percentiles."""
+"""Window of percentiles, in seconds."""
 SHARES = (0.5, 0.9, 0.99)
 KINDS = ("ttft", "tpot", "itl", "queue", "transfer", "exposed_transfer")
-"""The times of `Traffic`."""
+"""Latencies in `Traffic`."""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class _Second:
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of `num` observations, in milliseconds, at most 5 % too large; 0 without any."""
+    """Percentiles of `num` observations, in milliseconds, up to 5 % too large; 0 without observations."""
 
     num: int
     p50_ms: float
@@ -46,7 +46,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """A second, over the last `RATE_S` seconds. `requests_per_s` ended well, `failed_per_s` were told an error."""
+    """Averages per second over the last `RATE_S` seconds. `failed_per_s` counts requests that ended with an error."""
 
     requests_per_s: float
     failed_per_s: float
@@ -59,9 +59,9 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """`itl` is the time between one token and the next, `tpot` the mean of it in an answer, `queue` the wait of one.
+    """Traffic summary. `itl` is the time between tokens, `tpot` its mean per answer, `queue` the waiting time.
 
-    `transfer` is the time from the grant of a KV transfer to its last block, `exposed_transfer` the part of it that
+    `transfer` is the time from the grant of a KV transfer to its last block. `exposed_transfer` is the part that
     delayed the second token.
     """
 
@@ -77,7 +77,7 @@ class Traffic:
 
 
 class RecentTraffic:
-    """Owned by the router's event loop; its memory does not grow."""
+    """Recorder of recent traffic, with constant memory. Use from the router's event loop."""
 
     def __init__(self) -> None:
         self._seconds = SlidingWindow(RATE_S + 1, RATE_S + 1, _Second)
@@ -85,20 +85,20 @@ class RecentTraffic:
         self._times = {kind: RecentQuantile(WINDOW_S) for kind in KINDS}
         self._ttft, self._tpot, self._itl, self._queue, self._transfer, self._exposed = self._times.values()
 
-    # ------------------------------------------------------------ what happens
+    # ------------------------------------------------------------ recording
 
     def first_tokens(self, ttft_s: float, num_tokens: int, now: float) -> None:
-        """The first tokens of an answer came `ttft_s` after its request."""
+        """Record the first tokens of an answer, `ttft_s` after its request."""
         self._ttft.observe(ttft_s, now)
         self._now(now).num_output_tokens += num_tokens
 
     def tokens(self, gap_s: float, num_tokens: int, now: float) -> None:
-        """Later tokens came, `gap_s` after those before them."""
+        """Record later tokens, `gap_s` after the previous ones."""
         self._itl.observe(gap_s / num_tokens, now, num_tokens)
         self._now(now).num_output_tokens += num_tokens
 
     def ended(self, record: RequestRecord, now: float) -> None:
-        """A request has ended. One whose client left counts neither as served nor as failed."""
+        """Record the end of a request. If the client disconnected, it counts neither as served nor as failed."""
         second = self._now(now)
         if record.error is not None:
             second.num_failed += 1
@@ -123,18 +123,18 @@ class RecentTraffic:
             second.num_transfers += 1
             second.transfer_bytes += line.transfer_bytes
 
-    # ------------------------------------------------------------ what it comes to
+    # ------------------------------------------------------------ summaries
 
     def summary(self, now: float) -> Traffic:
-        """The last minutes."""
+        """Return rates and percentiles."""
         return Traffic(float(RATE_S), WINDOW_S, self._rates(now), **percentiles_of(self.counts(now)))
 
     def counts(self, now: float) -> dict[str, list[int]]:
-        """The times of the last minutes by kind and bucket: those of several processes add up."""
+        """Return the histogram of each kind of latency. Histograms of several processes can be added."""
         return {kind: times.counts(now) for kind, times in self._times.items()}
 
     def _rates(self, now: float) -> Rates:
-        """Of whole seconds: the present one is not over, and would make every rate look low."""
+        """Compute rates from complete seconds. The current second would make every rate too low."""
         seen_s = 0 if self._first_at is None else min(RATE_S, int(now) - int(self._first_at))
         seconds = [one for one in self._seconds.series(now)[:-1] if one is not None] if seen_s else []
 
@@ -157,7 +157,7 @@ class RecentTraffic:
 
 
 def percentiles_of(counts: Mapping[str, Sequence[int]]) -> dict[str, Percentiles]:
-    """The percentiles of each kind of times."""
+    """Compute the percentiles of each kind of latency."""
     found = {}
     for kind, by_bucket in counts.items():
         num, (p50_s, p90_s, p99_s) = quantiles_of(by_bucket, SHARES)

@@ -1,4 +1,4 @@
-"""The record of a generation request, made at its end: metrics, log, audit log and trace all read it.
+"""Record of a generation request, created at its end for metrics, logs, audit log and traces.
 
 began ─ first_at ─ ... ─ last_at ─ ended        seconds of perf_counter
         └── of each choice ────┘
@@ -15,7 +15,7 @@ from router.dispatch import RequestTimeline
 
 
 class ChoiceRecord(msgspec.Struct, frozen=True):
-    """One choice of the answer. Its times are 0 without a token; `finish_reason` is "" if it was cut short."""
+    """One choice of the answer. Times are 0 without tokens. `finish_reason` is "" if it was interrupted."""
 
     index: int
     params: SamplingParams
@@ -27,7 +27,10 @@ class ChoiceRecord(msgspec.Struct, frozen=True):
 
 
 class RequestRecord(msgspec.Struct, frozen=True):
-    """`key` names the API key and `id` the answer; both may be "". A refused request may have no choices."""
+    """Record of a request. `key` is the API key's name and `id` the answer's; both may be "".
+
+    A rejected request may have no choices.
+    """
 
     request_id: str
     path: str
@@ -50,18 +53,18 @@ class RequestRecord(msgspec.Struct, frozen=True):
 
     @property
     def is_answered(self) -> bool:
-        """Whether a prompt was computed: a token came, or a vector."""
+        """Whether a prompt was computed and produced a token or a vector."""
         return bool(self.num_output_tokens) or any(one.params.pooling and one.finish_reason for one in self.choices)
 
     @property
     def ttft_s(self) -> float | None:
-        """Seconds to the first token of any choice; None without one."""
+        """Seconds to the first token of any choice, or None without tokens."""
         first_at = min((choice.first_at for choice in self.choices if choice.first_at), default=None)
         return None if first_at is None else first_at - self.began
 
     @property
     def finish_reason(self) -> str:
-        """Of the first choice."""
+        """Finish reason of the first choice."""
         return self.choices[0].finish_reason if self.choices else ""
 
     @property

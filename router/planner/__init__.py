@@ -1,4 +1,4 @@
-"""How many workers each pool should have: from the offered load and the goals, by predicted waiting."""
+"""Planner: how many workers each pool should have for the offered load and the goals."""
 
 from __future__ import annotations
 

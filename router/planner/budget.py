@@ -1,9 +1,9 @@
-"""What planned workers may cost, and how pools divide that: those of one model, or of all models of a router. Pure.
+"""Divides a budget among the pools of one model, or of all models of a router. Pure.
 
-    needed ──bounds──> asked ──the budget, by the shares of what all pools need──> allowed
+needed ──bounds──> asked ──the budget, in proportion to the needs of all pools──> allowed
 
-Each model's planner asks in a look of its own. What all models may have together does not cost more than the budget: a
-model that should have more waits until others were allowed less, which is one look.
+Each model's planner asks separately. The total never exceeds the budget: a model that should get more waits until
+others were allowed less, which takes one planning round.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from common.wire import Role
 from router.planner.pool import Bounds
 
 EXACT = 1e-9
-"""Sums of prices are not exact."""
+"""Tolerance for sums of prices."""
 
 Pool = tuple[str, Role]
-"""A model's pool."""
+"""A pool of a model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What a model needs by role. Of a role no more than `most_paid` workers cost anything: others find no machine."""
+    """Workers that a model needs, by role.
+
+    At most `most_paid` of a role cost anything: the others are unschedulable.
+    """
 
     needed: Mapping[Role, int]
     bounds: Mapping[Role, Bounds]
@@ -33,27 +36,27 @@ class Ask:
 
     @property
     def bounded(self) -> dict[Role, int]:
-        """What the bounds leave of it."""
+        """Needed workers within the bounds."""
         return {role: self.bounds[role].clamp(num) for role, num in self.needed.items()}
 
     def cost(self, nums: Mapping[Role, int]) -> float:
         return sum(self.price(role, num) for role, num in nums.items())
 
     def price(self, role: Role, num: int) -> float:
-        """What so many workers of a role cost."""
+        """Return the cost of `num` workers of a role."""
         return min(num, self.most_paid.get(role, num)) * self.bounds[role].price
 
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """The workers that the bounds and the budget allow; `shortfall` says how many of those needed are missing."""
+    """Workers that the bounds and the budget allow. `shortfall` describes the missing ones."""
 
     allowed: Mapping[Role, int]
     shortfall: str
 
 
 class Budget:
-    """The budget of one model, or of all models of a router; what each was allowed last, and asked for."""
+    """Budget of one model, or of all models of a router, with the last request and allowance of each."""
 
     def __init__(self, most: float = math.inf) -> None:
         self._most = most
@@ -61,50 +64,50 @@ class Budget:
         self._allowed: dict[str, Mapping[Role, int]] = {}
 
     def fit(self, model: str, ask: Ask) -> Sizing:
-        """The numbers that a model may have now."""
+        """Return the number of workers that a model may have now."""
         self._asks[model] = ask
         wanted = ask.bounded
         found = self._part(model, wanted)
         short = [
-            f"{num} {role} workers are needed, {ask.bounds[role].most} allowed"
+            f"{num} {role} workers are needed, but the maximum is {ask.bounds[role].most}"
             for role, num in ask.needed.items()
             if num > ask.bounds[role].most
         ]
         if found != wanted:
-            beside = self._cost_beside(model)
-            of_others = f", of which other models have {beside:g}" if beside else ""
-            short.append(f"the workers needed cost {ask.cost(wanted):g}, the budget is {self._most:g}{of_others}")
+            others_cost = self._cost_of_others(model)
+            of_others = f", of which other models use {others_cost:g}" if others_cost else ""
+            short.append(f"the needed workers cost {ask.cost(wanted):g}, but the budget is {self._most:g}{of_others}")
         self._allowed[model] = found
         return Sizing(found, "; ".join(short))
 
     def _part(self, model: str, wanted: Mapping[Role, int]) -> Mapping[Role, int]:
-        """The model's part. It grows only by what the parts of others leave now, and shrinks at once.
+        """Return the model's part. It shrinks at once, but grows only into what the others leave now.
 
-        A model that is heard for the first time has workers, perhaps, which do not end because others were heard first.
+        A new model may already have workers, which keep running although other models asked first.
         """
         before = self._allowed.get(model, wanted)
         part = divide(self._asks, self._most, self._allowed)[model]
-        if self._asks[model].cost(part) <= self._most - self._cost_beside(model) + EXACT:
+        if self._asks[model].cost(part) <= self._most - self._cost_of_others(model) + EXACT:
             return part
         return {role: min(num, before[role]) for role, num in part.items()}
 
-    def _cost_beside(self, model: str) -> float:
-        """What the workers of all other models cost."""
+    def _cost_of_others(self, model: str) -> float:
+        """Return the cost of the workers of all other models."""
         return sum(self._asks[other].cost(nums) for other, nums in self._allowed.items() if other != model)
 
 
 def divide(asks: Mapping[str, Ask], budget: float, now: Mapping[str, Mapping[Role, int]]) -> dict[str, dict[Role, int]]:
-    """What each model may have of a budget, all of them together.
+    """Divide a budget among models.
 
-    All pools get about the same share of what they need: a model's goodput is that of its pool that is shortest. Each
-    pool that is needed keeps one worker while that is possible. Else prefill pools go first, because decode workers
-    compute prompts, too, and then models without a decode worker `now` wait until another needs less.
+    All pools get about the same fraction of what they need, because a model's goodput is limited by its scarcest pool.
+    Each needed pool keeps one worker if possible. Otherwise prefill pools lose their last worker first, because decode
+    workers also compute prompts, followed by decode pools of models without a decode worker `now`.
     """
     nums = {model: ask.bounded for model, ask in asks.items()}
     over = sum(ask.cost(nums[model]) for model, ask in asks.items()) - budget
 
     def take(model: str, role: Role) -> float:
-        """One worker fewer; what that saves."""
+        """Remove one worker and return what that saves."""
         num = nums[model][role]
         nums[model][role] = num - 1
         return asks[model].price(role, num) - asks[model].price(role, num - 1)
@@ -129,6 +132,6 @@ def divide(asks: Mapping[str, Ask], budget: float, now: Mapping[str, Mapping[Rol
 
 
 def _is_spare(asks: Mapping[str, Ask], nums: Mapping[str, Mapping[Role, int]], pool: Pool) -> bool:
-    """Whether a pool can do with one worker fewer, and still keep one if it is needed."""
+    """Return whether a pool can lose a worker, and still keep one if it is needed."""
     model, role = pool
     return nums[model][role] > max(asks[model].bounds[role].least, 1 if asks[model].needed[role] else 0)

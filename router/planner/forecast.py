@@ -1,7 +1,7 @@
-"""What a pool of so many workers would give its requests: times of tokens, at a quantile. Pure.
+"""Predicts the token times of a pool of a given size, at a quantile. Pure.
 
-The router's own forecast (`router/policy/forecast.py`) predicts one request on one worker as it is now; this one
-predicts all requests on a pool that there may be.
+The router's own forecast (`router/policy/forecast.py`) predicts one request on one current worker. This one predicts
+all requests on a hypothetical pool.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from router.planner.pool import WorkerKind
 from router.planner.queueing import NO_LIMIT, QueueWait, late, peak, response_quantile, wait
 
 MOST_USED = 0.9
-"""Share of a worker's KV blocks, and of its time, that a pool is planned to use: the rest is for the unforeseen."""
+"""Maximum fraction of a worker's KV blocks and time that is planned to be used. The rest is a reserve."""
 NO_ROWS = StepShape()
 CACHED = 32
-"""Results that are kept: one plan asks for the same times again and again."""
+"""Size of result caches. One plan needs the same times repeatedly."""
 MOST_ERROR = 0.5
-"""A model's error counts up to this; predictions are longer by so much."""
+"""Maximum relative error of a step model by which predictions are increased."""
 
 
-def alone_s(kind: WorkerKind, request: SampledRequest, beside: StepShape = NO_ROWS) -> float:
-    """The time of a prompt on a worker that computes no other; `beside` are rows in each of its steps."""
-    return kind.model.steps_s(request.prompt, kind.step_tokens, beside)
+def alone_s(kind: WorkerKind, request: SampledRequest, decode_rows: StepShape = NO_ROWS) -> float:
+    """Return the time of a prompt on a worker that computes no other. `decode_rows` are decode rows in each step."""
+    return kind.model.steps_s(request.prompt, kind.step_tokens, decode_rows)
 
 
 def packed_s(kind: WorkerKind, request: SampledRequest) -> float:
-    """A prompt's share of steps that are full of prompts like it."""
+    """Return a prompt's part of steps that are full of similar prompts, in seconds."""
     model, prompt = kind.model, request.prompt
     num_steps = prompt.num_tokens / max(1, kind.step_tokens)
     computed_s = model.token_s * prompt.num_tokens + model.pair_s * prompt.num_pairs
@@ -38,54 +38,58 @@ def packed_s(kind: WorkerKind, request: SampledRequest) -> float:
 
 
 @functools.lru_cache(maxsize=CACHED)
-def _alone_s(requests: tuple[SampledRequest, ...], kind: WorkerKind, beside: StepShape) -> tuple[float, ...]:
-    """Of each request, with the model's error."""
-    return tuple(careful(kind) * alone_s(kind, request, beside) for request in requests)
+def _alone_s(requests: tuple[SampledRequest, ...], kind: WorkerKind, decode_rows: StepShape) -> tuple[float, ...]:
+    """Return the time of each request, increased by the model's error."""
+    return tuple(error_margin(kind) * alone_s(kind, request, decode_rows) for request in requests)
 
 
 @functools.lru_cache(maxsize=CACHED)
 def _packed_s(requests: tuple[SampledRequest, ...], kind: WorkerKind) -> tuple[float, ...]:
-    """Of each request, with the model's error."""
-    return tuple(careful(kind) * packed_s(kind, request) for request in requests)
+    """Return the time of each request, increased by the model's error."""
+    return tuple(error_margin(kind) * packed_s(kind, request) for request in requests)
 
 
-def careful(kind: WorkerKind) -> float:
-    """Times are predicted this many times longer, because the model errs."""
+def error_margin(kind: WorkerKind) -> float:
+    """Return the factor by which predictions are increased because of the model's error."""
     return 1.0 + min(MOST_ERROR, kind.model.error)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptForecast:
-    """The wait for a worker, and `own_s`, equally likely times of prompts alone. The pool computes for the share
-    `used` of its time."""
+    """Predicted wait, and equally likely times `own_s` of the prompts themselves.
+
+    The pool is busy for the fraction `used` of its time.
+    """
 
     queue: QueueWait = QueueWait(0.0, 0.0)
     own_s: tuple[float, ...] = ()
     used: float = 0.0
 
     def ttft_s(self, quantile: float) -> float:
-        """The time that the share `quantile` of first tokens does not exceed."""
+        """Return the given quantile of the time to first token."""
         return response_quantile(self.queue, self.own_s, quantile)
 
     def late(self, goal_s: float) -> float:
-        """The share of first tokens that take longer."""
+        """Return the fraction of first tokens that take longer than the goal."""
         return late(self.queue, self.own_s, goal_s)
 
     def best_s(self, quantile: float) -> float:
-        """The same as `ttft_s` without any wait: no number of workers makes it shorter."""
+        """Return the same quantile without any wait, which no number of workers improves."""
         return response_quantile(QueueWait(0.0, 0.0), self.own_s, quantile)
 
 
-def of_prompts(load: OfferedLoad, kind: WorkerKind, num_workers: int, beside: StepShape = NO_ROWS) -> PromptForecast:
-    """The pool as one queue, because the router sends each prompt where it waits least.
+def of_prompts(
+    load: OfferedLoad, kind: WorkerKind, num_workers: int, decode_rows: StepShape = NO_ROWS
+) -> PromptForecast:
+    """Predict a pool that computes prompts, as a single queue: the router sends each prompt where it waits least.
 
-    Waiting prompts share steps: the busier the pool, the more of them. The service time lies between that of a lone
-    prompt and its share of a full step, at the pool's own utilisation u: u = a / (1 + a - p), where a and p are the
-    utilisations by either.
+    Queued prompts share steps, the more the busier the pool is. The service time is between that of a lone prompt and
+    its part of a full step, depending on the utilisation u = a / (1 + a - p), where a and p are the utilisations by
+    either.
     """
     if not load.requests or load.rate <= 0.0:
         return PromptForecast()
-    alone = _alone_s(load.requests, kind, beside)
+    alone = _alone_s(load.requests, kind, decode_rows)
     if num_workers <= 0:
         return PromptForecast(NO_LIMIT, alone, math.inf)
     packed = [min(a, p) for a, p in zip(alone, _packed_s(load.requests, kind), strict=True)]
@@ -97,10 +101,10 @@ def of_prompts(load: OfferedLoad, kind: WorkerKind, num_workers: int, beside: St
 
 @dataclass(frozen=True, slots=True)
 class DecodeForecast:
-    """At the quantile: rows of a worker, the time of a token, KV blocks as a share of those there are.
+    """Predicted load of a decode worker at the quantile: rows, time per token, and used fraction of KV blocks.
 
-    `lone_s`: the time of a token in a batch of one, which no number of workers shortens. `used` is the share of the
-    worker's time at which its batch would grow without limit, 1. `prompts` are those that decode workers compute.
+    `lone_s` is the time per token in a batch of one, which no number of workers improves. At `used` = 1 the batch would
+    grow without limit. `prompts` are those that decode workers compute.
     """
 
     num_rows: float = 0.0
@@ -119,14 +123,14 @@ def of_decode(
     quantile: float,
     least_rows: float = 0.0,
 ) -> DecodeForecast:
-    """All requests of `load` decode here, and the prompts of `local` are computed here.
+    """Predict a decode pool that decodes all requests of `load` and computes the prompts of `local`.
 
-    Little's law: rows are the rate times tokens of an answer times the time of a token, which grows with the rows.
-    `least_rows` requests have places in any case, because they are there now.
+    By Little's law, the number of rows is the request rate times tokens per answer times time per token, which
+    increases with the rows. At least `least_rows` requests must be held, because they are running now.
     """
     if not load.requests or (load.rate <= 0.0 and least_rows <= 0.0):
         return DecodeForecast()
-    model, factor = kind.model, careful(kind)
+    model, factor = kind.model, error_margin(kind)
     num_output, tokens, _ = _context(load.requests)
     _, kept, squares = _context(load.requests, kind.window)
     lone_s = factor * model.seconds(StepShape.of_rows(1, round(tokens)))
@@ -135,7 +139,7 @@ def of_decode(
     fixed_s = factor * (model.fixed_s + model.floor_s)
     row_s = factor * (model.row_s + model.context_s * tokens)
     prompt_s = sum(_packed_s(local.requests, kind)) / max(1, len(local.requests))
-    share_left = 1.0 - local.rate * prompt_s / num_workers  # of a worker's time, beside prompts
+    share_left = 1.0 - local.rate * prompt_s / num_workers  # fraction of a worker's time without prompts
     busy = load.rate * num_output / num_workers / share_left if share_left > 0.0 else math.inf  # tokens a second
     used = busy * row_s
     rows = busy * fixed_s / (1.0 - used) if used < 1.0 else math.inf
@@ -147,22 +151,22 @@ def of_decode(
     mean_blocks = kept / kind.block_size + 0.5
     square_blocks = squares / kind.block_size**2 + mean_blocks
     most_blocks = max(total * mean_blocks + spread * math.sqrt(square_blocks), least_rows * mean_blocks) / num_workers
-    beside = StepShape.of_rows(math.ceil(rows), round(rows * tokens))
+    decode_rows = StepShape.of_rows(math.ceil(rows), round(rows * tokens))
     return DecodeForecast(
         num_rows=most_rows,
         tpot_s=(fixed_s + row_s * most_rows) / share_left,
         lone_s=lone_s,
         blocks=most_blocks / max(1, kind.num_blocks),
         used=used + 1.0 - share_left,
-        prompts=of_prompts(local, kind, num_workers, beside),
+        prompts=of_prompts(local, kind, num_workers, decode_rows),
     )
 
 
 @functools.lru_cache(maxsize=CACHED)
 def _context(requests: tuple[SampledRequest, ...], most: int = 0) -> tuple[float, float, float]:
-    """Mean tokens of an answer; mean and mean square of a running sequence's tokens: long answers run for longer.
+    """Return the mean tokens of an answer, and the mean and mean square of a running sequence's tokens.
 
-    `most` bounds the tokens of each sequence; 0: nothing does.
+    Long answers run longer and are weighted accordingly. `most` limits the tokens of each sequence, 0 for no limit.
     """
     weight = mean = square = 0.0
     for one in requests:

@@ -1,7 +1,7 @@
-"""Sets the replicas of one Deployment for each pool, by the scale subresource. One router at a time does: the leader.
+"""Sets the replicas of each pool's Deployment through the scale subresource. Only the elected leader does so.
 
-A pool whose workers are spread over pods is a LeaderWorkerSet instead, named `leaderworkersets/NAME`. Needs the rights
-to get and patch `deployments/scale` (`leaderworkersets/scale`) of those, to list pods, and to use one Lease.
+Pools whose workers span several pods use a LeaderWorkerSet, named `leaderworkersets/NAME`. Requires permission to get
+and patch `deployments/scale` (or `leaderworkersets/scale`), to list pods, and to use one Lease.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ S = TypeVar("S", bound=msgspec.Struct)
 log = logging.getLogger(__name__)
 
 LWS, LWS_API = "leaderworkersets/", "leaderworkerset.x-k8s.io/v1"
-"""How a set of workers that are spread over several pods is named, and its API."""
+"""Name prefix and API of LeaderWorkerSets, whose workers span several pods."""
 LEAST_LEASE_S = 15
-"""At least; and three looks of the planner."""
+"""Minimum duration of the lease in seconds. Also at least three planning intervals."""
 
 
 class _ScaleSpec(msgspec.Struct):
@@ -64,7 +64,7 @@ class _PodList(msgspec.Struct):
 
 
 class KubernetesScaler:
-    """A `Scaler` of the named Deployments."""
+    """Scaler for the configured Deployments."""
 
     def __init__(self, client: KubernetesClient, namespace: str, deployments: Mapping[Role, str], lease: Lease) -> None:
         self._client, self._namespace, self._deployments, self._lease = client, namespace, deployments, lease
@@ -73,7 +73,7 @@ class KubernetesScaler:
 
     @classmethod
     def of(cls, config: RouterConfig) -> KubernetesScaler:
-        """Raises ConfigError without a cluster or a namespace."""
+        """Create from the configuration. Raises ConfigError without a cluster or a namespace."""
         client = KubernetesClient(config.cluster)
         namespace = config.cluster.namespace(config.discovery_namespace, "discovery_namespace")
         named: dict[Role, str] = {"prefill": config.prefill_deployment, "decode": config.decode_deployment}
@@ -83,7 +83,7 @@ class KubernetesScaler:
         return cls(client, namespace, deployments, Lease(client, namespace, config.planner_lease, holder, duration_s))
 
     async def scale(self, wanted: Mapping[Role, int]) -> None:
-        """Set what differs from what is wanted, if this router is the leader; see which pods find no machine."""
+        """Apply the wanted numbers if this router is the leader, and count unschedulable pods."""
         try:
             is_leader = await self._lease.hold()
             for role, name in self._deployments.items():
@@ -91,19 +91,19 @@ class KubernetesScaler:
                     await self._scale(role, name, wanted[role], may_change=is_leader)
         except KubernetesError as error:
             if str(error) != self._problem:
-                log.warning("the pools are not scaled, the next plan tries again: %s", error)
+                log.warning("planner: cannot scale the pools, retrying at the next plan: %s", error)
             self._problem = str(error)
         else:
             if self._problem:
-                log.info("the pools are scaled again")
+                log.info("planner: scaling the pools works again")
             self._problem = ""
 
     async def close(self) -> None:
-        """Let another router lead at once."""
+        """Release the lease, so that another router can take over immediately."""
         try:
             await self._lease.release()
         except KubernetesError as error:
-            log.info("the lease was not released, another router waits for its end: %s", error)
+            log.info("planner: cannot release the lease, another router takes over when it expires: %s", error)
         await self._client.close()
 
     async def _scale(self, role: Role, name: str, wanted: int, *, may_change: bool) -> None:
@@ -113,7 +113,8 @@ class KubernetesScaler:
         found = await self._get(path, {}, _Scale)
         if may_change and found.spec.replicas != wanted:
             await self._client.merge_patch(path, {"spec": {"replicas": wanted}})
-            log.info("%s is scaled", name, extra={"replicas": wanted, "before": found.spec.replicas})
+            fields = {"replicas": wanted, "before": found.spec.replicas}
+            log.info("planner: scaled %s from %d to %d replicas", name, found.spec.replicas, wanted, extra=fields)
         selector = {"labelSelector": found.status.selector, "fieldSelector": "status.phase=Pending", "limit": "500"}
         pods = await self._get(f"/api/v1/namespaces/{self._namespace}/pods", selector, _PodList)
         self.unschedulable[role] = sum(pod.is_unschedulable for pod in pods.items)
@@ -122,4 +123,4 @@ class KubernetesScaler:
         try:
             return msgspec.json.decode(await self._client.get(path, params), type=kind)
         except msgspec.MsgspecError as error:
-            raise KubernetesError(f"{path} cannot be read: {error}") from error
+            raise KubernetesError(f"{path}: invalid answer: {error}") from error

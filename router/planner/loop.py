@@ -1,8 +1,8 @@
-"""Plans every few seconds, logs what changes, and has it carried out.
+"""Planning loop: plans every few seconds, logs changes and applies them.
 
-LoadWindow (what clients ask) ┐
-registry   (what workers say) ┼─> Planner ─> Plan ─> log, metrics, Scaler
-StartTimes (how late they are) ┘
+LoadWindow (load from clients)  ┐
+registry   (workers' reports)   ┼─> Planner ─> Plan ─> log, metrics, Scaler
+StartTimes (how long starts take) ┘
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """One look: the plan and what it was made of. Tails in seconds, `measured` over the last minute."""
+    """A plan and its inputs. `measured_s`: measured tails of TTFT and TPOT over the last minute, in seconds."""
 
     plan: Plan
     load: OfferedLoad
@@ -39,17 +39,17 @@ class Outlook:
 
 
 def goals_of(config: RouterConfig) -> Goals:
-    """The goals that pools are planned for."""
+    """Return the goals for which pools are planned."""
     return Goals(config.slo_ttft_ms / 1e3, config.slo_tpot_ms / 1e3, config.slo_quantile)
 
 
 def budget_of(config: RouterConfig) -> Budget:
-    """The budget of all models of a router."""
+    """Return the budget of all models of a router."""
     return Budget(config.max_cost or math.inf)
 
 
 def planner_of(config: RouterConfig, budget: Budget, model: str) -> Planner:
-    """The planner of one model, whose settings these are."""
+    """Create the planner of one model."""
     bounds: dict[Role, Bounds] = {
         "prefill": Bounds(config.min_prefill, config.most("prefill"), config.price_prefill),
         "decode": Bounds(config.min_decode, config.most("decode"), config.price_decode),
@@ -58,19 +58,20 @@ def planner_of(config: RouterConfig, budget: Budget, model: str) -> Planner:
 
 
 def scaler_of(config: RouterConfig) -> Scaler | None:
-    """The scaler that carries out this router's plan; None where other programs read the plan. Raises ConfigError."""
+    """Create the scaler that applies this router's plan; None if other programs read the plan. Raises ConfigError."""
     if config.planner != "kubernetes":
         return None
-    # Imported here, because no other router needs this HTTP client.
+    # Imported lazily: no other planner needs this HTTP client.
     from router.planner.kubernetes_scaler import KubernetesScaler
 
     return KubernetesScaler.of(config)
 
 
 class PlanLoop:
-    """Owned by the router's event loop. `outlook` is the latest look; None before the first.
+    """Runs the planner of `model`. Not thread-safe: owned by the router's event loop.
 
-    `held` says how many requests find no worker of each role. `budget` is that of all models, of which this is `model`.
+    `outlook` is the latest result, None before the first. `held` returns the number of requests without a worker, by
+    role. `budget` is shared by all models.
     """
 
     def __init__(
@@ -98,21 +99,21 @@ class PlanLoop:
 
     @property
     def failure(self) -> str:
-        """Why the loop has ended although it never should; "" while it runs."""
+        """Why the loop has ended unexpectedly; "" while it runs."""
         return self._task.failure
 
     def start(self) -> None:
-        """Look now and then from now on."""
+        """Start planning periodically."""
         self._task.start(self._run())
 
     async def close(self) -> None:
-        """End the loop; the pools stay as they are."""
+        """Stop the loop. The pools keep their size."""
         await self._task.close()
         if self._scaler is not None:
             await self._scaler.close()
 
     def look(self) -> Plan:
-        """Make a plan of what is seen now."""
+        """Make a plan for the current state."""
         now, workers = self._clock(), self._workers()
         starts = self._starts.seconds()
         unschedulable = self._scaler.unschedulable if self._scaler is not None else {}
@@ -152,17 +153,17 @@ class PlanLoop:
             for name, seconds in (("ttft_ms", plan.predicted.ttft_s), ("tpot_ms", plan.predicted.tpot_s)):
                 if 0.0 < seconds < math.inf:
                     fields[f"predicted_{name}"] = seconds * 1e3
-            log.info("the plan wants workers", extra=fields)
+            log.info("planner: wants %d %s workers", pool.wanted, role, extra=fields)
         self._log_unmet(plan.unmet)
         if plan.held != (before.held if before else ""):
-            log.warning("the plan %s", f"is held: {plan.held}" if plan.held else "is made again")
+            log.warning("planner: %s", f"holding the last plan: {plan.held}" if plan.held else "planning again")
 
     def _log_unmet(self, unmet: str) -> None:
-        """Say that the goals cannot be met, again when the numbers have changed, once a minute; and the end of it."""
+        """Log that the goals cannot be met, at most once a minute after changes, and when they can be met again."""
         now = self._clock()
         if not unmet and self._unmet:
-            log.info("the goals can be met again")
+            log.info("planner: the goals can be met again")
             self._unmet = ""
         elif unmet != self._unmet and (not self._unmet or now - self._unmet_at >= REMIND_S):
-            log.warning("the goals cannot be met: %s", unmet)
+            log.warning("planner: the goals cannot be met: %s", unmet)
             self._unmet, self._unmet_at = unmet, now

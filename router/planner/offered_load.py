@@ -1,7 +1,7 @@
-"""What clients ask for, served or not: the load that pools are sized for. Pure: `now` comes in.
+"""Offered load: what clients ask for, whether served or not. Pools are sized for it. Pure.
 
-`LoadWindow` measures it: arrivals of the last two minutes, and a sample of recent requests. A refused request is load
-as well: a pool that is sized by what it serves stays as small as it is.
+`LoadWindow` measures the arrivals of the last two minutes and samples recent requests. Rejected requests count, because
+a pool sized by what it serves would never grow.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from common.observe import RecentQuantile, SlidingWindow
 
 @dataclass(frozen=True, slots=True)
 class SampledRequest:
-    """One recent request: tokens of its prompt, those of them that a prefix cache held, tokens of its answer."""
+    """A recent request: tokens of its prompt, cached ones among them, and tokens of its answer."""
 
     num_prompt: int
     num_cached: int
@@ -25,23 +25,23 @@ class SampledRequest:
 
     @property
     def num_uncached(self) -> int:
-        """Prompt tokens that were computed: at least the last one."""
+        """Number of computed prompt tokens: at least the last one."""
         return max(1, self.num_prompt - self.num_cached)
 
     @property
     def prompt(self) -> StepShape:
-        """The same, as what a step computes."""
+        """The computed part of the prompt."""
         return StepShape.of_prompt(self.num_prompt - self.num_uncached, self.num_prompt)
 
 
 @dataclass(frozen=True, slots=True)
 class OfferedLoad:
-    """Requests a second, refused ones included, and a sample of them, each as likely as the others.
+    """Request rate, including rejected requests, and a sample of equally likely requests.
 
-    `rate` is that of the last minute. `rate_ahead`, at least `rate`, is expected once a worker that is started now is
-    ready. `burstiness`: the variance of the number of arrivals over its mean, 1 for independent clients; the squared
-    coefficient of variation of the times between arrivals comes to the same over long windows. Nothing has arrived for
-    `idle_s` seconds.
+    `rate` is the rate of the last minute, per second. `rate_ahead`, at least `rate`, is predicted for the time when a
+    worker started now is ready. `burstiness` is the variance of the number of arrivals over its mean: 1 for independent
+    clients. Over long windows it equals the squared coefficient of variation of the times between arrivals. `idle_s` is
+    the time since the last arrival.
     """
 
     rate: float = 0.0
@@ -51,12 +51,14 @@ class OfferedLoad:
     idle_s: float = 0.0
 
     def at(self, rate: float) -> OfferedLoad:
-        """The same requests at another rate."""
+        """Return the same requests at another rate."""
         return replace(self, rate=rate, rate_ahead=rate)
 
     def split(self, threshold: int) -> tuple[OfferedLoad, OfferedLoad]:
-        """The load whose prompts prefill workers compute, and the load whose prompts, of at most `threshold` uncached
-        tokens, decode workers compute themselves."""
+        """Split the load by whether prefill workers compute the prompts.
+
+        Decode workers compute prompts of at most `threshold` uncached tokens themselves.
+        """
         remote = tuple(one for one in self.requests if one.num_uncached > threshold)
         local = tuple(one for one in self.requests if one.num_uncached <= threshold)
         share = len(remote) / len(self.requests) if self.requests else 1.0
@@ -69,22 +71,23 @@ class OfferedLoad:
 SLOT_S, NUM_SLOTS = 5.0, 24
 """Two minutes in slots of five seconds."""
 NUM_RECENT, NUM_LATEST = 12, 3
-"""Slots of the rate: a minute. A burst shows in the latest ones before it shows in that."""
+"""Slots of the rate, one minute, and the latest ones, in which a burst shows first."""
 NUM_REMEMBERED, REMEMBERED_S, FEWEST_REMEMBERED = 1024, 300.0, 64
-"""Requests that the sample is made of: the latest, none older than so long unless there are fewer than the third."""
+"""Size and maximum age of the sample. The third number is kept whatever its age."""
 NUM_SAMPLED = 40
-"""Groups of requests whose averages stand for all: a forecast takes time in proportion to them."""
+"""Number of groups whose averages represent all requests. The cost of a forecast is proportional to it."""
 SIGNIFICANT = 3.0
-"""Standard errors by which a rate must differ from the minute's before it counts as a burst or as a trend."""
+"""Standard errors by which a rate must differ from the minute's to count as a burst or trend."""
 SUDDEN = ((2, 4.0), (1, 5.0))
-"""Fewer slots count as a burst as well, from so many standard errors on, which grow with the burstiness: they are asked
-at each look, and what looks like a burst by chance keeps workers for the hold time."""
+"""Fewer slots also count as a burst, above a number of standard errors that grow with the burstiness. They are checked
+in each round, and a false burst keeps workers for the hold time."""
 FEWEST_ARRIVALS = 20
-"""For an estimate of burstiness."""
+"""Minimum number of arrivals for an estimate of burstiness."""
 MOST_BURSTINESS = 8.0
-"""More comes from one burst among few arrivals, and would size the pools for it for five minutes."""
+"""Maximum burstiness. Higher values come from a single burst among few arrivals, and would affect the pools for
+minutes."""
 ASSUMED_OUTPUT = 256
-"""Tokens of an answer before the first has ended."""
+"""Assumed tokens of an answer before the first has ended."""
 
 
 @dataclass(slots=True)
@@ -93,29 +96,32 @@ class _Slot:
 
 
 class LoadWindow:
-    """Owned by the router's event loop. `quantile` is that of the measured tails."""
+    """Measures the offered load.
+
+    Not thread-safe: use only from the event loop. `quantile` applies to measured tails.
+    """
 
     def __init__(self, quantile: float = 0.95) -> None:
         self._arrivals = SlidingWindow(SLOT_S * NUM_SLOTS, NUM_SLOTS, _Slot)
         self._requests: deque[tuple[float, SampledRequest]] = deque(maxlen=NUM_REMEMBERED)
-        self._served: deque[SampledRequest] = deque(maxlen=FEWEST_REMEMBERED)  # those that refused ones are taken for
+        self._served: deque[SampledRequest] = deque(maxlen=FEWEST_REMEMBERED)  # templates for rejected requests
         self._ttft, self._tpot = RecentQuantile(), RecentQuantile()
         self._quantile = quantile
         self._last_arrival: float | None = None
         self._first_at: float | None = None
 
-    # ------------------------------------------------------------ what happens
+    # ------------------------------------------------------------ observations
 
     def arrived(self, now: float, num: int = 1) -> None:
-        """Requests came, whatever becomes of them."""
+        """Record new requests, whatever their outcome."""
         self._arrivals.current(now).num_arrived += num
         self._last_arrival = now
         self._first_at = now if self._first_at is None else self._first_at
 
     def refused(self, num_prompt: int, now: float) -> None:
-        """A request was refused that would have computed this prompt, and answered like one of the latest served.
+        """Record a rejected request with this prompt. Its answer is assumed to resemble a recently served one.
 
-        Each like another one of these: many are refused in a row, and one answer says little of theirs.
+        Rejected requests use different served ones in turn, because many are rejected in a row.
         """
         known = self._served[0] if self._served else SampledRequest(num_prompt, 0, ASSUMED_OUTPUT)
         self._served.rotate(-1)
@@ -123,26 +129,26 @@ class LoadWindow:
         self._requests.append((now, SampledRequest(num_prompt, cached, known.num_output)))
 
     def ended(self, request: SampledRequest, now: float) -> None:
-        """A request was served."""
+        """Record a served request."""
         self._requests.append((now, request))
         self._served.append(request)
 
     def first_token(self, ttft_s: float, now: float) -> None:
-        """A first token came `ttft_s` after its request."""
+        """Record the time of a first token."""
         self._ttft.observe(ttft_s, now)
 
     def token_time(self, tpot_s: float, now: float) -> None:
-        """An answer's tokens after the first took `tpot_s` each."""
+        """Record the mean time of an answer's later tokens."""
         self._tpot.observe(tpot_s, now)
 
-    # ------------------------------------------------------------ what it comes to
+    # ------------------------------------------------------------ results
 
     def tails_s(self, now: float) -> tuple[float, float]:
-        """The measured TTFT and TPOT at the quantile over the last minute, in seconds; 0 without any."""
+        """Return measured TTFT and TPOT at the quantile over the last minute, in seconds; 0 without data."""
         return self._ttft.quantile(self._quantile, now), self._tpot.quantile(self._quantile, now)
 
     def offered(self, now: float, ahead_s: float) -> OfferedLoad:
-        """The load now, and as it will be in `ahead_s` seconds if it goes on to grow as it does."""
+        """Return the load now, and as predicted for `ahead_s` seconds from now by its trend."""
         counts = self._counts(now)
         recent = counts[-NUM_RECENT:]
         seen_s = SLOT_S * len(recent)
@@ -152,16 +158,16 @@ class LoadWindow:
         ahead = max(now_rate, level + slope * ahead_s) if slope > 0 else now_rate
         return OfferedLoad(
             rate=rate,
-            rate_ahead=min(ahead, 4.0 * now_rate),  # nothing is known of what lies further ahead
+            rate_ahead=min(ahead, 4.0 * now_rate),  # limits the extrapolation
             burstiness=burstiness(counts),
             requests=self._sample(now),
             idle_s=math.inf if self._last_arrival is None else now - self._last_arrival,
         )
 
     def _counts(self, now: float) -> list[int]:
-        """Arrivals by slot, oldest first: complete slots, and since the first arrival only.
+        """Return the arrivals of complete slots since the first arrival, oldest first.
 
-        The slot of the first arrival is not a whole one; it counts only while there is no other.
+        The slot of the first arrival is incomplete, so it counts only if there is no other.
         """
         if self._first_at is None:
             return []
@@ -177,9 +183,9 @@ class LoadWindow:
 
 
 def averages(requests: Sequence[SampledRequest]) -> tuple[SampledRequest, ...]:
-    """Averages of groups of requests of about one length, `NUM_SAMPLED` at most.
+    """Return averages of up to `NUM_SAMPLED` groups of requests of similar length.
 
-    A random sample of so few would change from look to look, and the pools with it.
+    A random sample of that size would change between rounds, and the pools with it.
     """
     ordered = sorted(requests, key=lambda one: (one.num_uncached, one.num_output))
     num_groups = min(NUM_SAMPLED, len(ordered))
@@ -195,9 +201,9 @@ def _average(requests: Sequence[SampledRequest]) -> SampledRequest:
 
 
 def _bursts(counts: list[int], rate: float) -> Iterator[float]:
-    """Rates of the latest slots that are above the `rate` of the minute by more than chance.
+    """Iterate over rates of the latest slots that are significantly above the `rate` of the minute.
 
-    One slot may do: a fourfold load that lasts for five seconds is no chance, and workers take long to start.
+    A single slot may suffice: a fourfold load for five seconds is significant, and workers take long to start.
     """
     chance = rate * burstiness(counts)
     for num, errors, variance in ((NUM_LATEST, SIGNIFICANT, rate), *((*sudden, chance) for sudden in SUDDEN)):
@@ -208,9 +214,9 @@ def _bursts(counts: list[int], rate: float) -> Iterator[float]:
 
 
 def _trend(counts: list[int]) -> tuple[float, float]:
-    """(rate now, its growth a second) by least squares; (0, 0) unless the growth is significant.
+    """Return (current rate, growth per second) by least squares; (0, 0) unless the growth is significant.
 
-    Arrivals of independent clients: the variance of a slot's number is its mean.
+    For independent clients, the variance of a slot's count is its mean.
     """
     num = len(counts)
     if num < 2 * NUM_LATEST or not sum(counts):
@@ -224,14 +230,14 @@ def _trend(counts: list[int]) -> tuple[float, float]:
 
 
 def burstiness(counts: list[int]) -> float:
-    """Variance over mean of the numbers of arrivals, from differences of neighbours, which a trend does not change.
+    """Return the variance of arrivals over their mean, from differences of neighbours, which a trend does not affect.
 
-    The largest is left out: it may be the one step of a load that is steady before and after.
+    The largest difference is excluded, because it may be a step of an otherwise constant load.
     """
     total = sum(counts)
     if total < FEWEST_ARRIVALS or len(counts) < 2 * NUM_LATEST:
         return 1.0
     differences = sorted((after - before) ** 2 for before, after in zip(counts, counts[1:], strict=False))[:-1]
     found = sum(differences) / len(differences) / 2 * len(counts) / total
-    chance = 2.0 * math.sqrt(3.0 / len(differences))  # two standard errors of the estimate where the truth is 1
+    chance = 2.0 * math.sqrt(3.0 / len(differences))  # two standard errors of the estimate if the true value is 1
     return min(MOST_BURSTINESS, max(1.0, found - chance))

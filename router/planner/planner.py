@@ -1,15 +1,15 @@
-"""Decides how many workers each pool should have. Pure: `now` comes in, a plan goes out.
+"""Planner: decides how many workers each pool should have. Pure.
 
-    offered load, pools ──sizing──> needed ──growth at once, shrinking when it lasts──> bounds, budget ──> wanted
+    offered load, pools ──sizing──> needed ──grow at once, shrink after the hold time──> bounds, budget ──> wanted
 
-A pool grows at once, by as many as are missing. It shrinks to what sufficed, with a tenth and a half more load, for all
-of the hold time, which covers the start of a worker: the gap between the two keeps it from flapping. It holds still
-when it cannot see. Needs come from what clients ask for, not from queues: prompts that wait because decode workers are
-full show in the decode pool's need, not in that of the prefill pool.
+A pool grows immediately by the number of missing workers. It shrinks to the number that sufficed for 10% more load
+during the whole hold time, which covers the start of a worker. The gap between the two prevents flapping. The pool does
+not change while workers are silent. Needs come from the offered load, not from queues: prompts that wait because decode
+workers are full increase the need of the decode pool, not of the prefill pool.
 
-Where workers change their roles, routers divide them in seconds (`router/policy/roles.py`), and the planner owns how
-many there are: it sizes the sum of both needs. A number by role is then one by home, the role with which a worker is
-started; it changes only with the sum, so no worker is started and another ended for what a change of role does.
+With role changes, routers divide the workers between roles within seconds (`router/policy/roles.py`), and the planner
+decides only their total: the sum of both needs. The number by role is then one by home role, with which a worker is
+started. It changes only with the total, so that role changes do not start and stop workers.
 """
 
 from __future__ import annotations
@@ -25,20 +25,24 @@ from router.planner.pool import Bounds, Fleet, Goals, PoolState
 from router.planner.sizing import Need, Prediction, parts, predict, size
 
 KEEP_MARGIN = 1.1
-"""A pool shrinks only to what holds this many times the load."""
+"""A pool shrinks only to a size that suffices for this multiple of the load."""
 LEAST_HOLD_S, STARTS_HELD = 90.0, 1.0
-"""A need lasts for so long before a pool shrinks to it, and at least for so many starts of a worker."""
+"""Hold time before a pool shrinks: minimum in seconds, and in multiples of a worker's start time."""
 ASSUMED_START_S = 30.0
-"""Before the first start was measured."""
+"""Assumed start time of a worker before the first measurement, in seconds."""
 LEAST_DRAIN_S = 30.0
-"""Prompts that wait beyond the goal are to be computed within so long, or the start of a worker."""
+"""Minimum time in which prompts that wait beyond the goal must be computed, in seconds. Also at least a start
+time."""
 MOST_SILENT = 0.5
-"""With this share of a pool silent, what is seen of it is not believed."""
+"""Fraction of silent workers in a pool at which the plan is held."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """`wanted` workers of those `needed` for the load; `present` serve or start. `reason`: in words and numbers."""
+    """Plan for a pool: `needed` for the load, `wanted` after bounds and budget, `present` now.
+
+    `reason` has the numbers.
+    """
 
     wanted: int
     needed: int
@@ -48,8 +52,11 @@ class PoolPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`predicted`: with the workers wanted, of those that can be had. `unmet`: why the goals cannot be met, with the
-    best that can be; `held`: why nothing changes although it might. "" otherwise."""
+    """Plan for all pools.
+
+    `predicted`: latencies with the wanted workers that are schedulable. `unmet`: why the goals cannot be met, and the
+    best possible values. `held`: why the last plan is kept. Both are "" otherwise.
+    """
 
     pools: Mapping[Role, PoolPlan]
     predicted: Prediction = Prediction()
@@ -62,14 +69,14 @@ class Plan:
 
 @dataclass(slots=True)
 class _Pool:
-    """The number of workers wanted of a pool last, and (when, needed to keep it) for as long as a need must last."""
+    """Last wanted size of a pool, and its needs (time, workers needed to keep) over the hold time."""
 
     wanted: int
     needs: deque[tuple[float, int]]
     began: float
 
     def lasting(self, now: float, hold_s: float) -> int:
-        """The largest need of the last `hold_s` seconds."""
+        """Return the largest need of the last `hold_s` seconds."""
         return max((num for at, num in self.needs if at > now - hold_s), default=0)
 
     def remember(self, now: float, num: int, for_s: float) -> None:
@@ -79,9 +86,9 @@ class _Pool:
 
 
 class Planner:
-    """`idle_s`: a pool whose bounds allow none goes to zero when nothing was asked of it for so long.
+    """Planner of `model`, within a `budget` that may be shared by several models.
 
-    The `budget` may be that of several models, of which this planner's is `model`.
+    `idle_s`: time without requests after which a pool with a minimum of 0 is scaled to zero.
     """
 
     def __init__(
@@ -96,10 +103,10 @@ class Planner:
         self.goals, self.bounds, self.idle_s = goals, bounds, idle_s
         self._budget, self._model = budget or Budget(), model
         self._pools: dict[Role, _Pool] = {}
-        self._sum: _Pool | None = None  # of both pools, while their workers change roles
+        self._sum: _Pool | None = None  # both pools together, with role changes
 
     def plan(self, load: OfferedLoad, fleet: Fleet, now: float) -> Plan:
-        """The plan for this moment. Call it every few seconds."""
+        """Return the plan for this moment. Call it every few seconds."""
         for role, pool in fleet.pools.items():
             if role not in self._pools:
                 present = fleet.homes[role] + pool.num_starting if fleet.homes else pool.num_present
@@ -126,7 +133,7 @@ class Planner:
         unmet = [need.impossible for need in needs.values() if need.impossible]
         unmet += [found.shortfall] if found.shortfall else []
         unmet += [
-            f"{pool.num_unschedulable} {role} workers find no machine"
+            f"{pool.num_unschedulable} {role} workers are unschedulable"
             for role, pool in fleet.pools.items()
             if pool.num_unschedulable and needs[role].num > pool.num_usable
         ]
@@ -136,7 +143,7 @@ class Planner:
     # ------------------------------------------------------------ inside
 
     def _as_before(self, fleet: Fleet, held: str, now: float) -> Plan:
-        """Nothing changes, and nothing shrinks before needs were seen for long again."""
+        """Return the last plan unchanged, and restart the hold time."""
         pools = {
             role: PoolPlan(self._pools[role].wanted, self._pools[role].wanted, pool.num_present, f"held: {held}")
             for role, pool in fleet.pools.items()
@@ -148,7 +155,7 @@ class Planner:
         return Plan(pools, held=held)
 
     def _needs(self, load: OfferedLoad, fleet: Fleet) -> tuple[dict[Role, Need], dict[Role, Need]]:
-        """What the load needs, and what a pool must need for long to shrink to it."""
+        """Return what the load needs, and the need that must last before a pool shrinks to it."""
         unknown = {role: self._unknown(role, pool, load, fleet) for role, pool in fleet.pools.items()}
         if not load.requests:
             return unknown, unknown
@@ -159,19 +166,19 @@ class Planner:
         keeps = size(load.at(KEEP_MARGIN * load.rate_ahead), fleet, self.goals, least_rows=least_rows)
         for role, num in fleet.num_held.items():
             if num and role in needs and not needs[role].num:
-                needs[role] = keeps[role] = Need(1, f"{num} requests find no worker")
+                needs[role] = keeps[role] = Need(1, f"{num} requests have no {role} worker")
         return unknown | needs, unknown | keeps
 
     def _unknown(self, role: Role, pool: PoolState, load: OfferedLoad, fleet: Fleet) -> Need:
-        """Without a model of its steps, or of the requests, a pool that is asked for stays as it is, at least one."""
+        """Return the need of a pool without a step model or sampled requests: its last size, at least one if in use."""
         if not fleet.num_held.get(role) and not load.rate_ahead and not pool.num_held + pool.num_waiting:
             return Need()
-        return Need(max(1, self._pools[role].wanted), "nothing was measured yet")
+        return Need(max(1, self._pools[role].wanted), "no measurements yet")
 
     def _late_prompts(self, load: OfferedLoad, fleet: Fleet) -> float:
-        """Prompts a second to compute beside the load, so that those that wait too long now are computed soon.
+        """Return additional prompts per second, so that prompts that wait too long now are computed soon.
 
-        None while the decode pool is full: then they wait for that.
+        0 while the decode pool is full, because then they wait for it.
         """
         if not fleet.has_prefill or fleet.pools["decode"].is_full:
             return 0.0
@@ -183,10 +190,10 @@ class Planner:
     def _by_home(
         self, needs: Mapping[Role, Need], keeps: Mapping[Role, Need], fleet: Fleet, now: float
     ) -> dict[Role, int]:
-        """The sum of both pools, by home: changed where it changes, at the home of the role that has least or most."""
+        """Return the wanted workers by home role. Only a change of the total changes them, by surplus or shortage."""
         wanted = {role: self._pools[role].wanted for role in fleet.pools}
         for known in self._pools.values():
-            known.began = now  # if roles are pinned again, nothing shrinks before needs by role were seen for long
+            known.began = now  # if roles are fixed later, restart the hold time of needs by role
         if self._sum is None:
             self._sum = _Pool(0, deque(), now)
         self._sum.wanted = sum(wanted.values())
@@ -207,7 +214,7 @@ class Planner:
         return self._lasting(self._pools[role], need, keep, fleet.start_s.get(role, ASSUMED_START_S), now)
 
     def _lasting(self, pool: _Pool, need: int, keep: int, start_s: float, now: float) -> int:
-        """What to want of a pool: the need at once if it is larger, what sufficed for long if it is smaller."""
+        """Return the wanted size: a larger need immediately, a smaller one after the hold time."""
         hold_s = max(LEAST_HOLD_S, STARTS_HELD * start_s)
         keep = max(need, keep)
         pool.remember(now, keep, max(hold_s, self.idle_s))
@@ -223,25 +230,25 @@ class Planner:
 
 
 def _shared(needs: Mapping[Role, Need]) -> Need:
-    """The needs of both pools as one, for a reason."""
+    """Combine the needs of both pools for a reason."""
     said = [f"{need.num} to {role} ({need.binds})" for role, need in needs.items()]
-    return Need(sum(need.num for need in needs.values()), f"workers that change roles are needed: {', '.join(said)}")
+    return Need(sum(need.num for need in needs.values()), f"workers with changing roles: {', '.join(said)}")
 
 
 def _divided(total: int, needs: Mapping[Role, Need]) -> dict[Role, int]:
-    """So many workers in roles, in the ratio of what both pools need."""
+    """Divide `total` workers between the roles in proportion to their needs."""
     need = sum(one.num for one in needs.values())
     num_prefill = round(total * needs["prefill"].num / need) if need and "prefill" in needs else 0
     return {"prefill": num_prefill, "decode": total - num_prefill}
 
 
 def _is_known(fleet: Fleet) -> bool:
-    """Whether the steps of all pools can be predicted."""
+    """Return whether the steps of all pools can be predicted."""
     return all(pool.kind.is_known for pool in fleet.pools.values())
 
 
 def lost(fleet: Fleet) -> str:
-    """Why what is seen of the pools is not believed, or ""."""
+    """Return why the current view of the pools is unreliable, or ""."""
     for role, pool in fleet.pools.items():
         if pool.num_silent and pool.num_silent >= MOST_SILENT * (pool.num_silent + pool.num_ready):
             return f"{pool.num_silent} of {pool.num_silent + pool.num_ready} {role} workers are silent"
@@ -250,9 +257,9 @@ def lost(fleet: Fleet) -> str:
 
 def _reason(before: int, wanted: int, target: int, need: Need) -> str:
     if wanted < target:
-        return f"{need.binds}; bounds or budget allow {wanted}"
+        return f"{need.binds}; limited to {wanted} by bounds or budget"
     if wanted > before:
         return f"grows from {before}: {need.binds}"
     if wanted < before:
-        return f"shrinks from {before}: {wanted} suffice with room to spare"
+        return f"shrinks from {before}: {wanted} workers suffice with a margin"
     return need.binds

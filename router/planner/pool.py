@@ -1,6 +1,6 @@
-"""The planner's view of a pool: its workers as the registry tracks them, how long they take to start, and its bounds.
+"""The planner's view of a pool: workers from the registry, start times and bounds. Pure.
 
-Pure. The observer remembers what a worker was like while there is none.
+The observer remembers the properties of workers while there are none.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from router.policy import step_tokens
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """The share `quantile` of requests should get their first token, and each later one, within these seconds.
+    """Goals in seconds for the first token and each later one, to be met by the fraction `quantile` of requests.
 
-    0: no such goal.
+    0 means no goal.
     """
 
     ttft_s: float = 0.0
@@ -31,7 +31,7 @@ class Goals:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The fewest and most workers of a pool, and what one costs in units of the budget."""
+    """Minimum and maximum workers of a pool, and the price of one in units of the budget."""
 
     least: int = 0
     most: int = 64
@@ -43,8 +43,10 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class WorkerKind:
-    """One worker of a pool: the model of its steps, and its limits. `window`: the most tokens of a sequence whose KV it
-    keeps; 0: all."""
+    """Properties of a pool's workers: step model and limits.
+
+    `window`: maximum tokens of a sequence with KV, 0 for all.
+    """
 
     model: StepModel = StepModel()
     num_blocks: int = 0
@@ -54,22 +56,22 @@ class WorkerKind:
     window: int = 0
 
     def num_kept(self, num_tokens: float) -> float:
-        """Of a sequence's tokens, those whose KV it keeps."""
+        """Return the number of a sequence's tokens whose KV is kept."""
         return min(num_tokens, self.window) if self.window else num_tokens
 
     @property
     def is_known(self) -> bool:
-        """Whether enough is known to predict."""
+        """Whether predictions are possible."""
         return self.model.is_known and self.num_blocks > 0
 
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
-    """The workers of a pool by what they do, and what waits there.
+    """Workers of a pool by state, and requests there.
 
-    `num_silent`: they served and are not heard now. `num_starting` are not ready yet; of them `num_unschedulable` have
-    no machine to run on and may never have one. `num_draining` leave. `num_held` requests own blocks there,
-    `num_waiting` have none yet; `is_full`: some wait, and there is no room for them.
+    `num_starting` workers are not ready yet; `num_unschedulable` of them have no node and may never get one.
+    `num_silent` have served and are silent now. `num_draining` are leaving. `num_held` requests own blocks,
+    `num_waiting` do not yet. `is_full`: requests wait on every ready worker.
     """
 
     kind: WorkerKind = WorkerKind()
@@ -84,22 +86,22 @@ class PoolState:
 
     @property
     def num_present(self) -> int:
-        """Workers that serve, or will: those that leave are gone already."""
+        """Workers that serve or will serve, without draining ones."""
         return self.num_ready + self.num_starting + self.num_silent
 
     @property
     def num_usable(self) -> int:
-        """Workers that serve or will serve."""
+        """Workers that serve or can be scheduled, without silent ones."""
         return self.num_ready + max(0, self.num_starting - self.num_unschedulable)
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Both pools. `threshold`: prompts of at most so many uncached tokens are computed by decode workers.
+    """State of both pools. Decode workers compute prompts of at most `threshold` uncached tokens.
 
-    `start_s`: how long a worker of a role takes from being asked for to being ready. `num_held` requests find no
-    worker of a role at all. `homes`, where all workers may change their role: how many there are by the role that they
-    were started with, those that change right now included; empty where roles are pinned.
+    `start_s` is the time from a request for a worker to its readiness, by role. `num_held` requests have no worker of a
+    role. `homes` counts workers by the role with which they were started, if all of them may change roles; it is empty
+    if roles are fixed.
     """
 
     pools: Mapping[Role, PoolState]
@@ -114,13 +116,13 @@ class Fleet:
 
 
 NUM_REMEMBERED = 8
-"""Starts of a role. The longest of them is expected of the next one."""
+"""Number of stored start times per role. The longest is the prediction for the next one."""
 LONGEST_S = 3600.0
-"""A worker that is not ready after so long is not starting."""
+"""Time after which a worker that is not ready no longer counts as starting, in seconds."""
 
 
 class StartTimes:
-    """Every growth of what is wanted begins starts; every growth of what is ready ends the oldest of them."""
+    """Measures start times: an increase of wanted workers begins starts, an increase of ready ones ends the oldest."""
 
     def __init__(self, assumed_s: float) -> None:
         self._assumed_s = assumed_s
@@ -130,7 +132,7 @@ class StartTimes:
         self._wanted: dict[Role, int] = {}
 
     def observe(self, role: Role, wanted: int, ready: int, now: float) -> None:
-        """So many workers are wanted and so many ready."""
+        """Record the current numbers of wanted and ready workers."""
         begun = self._begun[role]
         for _ in range(max(0, ready - self._ready.get(role, ready))):
             if begun:
@@ -143,21 +145,21 @@ class StartTimes:
         self._ready[role], self._wanted[role] = ready, wanted
 
     def seconds(self) -> Mapping[Role, float]:
-        """The longest of the latest starts; what is assumed before the first."""
+        """Return the longest recent start time by role, or the assumed one before the first."""
         return {role: max(took, default=self._assumed_s) for role, took in self._took.items()}
 
 
 LOST_S = 60.0
-"""A worker that has been silent for longer is gone."""
+"""Time after which a silent worker counts as gone, in seconds."""
 STARTING = (WorkerState.UNKNOWN, WorkerState.CONNECTED)
 SHARE_SMOOTHING = 0.2
-"""The share of one more look in the average number of routers."""
+"""Smoothing factor of the average number of routers."""
 MOST_ROUTERS = 64.0
-"""A router that has hardly any requests of its own would count far too many."""
+"""Maximum estimated number of routers. A router with hardly any requests would overestimate it."""
 
 
 class PoolObserver:
-    """`roles`: the pools that there are, though they may be empty."""
+    """Derives the state of pools from workers. `roles`: existing pools, which may be empty."""
 
     def __init__(self, roles: Sequence[Role]) -> None:
         self._kinds: dict[Role, WorkerKind] = {role: WorkerKind() for role in roles}
@@ -166,7 +168,7 @@ class PoolObserver:
     def observe(
         self, workers: Collection[Worker], unschedulable: Mapping[Role, int], now: float
     ) -> dict[Role, PoolState]:
-        """The state of each pool. Of a role `unschedulable` workers find no machine; they are not among `workers`."""
+        """Return the state of each pool. `unschedulable` workers are not among `workers`."""
         by_role = {role: [worker for worker in workers if worker.role == role] for role in self._kinds}
         for role, pool in by_role.items():
             self._kinds[role] = _kind([worker for worker in pool if worker.ready], self._kinds[role])
@@ -175,9 +177,9 @@ class PoolObserver:
         }
 
     def num_routers(self, workers: Collection[Worker]) -> float:
-        """How many times this router's own load all routers have together, by the requests that decode workers report.
+        """Return the load of all routers as a multiple of this router's, from the requests that decode workers report.
 
-        A prefill worker still reports a prompt whose first token has come: it holds the KV until that is taken.
+        Prefill workers are not used: they also report completed prompts until their KV is transferred.
         """
         decode = [worker for worker in workers if worker.ready and worker.role == "decode"]
         own = sum(worker.bookings.total.num_requests for worker in decode)
@@ -187,14 +189,14 @@ class PoolObserver:
         return self._others.value
 
     def homes(self, workers: Collection[Worker]) -> dict[Role, int]:
-        """Workers by the role that they were started with, if each of them may change it; else nothing."""
+        """Return the number of workers by home role if all may change roles, else an empty mapping."""
         serving = [worker for worker in workers if worker.ready or _is_changing(worker)]
         if not serving or not all(worker.identity.changes_role for worker in serving):
             return {}
         return {role: sum(worker.home == role for worker in serving) for role in self._kinds}
 
     def _kind_of(self, role: Role) -> WorkerKind:
-        """A pool that never had a worker is taken for one like the other pool's, if that has computed such steps."""
+        """Return the properties of a pool's workers. A pool without any uses those of the other pool, if suitable."""
         kind = self._kinds[role]
         if kind.is_known and (role == "decode" or kind.model.knows_prompts):
             return kind
@@ -204,7 +206,7 @@ class PoolObserver:
 
 
 def _kind(ready: Sequence[Worker], before: WorkerKind) -> WorkerKind:
-    """The mean worker of those that have a model of their steps; the one of before while none has."""
+    """Return the mean properties of workers with a step model, or the previous ones if there are none."""
     known = [worker for worker in ready if worker.load.step_model.is_known]
     if not known:
         return before
@@ -253,13 +255,13 @@ def _state(pool: Sequence[Worker], kind: WorkerKind, num_unschedulable: int, now
 
 
 def _is_changing(worker: Worker) -> bool:
-    """It drains, or has just begun in its other role, and nothing says that it leaves."""
+    """Return whether the worker is in the middle of a role change: draining or just connected, but not leaving."""
     changing = worker.state in (WorkerState.DRAINING, WorkerState.CONNECTED) and worker.hello is not None
     return changing and not worker.withheld and worker.identity.changes_role
 
 
 def _is_silent(worker: Worker, now: float) -> bool:
-    """It served, and is not heard since a moment ago."""
+    """Return whether the worker has served and became silent recently."""
     gone = worker.state in (WorkerState.DEAD, WorkerState.UNKNOWN) and not worker.withheld
     return (
         gone and worker.life.has_served and worker.life.last_seen is not None and now - worker.life.last_seen <= LOST_S

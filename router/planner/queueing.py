@@ -1,10 +1,11 @@
-"""Waiting times and numbers in queues with several servers. Pure formulas.
+"""Queueing formulas: waiting times and numbers in multi-server queues. Pure.
 
 The probability of waiting is Erlang's C. The mean wait of a G/G/m queue is that of M/M/m times the mean of the squared
 coefficients of variation of arrivals and service (the approximation of Allen and Cunneen: A. O. Allen, "Probability,
 Statistics, and Queueing Theory", 2nd edition, 1990; after Kingman, "The single server queue in heavy traffic", 1961).
-The wait of those that wait is exponential in heavy traffic (Kingman, "On queues in heavy traffic", 1962) and taken as
-such. The number in a system without waiting is nearly normal, its variance over its mean 1 for Poisson arrivals.
+The wait of those that wait is exponential in heavy traffic (Kingman, "On queues in heavy traffic", 1962), which is
+assumed here in general. The number in a system without waiting is nearly normal; its variance over its mean is 1 for
+Poisson arrivals.
 """
 
 from __future__ import annotations
@@ -15,31 +16,31 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 HALVINGS = 24
-"""Of the interval of a quantile: to a ten-millionth of it."""
+"""Bisection steps for a quantile: precision of 1e-7 of the interval."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueWait:
-    """A request waits at all with `probability`, and then `mean_s` on average, in seconds."""
+    """A request waits with `probability`, and then for `mean_s` seconds on average."""
 
     probability: float
     mean_s: float
 
     def exceeds(self, seconds: float) -> float:
-        """The probability of a wait of more than `seconds`; 1 for negative ones."""
+        """Return the probability of a wait above `seconds`; 1 for negative values."""
         if seconds < 0.0:
             return 1.0
         return self.probability * math.exp(-seconds / self.mean_s) if self.mean_s > 0.0 else 0.0
 
 
 NO_LIMIT = QueueWait(1.0, math.inf)
-"""More comes than can be served: waits grow as long as that goes on."""
+"""More arrives than can be served: waits grow without limit."""
 
 
 def erlang_c(num_servers: int, offered: float) -> float:
-    """The probability of waiting at `num_servers` that are offered so much work (seconds a second), below their number.
+    """Return the probability of waiting at `num_servers` with `offered` seconds of work per second, below their number.
 
-    By the stable recursion of Erlang's B.
+    Uses the stable recursion of Erlang's B.
     """
     blocked = 1.0
     for server in range(1, num_servers + 1):
@@ -49,9 +50,9 @@ def erlang_c(num_servers: int, offered: float) -> float:
 
 
 def wait(num_servers: int, rate: float, service_s: Sequence[float], arrivals_scv: float) -> QueueWait:
-    """The wait for one of `num_servers`, for requests of these equally likely service times.
+    """Return the wait for one of `num_servers` with equally likely service times `service_s`.
 
-    `rate` arrive a second; `arrivals_scv` is the squared coefficient of variation of the times between them.
+    `rate` is the arrival rate per second. `arrivals_scv` is the squared coefficient of variation of interarrival times.
     """
     if not service_s or rate <= 0.0:
         return QueueWait(0.0, 0.0)
@@ -65,7 +66,7 @@ def wait(num_servers: int, rate: float, service_s: Sequence[float], arrivals_scv
 
 
 def late(queue: QueueWait, own_s: Sequence[float], seconds: float) -> float:
-    """The share of requests whose wait and own time together take more than `seconds`.
+    """Return the fraction of requests whose wait plus own time exceeds `seconds`.
 
     `own_s` are equally likely own times, independent of the wait.
     """
@@ -73,10 +74,7 @@ def late(queue: QueueWait, own_s: Sequence[float], seconds: float) -> float:
 
 
 def response_quantile(queue: QueueWait, own_s: Sequence[float], quantile: float) -> float:
-    """The time that the share `quantile` of requests does not exceed, in seconds: wait and own time together.
-
-    Infinity where waits grow without limit.
-    """
+    """Return the quantile of wait plus own time in seconds; infinity if waits grow without limit."""
     if not own_s:
         return 0.0
     if math.isinf(queue.mean_s):
@@ -89,8 +87,5 @@ def response_quantile(queue: QueueWait, own_s: Sequence[float], quantile: float)
 
 
 def peak(mean: float, dispersion: float, quantile: float) -> float:
-    """The number in a system that it does not exceed for the share `quantile` of the time.
-
-    `dispersion`: its variance over its mean.
-    """
+    """Return the quantile of the number in a system. `dispersion` is its variance over its mean."""
     return mean + max(0.0, NormalDist().inv_cdf(quantile)) * math.sqrt(mean * dispersion)

@@ -1,8 +1,8 @@
-"""Measures the load since it last changed, within seconds. Pure: `now` comes in.
+"""Measures the load since its last change, within seconds. Pure.
 
-`LoadWindow` averages minutes, because pools take that long to grow. Roles change in seconds, so here a window shrinks
-as soon as its latest part differs from the rest by more than chance, and forgets the load before (Bifet and Gavalda,
-"Learning from Time-Changing Data with Adaptive Windowing", SDM 2007, with a normal bound: arrivals are nearly Poisson).
+`LoadWindow` averages over minutes, because pools take that long to grow. Roles change in seconds, so this window is
+shortened as soon as its latest part differs significantly from the rest (Bifet and Gavalda, "Learning from
+Time-Changing Data with Adaptive Windowing", SDM 2007, with a normal bound: arrivals are nearly Poisson).
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from router.planner.offered_load import OfferedLoad, SampledRequest, averages, b
 from router.policy import OutputLengths
 
 FINE_SLOT_S, NUM_FINE_SLOTS = 0.5, 60
-"""Half a minute in slots of half a second: a burst is seen within one."""
+"""Half a minute in slots of half a second."""
 KEPT_OF_SLOT = 8
-"""Requests of a slot that the sample is made of: the latest ones."""
+"""Number of latest requests per slot that are sampled."""
 SIGNIFICANT_TURN = 4.0
-"""Standard errors by which two parts of the window differ before the older is forgotten: many pairs are compared."""
+"""Standard errors by which two parts of the window must differ before the older is dropped. Many pairs are compared."""
 LEAST_NEW_S, LEAST_OLD_S = 1.0, 2.0
-"""Parts of the window are at least so long."""
+"""Minimum lengths of the two parts of the window, in seconds."""
 FEWEST_NEW = 4
-"""Arrivals that show a load that grew. The largest of them does not count: it may be one very long prompt."""
+"""Minimum arrivals that show an increased load. The largest is excluded: it may be a single very long prompt."""
 LEAST_SEEN_S = 1.0
-"""Before the load has lasted so long, and has brought `FEWEST_NEW` requests, nothing is said of it."""
+"""Minimum duration of a load, in seconds, before it is reported. It also needs `FEWEST_NEW` requests."""
 NUM_SPANS = 5
-"""The latest loads whose length tells how long the next one lasts."""
+"""Number of previous loads whose durations predict the duration of the current one."""
 
 
 @dataclass(slots=True)
 class _Slot:
-    """The arrivals of half a second: their number, sums of prompt tokens and answer tokens, sums of squares, maxima."""
+    """Arrivals of half a second: number, sums of prompt and answer tokens, sums of squares, maxima."""
 
     start: float
     num: int = 0
@@ -52,7 +52,7 @@ class _Slot:
 
 
 class RecentLoad:
-    """Owned by the router's event loop."""
+    """Measures the load since its last change. Not thread-safe: use only from the event loop."""
 
     def __init__(self) -> None:
         self._slots: deque[_Slot] = deque()
@@ -62,32 +62,32 @@ class RecentLoad:
         self._spans_s: deque[float] = deque(maxlen=NUM_SPANS)
         self._changed_at: float | None = None
 
-    # ------------------------------------------------------------ what happens
+    # ------------------------------------------------------------ observations
 
     def arrived(self, num_prompt: int, num_cached: int, most_output: int, now: float) -> None:
-        """A request came. Its answer is taken to be as long as those to prompts of about the same length were."""
+        """Record a new request. Its answer is assumed to be as long as those to prompts of similar length."""
         known = self._lengths.get(num_prompt.bit_length())
         expected = (known or OutputLengths()).expected_more("", 0, most_output)
         self._add(SampledRequest(num_prompt, num_cached, expected), now)
 
     def turned_away(self, now: float) -> None:
-        """A request came of which nothing is known: it counts like the one before it."""
+        """Record a request that was not read, and is assumed to equal the previous one."""
         if self._latest is not None:
             self._add(self._latest, now)
 
     def ended(self, num_prompt: int, num_output: int) -> None:
-        """A request was answered."""
+        """Record a completed request."""
         self._lengths.setdefault(num_prompt.bit_length(), OutputLengths()).observe("", num_output)
 
-    # ------------------------------------------------------------ what it comes to
+    # ------------------------------------------------------------ results
 
     @property
     def num_seen(self) -> int:
-        """Requests that the latest estimate is made of."""
+        """Number of requests in the latest estimate."""
         return sum(slot.num for slot in self._slots)
 
     def offered(self, now: float) -> OfferedLoad | None:
-        """The load since it last changed; None while too little has come to tell."""
+        """Return the load since its last change; None if there is too little data."""
         while self._slots and self._slots[0].start <= now - FINE_SLOT_S * NUM_FINE_SLOTS:
             self._slots.popleft()
         self._forget(now)
@@ -99,9 +99,9 @@ class RecentLoad:
         return OfferedLoad(rate, rate, burstiness(self._counts(now)), requests)
 
     def lasting_s(self, now: float) -> float:
-        """How long the load will probably stay as it is: as long as loads did lately; infinity before the first change.
+        """Return how long the load will probably last: the usual duration; infinity before the first change.
 
-        One that has lasted for longer than usual will last as long again.
+        A load that has lasted longer than usual is assumed to last as long again.
         """
         if self._changed_at is None or not self._spans_s:
             return math.inf
@@ -119,17 +119,17 @@ class RecentLoad:
         self._since = now if self._since is None else self._since
 
     def _seen_s(self, now: float) -> float:
-        """How long the window is."""
+        """Return the length of the window in seconds."""
         return now - max(self._since or 0.0, now - FINE_SLOT_S * NUM_FINE_SLOTS)
 
     def _counts(self, now: float) -> list[int]:
-        """Arrivals of whole slots, oldest first."""
+        """Return the arrivals of complete slots, oldest first."""
         counts = {round(slot.start / FINE_SLOT_S): slot.num for slot in self._slots}
         first = math.ceil((now - self._seen_s(now)) / FINE_SLOT_S)
         return [counts.get(number, 0) for number in range(first, math.floor(now / FINE_SLOT_S))]
 
     def _forget(self, now: float) -> None:
-        """Drop what came before the load changed, if it did."""
+        """Drop requests from before a change of the load, if there was one."""
         if self._since is None or (begin := self._change(now)) is None:
             return
         while self._slots and self._slots[0].start < begin:
@@ -138,7 +138,7 @@ class RecentLoad:
         self._since = self._changed_at = begin
 
     def _change(self, now: float) -> float | None:
-        """When the load became another one, if the two parts differ by more than chance; the likeliest such time."""
+        """Return the most likely time of a significant change of the load, or None."""
         first = now - self._seen_s(now)
         sums = _Sums()
         whole = _Sums.of(self._slots)
@@ -179,9 +179,9 @@ class _Sums:
 
 
 def _difference(new: _Sums, new_s: float, whole: _Sums, old_s: float) -> float:
-    """By how many standard errors the rates of tokens, or of requests, of two neighbouring spans differ at most.
+    """Return the largest difference of the rates of tokens or requests in two neighbouring spans, in standard errors.
 
-    The variance of what arrives in a time is the rate of squares times that time.
+    The variance of what arrives in a time span is the rate of squares times the span.
     """
     series = (
         (new.tokens[0], whole.tokens[0], whole.squares[0], new.largest[0]),

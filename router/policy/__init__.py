@@ -1,16 +1,16 @@
-"""Decisions of the router, pure: workers, clients and `now` in, a decision out. `router.dispatch` carries them out.
+"""Routing decisions. Pure: workers, requests and `now` in, a decision out. `router.dispatch` executes them.
 
 policy             interface of a routing policy
-plugins            routing policies by name, or from any module
+plugins            routing policies by name, or from a module
 plain              round robin, least loaded and others
 routing            the built-in routing policy
-shortlist          out of many workers, those that are weighed
-forecast           the times of a request at a place, now and when its KV arrives
-output_lengths     how much a request will generate
-patience           how long a request may wait
-token_counters     whose turn it is
-balance            which answer moves
-roles              which worker changes its role
+shortlist          candidate selection in large pools
+forecast           predicted times of a request on a worker, now and when its KV arrives
+output_lengths     predicted length of answers
+wait_limit         maximum wait of a request
+token_counters     fair sharing between keys and classes
+balance            live migration of answers
+roles              role changes of workers
 """
 
 from __future__ import annotations

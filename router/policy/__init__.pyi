@@ -1,19 +1,18 @@
-from router.policy.balance import Running, choose_move, why_leave
+from router.policy.balance import Running, choose_move, overload_reason
 from router.policy.forecast import (
-    STRANGE,
+    UNTRIED_PREFILL_SLOWDOWN,
     Forecast,
+    forecast_inputs,
     model_of,
     place_s,
     places_of,
     queued_s,
     rows_of,
     step_tokens,
-    terms_of,
     token_s_at,
     wait_s,
 )
 from router.policy.output_lengths import UNKNOWN_LENGTH, OutputLengths
-from router.policy.patience import Patience
 from router.policy.plain import PlainPolicy
 from router.policy.plugins import POLICIES, GuardedPolicy, load_policy
 from router.policy.policy import Choice, Policy, possible_choices, predict
@@ -28,21 +27,22 @@ from router.policy.roles import (
     SplitForecaster,
 )
 from router.policy.routing import RoutingPolicy
-from router.policy.shortlist import FEW, Shortlist
+from router.policy.shortlist import SHORTLIST_ABOVE, Shortlist
 from router.policy.token_counters import TokenCounters
+from router.policy.wait_limit import WaitLimit
 
 __all__ = [
     "CHANGE_AFTER_S",
     "CHANGE_INTERVAL_S",
     "Choice",
-    "FEW",
+    "SHORTLIST_ABOVE",
     "Fetch",
     "Forecast",
     "GuardedPolicy",
     "NO_HITS",
     "OutputLengths",
     "POLICIES",
-    "Patience",
+    "WaitLimit",
     "PlainPolicy",
     "Policy",
     "RequestShape",
@@ -51,7 +51,7 @@ __all__ = [
     "RolePolicy",
     "RoutingPolicy",
     "Running",
-    "STRANGE",
+    "UNTRIED_PREFILL_SLOWDOWN",
     "Shortlist",
     "SplitForecast",
     "SplitForecaster",
@@ -67,8 +67,8 @@ __all__ = [
     "queued_s",
     "rows_of",
     "step_tokens",
-    "terms_of",
+    "forecast_inputs",
     "token_s_at",
     "wait_s",
-    "why_leave",
+    "overload_reason",
 ]

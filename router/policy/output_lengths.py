@@ -1,4 +1,4 @@
-"""How long answers become, as far as finished ones of their class tell. Pure."""
+"""Predicts the length of answers from completed ones of the same class. Pure."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 UNKNOWN_LENGTH = 256
-"""Tokens of an answer before any has ended, and behind the longest one so far."""
+"""Assumed length in tokens before any answer has ended, and beyond the longest one so far."""
 NUM_KEPT = 256
-"""Answers of a class that count: the latest ones."""
+"""Number of recent answers that are considered per class."""
 
 
 @dataclass(slots=True)
 class _Lengths:
-    """The latest lengths, by age and in order. `sums[i]` is the sum from the i-th shortest on; empty: to be made."""
+    """Recent lengths by age and sorted. `sums[i]` is the sum from the i-th shortest on; computed when empty."""
 
     latest: deque[int] = field(default_factory=deque)
     ordered: list[int] = field(default_factory=list)
@@ -29,9 +29,9 @@ class _Lengths:
         self.sums.clear()
 
     def more(self, num_tokens: int) -> float:
-        """The mean of what answers of more than `num_tokens` had beyond them; `UNKNOWN_LENGTH` counts as one more."""
+        """Return the mean remainder of answers longer than `num_tokens`. `UNKNOWN_LENGTH` counts as one more."""
         if not self.sums:
-            self.sums = list(accumulate(reversed(self.ordered), initial=0))  # once for nearly every answer
+            self.sums = list(accumulate(reversed(self.ordered), initial=0))  # about once per completed answer
             self.sums.reverse()
         place = bisect_right(self.ordered, num_tokens)
         num_longer = len(self.ordered) - place
@@ -39,9 +39,9 @@ class _Lengths:
 
 
 class OutputLengths:
-    """Learns from finished answers, by the name of their class, and says how much is to come of those under way.
+    """Predicts the remaining length of running answers from completed ones, by class.
 
-    Before a class has an answer of its own, those of all classes count.
+    Until a class has a completed answer, the answers of all classes are used.
     """
 
     def __init__(self) -> None:
@@ -49,11 +49,11 @@ class OutputLengths:
         self._of_all = _Lengths()
 
     def observe(self, request_class: str, num_tokens: int) -> None:
-        """An answer of the class ended with so many tokens."""
+        """Record a completed answer."""
         self._of_all.add(num_tokens)
         self._of_class.setdefault(request_class, _Lengths()).add(num_tokens)
 
     def expected_more(self, request_class: str, num_tokens: int, most: int) -> int:
-        """Tokens that an answer which has `num_tokens` will probably have beyond these: at most `most`, at least 0."""
+        """Return the predicted number of tokens after the first `num_tokens`: at most `most`, at least 0."""
         known = self._of_class.get(request_class, self._of_all)
         return min(most, round(known.more(num_tokens)))

@@ -1,4 +1,4 @@
-"""Plain routing policies: each looks at one pool at a time, by one number of each worker."""
+"""Simple routing policies: each compares the workers of one pool by one number."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PlainPolicy(Policy):
 
 
 class RandomPolicy(PlainPolicy):
-    """Any worker, with equal chances."""
+    """A random worker."""
 
     def pick(self, workers: Sequence[Worker], shape: RequestShape) -> Worker:
         return self.chance.choice(workers)
@@ -52,7 +52,7 @@ class RoundRobin(PlainPolicy):
 
 
 class LeastLoaded(PlainPolicy):
-    """The worker with the fewest requests, as reported and booked."""
+    """The worker with the fewest reported and booked requests."""
 
     def pick(self, workers: Sequence[Worker], shape: RequestShape) -> Worker:
         return min(
@@ -61,7 +61,7 @@ class LeastLoaded(PlainPolicy):
 
 
 class PrefixOnly(PlainPolicy):
-    """The worker that caches most of the prompt, whatever its load; among equals, round robin."""
+    """The worker that caches most of the prompt, whatever its load; ties by round robin."""
 
     def pick(self, workers: Sequence[Worker], shape: RequestShape) -> Worker:
         return min(workers, key=lambda worker: (shape.uncached(worker), worker.bookings.num_dispatched, worker.address))

@@ -1,4 +1,4 @@
-"""Routing policies by name, or from any module, and a guard against their errors."""
+"""Routing policies by name or from a module, and a guard against their errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from common.errors import ConfigError
 from common.observe import REMIND_S
 from router.fleet import Worker
 from router.policy.plain import LeastLoaded, PrefixOnly, RandomPolicy, RoundRobin
-from router.policy.policy import UNPREDICTED, Choice, Policy, misfit, predict
+from router.policy.policy import UNPREDICTED, Choice, Policy, choice_error, predict
 from router.policy.request_shape import RequestShape
 from router.policy.routing import RoutingPolicy
 
@@ -30,10 +30,10 @@ FIELD = "routing_policy"
 
 
 def load_policy(name: str, local_prefill_threshold: int, chance: Random | None = None, *, field: str = FIELD) -> Policy:
-    """Make the policy of this name, or of a class given as module:Class.
+    """Create the policy with this name, or of the class module:Class.
 
-    Raises ConfigError for `field` if there is no such policy, its module cannot be imported, the class does not
-    implement `Policy`, or it cannot be made.
+    Raises ConfigError for `field` if the policy does not exist, cannot be imported, does not implement `Policy`, or
+    fails in its constructor.
     """
     known = ", ".join(POLICIES)
     policy_class = POLICIES.get(name)
@@ -44,17 +44,17 @@ def load_policy(name: str, local_prefill_threshold: int, chance: Random | None =
         try:
             policy_class = getattr(importlib.import_module(module), attribute)
         except Exception as error:  # a module may raise anything
-            raise ConfigError(field, name, f"one of {known}, or a class that can be imported ({error})") from error
+            raise ConfigError(field, name, f"one of {known}, or an importable module:Class ({error})") from error
     if not (isinstance(policy_class, type) and issubclass(policy_class, Policy)):
         raise ConfigError(field, name, f"one of {known}, or a subclass of router.policy.Policy")
     try:
         return policy_class(local_prefill_threshold, chance)
     except Exception as error:  # abstract methods are missing, or its own code fails
-        raise ConfigError(field, name, f"one of {known}, or a class that can be made ({error})") from error
+        raise ConfigError(field, name, f"one of {known}, or a class that can be instantiated ({error})") from error
 
 
 class GuardedPolicy(Policy):
-    """Uses the built-in policy for each decision in which another one raises or chooses what cannot be served."""
+    """Falls back to the built-in policy for each decision in which a policy raises or makes an invalid choice."""
 
     def __init__(self, policy: Policy, on_error: Callable[[], None] = lambda: None) -> None:
         """`on_error` is called for each such decision."""
@@ -71,7 +71,7 @@ class GuardedPolicy(Policy):
             choice = self._policy.choose(_trusted(prefill), _trusted(decode), shape, now)
             if choice is None:
                 return None
-            if why := misfit(choice, prefill, decode, shape):
+            if why := choice_error(choice, prefill, decode, shape):
                 raise ValueError(why)
             if choice.forecast is UNPREDICTED:
                 return replace(choice, forecast=predict(choice.prefill, choice.decode, shape, now))
@@ -85,7 +85,7 @@ class GuardedPolicy(Policy):
     ) -> Worker | None:
         try:
             first = self._policy.choose_prefill(_trusted(prefill), decode, shape, now)
-            if first is not None and (why := misfit(Choice(first, decode), prefill, [decode], shape)):
+            if first is not None and (why := choice_error(Choice(first, decode), prefill, [decode], shape)):
                 raise ValueError(why)
             return first
         except Exception as error:
@@ -97,10 +97,10 @@ class GuardedPolicy(Policy):
         if now - self._logged_at >= REMIND_S:
             self._logged_at = now
             name = type(self._policy).__qualname__
-            log.error("routing policy %s failed, the built-in one decides: %r", name, error, exc_info=error)
+            log.error("routing policy %s failed, using the built-in policy instead: %r", name, error, exc_info=error)
 
 
 def _trusted(workers: Sequence[Worker]) -> Sequence[Worker]:
-    """The workers that have not failed several requests in a row, if there are any: one that fails fast looks idle."""
+    """Return the workers that are no suspects, if there are any. A worker that fails fast looks idle."""
     trusted = [worker for worker in workers if not worker.life.suspect]
     return trusted or workers

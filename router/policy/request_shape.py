@@ -1,4 +1,4 @@
-"""A request as routing weighs it, with what a worker fetches of its prompt from a disk or a peer. Pure."""
+"""A request as seen by routing, including what a worker fetches of its prompt. Pure."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from router.fleet import Worker
 
 
 class Fetch(msgspec.Struct, frozen=True, gc=False):
-    """The worker has the prompt's first `end` tokens after `seconds`.
+    """A fetch that gives the worker the prompt's first `end` tokens after `seconds`.
 
-    `peer` lends them, at the control address `lender`, which is busy with that for `lending_s`; None: they come from
-    the worker's own disk.
+    They are pulled from `peer`, whose control address is `lender` and which is busy with it for `lending_s`. None: they
+    are read from the worker's own disk.
     """
 
     end: int
@@ -30,13 +30,13 @@ NO_HITS: Mapping[str, int] = MappingProxyType({})
 
 
 class RequestShape(msgspec.Struct, frozen=True, gc=False):
-    """A request as it is weighed. `hits`: prompt tokens that a worker has cached, by its address. `fetches`: what a
-    worker that computes the prompt takes from its disk or from a peer.
+    """Sizes, goals and cache hits of a request.
 
-    `alone`: the worker that computes the prompt also makes the whole answer. Of the `num_remaining` tokens that the
-    answer may have, `num_expected` are likely. Prompts of lower `priority` do not delay it; those that the router holds
-    take `held_s` seconds of each prefill worker before it. Its first token is due in `ttft_s` seconds, each later one
-    in `tpot_s`; 0: no goal.
+    `hits`: cached prompt tokens by worker address. `fetches`: blocks that a worker would read from disk or pull from a
+    peer. `alone`: one worker must compute the prompt and the answer. The answer is limited to `num_remaining` tokens
+    and predicted to have `num_expected`. Prompts of lower `priority` cause no delay. Prompts held by the router take
+    `held_s` seconds of each prefill worker before it. `ttft_s` and `tpot_s` are the time left until the first token is
+    due and the goal for each later one, 0 for none.
     """
 
     num_tokens: int
@@ -51,22 +51,22 @@ class RequestShape(msgspec.Struct, frozen=True, gc=False):
     fetches: Mapping[str, Fetch] | None = None
 
     def uncached(self, worker: Worker) -> int:
-        """Prompt tokens that the worker must compute: at least the last one, whose logits are needed."""
+        """Return the number of prompt tokens to compute: at least the last one, whose logits are needed."""
         left = self.num_tokens - (self.hits.get(worker.address, 0) if self.hits else 0)
         return left if left > 1 else 1
 
     def prompt(self, worker: Worker) -> StepShape:
-        """The same, as what a step computes, without what is taken from a disk or a peer."""
+        """Return the part of the prompt to compute, without fetched blocks."""
         start = self.num_tokens - self.uncached(worker)
         if (fetch := self.fetch(worker)) is not None:
             start = max(start, min(fetch.end, self.num_tokens - 1))
         return StepShape.of_prompt(start, self.num_tokens)
 
     def fetch(self, worker: Worker) -> Fetch | None:
-        """What the worker takes from a disk or a peer before it computes the rest."""
+        """Return what the worker fetches before it computes the rest."""
         return self.fetches.get(worker.address) if self.fetches else None
 
     def fetch_s(self, worker: Worker) -> float:
-        """Seconds of that."""
+        """Return the time of that fetch in seconds; 0 without one."""
         fetch = self.fetch(worker)
         return fetch.seconds if fetch is not None else 0.0

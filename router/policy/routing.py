@@ -1,9 +1,9 @@
-"""Which workers serve a request. Pure: worker state, the request and `now` go in, a choice comes out; no chance.
+"""The built-in routing policy. Pure and deterministic.
 
-The cost of a place is the time that the request would take there, and the time that it takes from the sequences that
-run there already (`forecast.py`). Costs that differ by less than predictions err count as equal: these go to the worker
-with fewer requests, then to the one that got fewer so far, so equal workers take turns; then each router has an order
-of its own, so that routers do not choose the same worker between two of its reports.
+The cost of a worker is the predicted time of the request there, plus the delay of the sequences that already run there
+(`forecast.py`). Costs that differ by less than the prediction error count as equal. Ties are broken by the number of
+requests, then by the number of requests so far, then by an order that differs between routers, so that they do not all
+choose the same worker between two of its reports.
 """
 
 from __future__ import annotations
@@ -16,43 +16,43 @@ from common.latency import StepModel
 from router.fleet import Worker, by_fingerprint
 from router.policy.forecast import (
     Forecast,
-    Terms,
+    ForecastInputs,
     chunk_s,
-    computed_there,
+    combined,
+    forecast_decode,
+    forecast_inputs,
+    forecast_local,
+    forecast_prefill,
     hidden_s,
-    joined,
     num_lacking_blocks,
-    on_decode,
-    on_prefill,
-    terms_of,
 )
 from router.policy.output_lengths import UNKNOWN_LENGTH
 from router.policy.policy import Choice, Policy
 from router.policy.request_shape import NO_HITS, RequestShape
 
 TOLERANCE, MOST_TOLERANCE, TOLERANCE_S = 0.1, 0.5, 1e-3
-"""By so much of the least cost, and so many seconds, others may differ from it and count as equal: more where the two
-workers' models of their steps err by more, up to a bound."""
+"""Costs up to this fraction plus this many seconds above the minimum count as equal. The fraction increases with the
+errors of the two workers' step models, up to the second value."""
 FEW_STEPS = 64
-"""A model of fewer steps does not know yet how far it errs."""
+"""Minimum number of steps after which a step model's error estimate is used."""
 HIT_TOKENS, MOST_SPARED = 64, 4
-"""So many tokens that a decode worker has make up for a request, up to so many requests: beyond that an idle worker is
-taken, so one shared prompt never pins all traffic."""
+"""In ties, this many cached tokens on a decode worker count as one request less, up to the second value. Beyond that an
+idle worker is preferred, so a shared prompt does not attract all traffic."""
 LEAST_GAIN, LEAST_GAIN_S = 0.8, 0.02
-"""Where a prompt is computed against the threshold costs at most this share, and so many seconds less: predictions
-err, and prompts between tokens make gaps."""
+"""A prompt is computed on the side opposite to the threshold only if that costs at most this fraction, and this many
+seconds less. Predictions have errors, and prompts cause gaps between tokens."""
 URGENT_SHARE = 0.5
-"""Of the time until a first token is due: a prompt whose first token is predicted later on one side is computed on the
-other, where that is sooner, while the goal for tokens bounds what others lose by it."""
+"""Fraction of the time until a first token is due. If one side is predicted to be later, the prompt is computed on the
+other side if that is sooner, as far as the goal for tokens limits the delay of others."""
 USUAL = RequestShape(2048, UNKNOWN_LENGTH, NO_HITS)
-"""A request by whose cost workers are compared before one is known."""
+"""Reference request for comparing workers before a request is known."""
 
 
 class _Place(msgspec.Struct, frozen=True, gc=False):
-    """A worker, the forecast there, and what decides between it and others: the least rank, then the least cost."""
+    """A candidate worker with its forecast. The lowest rank wins, then the lowest cost."""
 
     worker: Worker
-    terms: Terms
+    inputs: ForecastInputs
     forecast: Forecast
     rank: tuple[bool, bool, bool]
     cost_s: float
@@ -60,19 +60,18 @@ class _Place(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def turn(self) -> tuple[int, int, int, str]:
-        """Which of equal places is taken: the least. Tokens that are there already count as so many requests less."""
+        """Tie-breaker, lowest first. Cached tokens count as fewer requests."""
         worker = self.worker
         spared = min(MOST_SPARED, self.hits // HIT_TOKENS)
-        return (self.terms.num_likely - spared, worker.bookings.num_dispatched, worker.order, worker.address)
+        return (self.inputs.num_likely - spared, worker.bookings.num_dispatched, worker.order, worker.address)
 
 
 class RoutingPolicy(Policy):
-    """The built-in policy: the least predicted cost.
+    """Chooses the workers with the lowest predicted cost.
 
     A prompt with at most `local_prefill_threshold` uncached tokens is computed by its decode worker, a longer one by a
-    prefill worker, unless the other is predicted to be better: to cost less, or, where there are goals, to give a first
-    token in time that would be about late. With a threshold of 0 decode workers compute no prompt while a prefill
-    worker is ready.
+    prefill worker. The other side is used if it is predicted to cost less, or, with goals, if only it would be in time.
+    With a threshold of 0, decode workers compute no prompts while a prefill worker is ready.
     """
 
     weighs_all = False
@@ -80,7 +79,7 @@ class RoutingPolicy(Policy):
     def choose(
         self, prefill: Sequence[Worker], decode: Sequence[Worker], shape: RequestShape, now: float
     ) -> Choice | None:
-        """Workers for a new request, out of ready ones; None when none can take it."""
+        """Return the workers for a new request, None if none can take it."""
         if shape.num_remaining == 1 and prefill:
             best = _best([_prefill_place(worker, shape, now) for worker in prefill])
             return Choice(best.worker, None, best.forecast)
@@ -100,7 +99,7 @@ class RoutingPolicy(Policy):
     def _pair(
         self, prefill: Sequence[Worker], decode: Sequence[Worker], shape: RequestShape, now: float
     ) -> tuple[tuple[object, ...], Choice]:
-        """The best choice among workers of one fingerprint, behind its cost."""
+        """Return the best choice among workers of one fingerprint, preceded by its sort key."""
         remote = [_decode_place(worker, shape) for worker in decode]
         if not prefill:
             return _alone(_best([_local_place(place, shape, now) for place in remote]))
@@ -111,14 +110,14 @@ class RoutingPolicy(Policy):
         if alone := [place for place in local if place is not None]:
             return _alone(_best(alone))
         rank = (max(first.rank, then.rank), cost_s, *then.turn)
-        return rank, Choice(first.worker, then.worker, joined(first.forecast, then.forecast))
+        return rank, Choice(first.worker, then.worker, combined(first.forecast, then.forecast))
 
     def _local(
         self, place: _Place, first: _Place, then: _Place, remote_s: float, shape: RequestShape, now: float
     ) -> _Place | None:
-        """The place of a decode worker that should compute the prompt although there are prefill workers, or None.
+        """Return a decode worker that should compute the prompt although there are prefill workers, or None.
 
-        `remote_s` is the cost of these.
+        `remote_s` is the cost with prefill workers.
         """
         if place.rank > then.rank:
             return None
@@ -126,10 +125,10 @@ class RoutingPolicy(Policy):
             return urgent
         worker, uncached = place.worker, shape.num_tokens - place.hits
         holds_more = _holds_more(place, first.worker, shape)
-        # The tokens after the first must not hide that the prefill worker would compute an answer again.
+        # The cost of later tokens must not hide that the prefill worker would recompute an answer.
         same_s = shape.num_expected * min(place.forecast.token_s, then.forecast.token_s) if holds_more else 0.0
         if uncached > self.local_prefill_threshold:
-            least_s = place.cost_s - place.forecast.transfer_s  # before it computes anything
+            least_s = place.cost_s - place.forecast.transfer_s  # lower bound, without the prompt
             if self.local_prefill_threshold == 0 or not _is_better(least_s - same_s, remote_s - same_s):
                 return None
         local = _local_place(place, shape, now, first.worker)
@@ -142,58 +141,58 @@ class RoutingPolicy(Policy):
         return local if known and _is_better(local.cost_s - same_s, remote_s - same_s) else None
 
     def _urgent(self, place: _Place, first: _Place, shape: RequestShape, now: float) -> _Place | None:
-        """The place of a decode worker that gives a first token sooner, when a prefill worker would be about late.
+        """Return a decode worker that produces the first token sooner if a prefill worker would be late, or None.
 
-        A worker that knows the goal makes its chunks as small as that needs (`step_budget.py`), so what others lose
-        there does not count; one whose chunks are too large for the goal is no such place.
+        A worker that knows the goal keeps its chunks small enough for it (`step_budget.py`), so the delay of others is
+        not counted. Workers whose chunks are too large for the goal are excluded.
         """
         remote_s = first.forecast.ttft_s
         if not (self.local_prefill_threshold and shape.tpot_s and remote_s > URGENT_SHARE * shape.ttft_s > 0):
             return None
-        there = computed_there(place.worker, shape, place.forecast, now, first.worker)
+        there = forecast_local(place.worker, shape, place.forecast, now, first.worker)
         is_sooner = there.ttft_s + there.place_s < remote_s - LEAST_GAIN_S
         if not (there.is_known and first.forecast.is_known and is_sooner and there.token_s <= shape.tpot_s):
             return None
         if chunk_s(place.worker, shape) > shape.tpot_s:
             return None
         cost_s = _decode_cost_s(there, shape) - there.delay_s
-        return _Place(place.worker, place.terms, there, place.rank, cost_s, place.hits)
+        return _Place(place.worker, place.inputs, there, place.rank, cost_s, place.hits)
 
 
 def usual_cost(worker: Worker) -> tuple[bool, float]:
-    """What a usual request would cost on a worker at its last report: whether it does not fit well, and seconds."""
+    """Return the cost of a usual request as of the last report: whether it does not fit well, and seconds."""
     is_prefill = worker.role == "prefill"
     place = _prefill_place(worker, USUAL, worker.load.beat_at) if is_prefill else _decode_place(worker, USUAL)
     return True in place.rank, place.cost_s
 
 
 def _is_late_there(there: Forecast, first: Forecast, shape: RequestShape) -> bool:
-    """Whether a first token would be about late on a decode worker, whose batch it must join, but not elsewhere."""
+    """Return whether a first token would be late on a decode worker, whose batch it must join, but not elsewhere."""
     there_s = there.ttft_s + there.place_s
     return bool(shape.tpot_s) and there_s > URGENT_SHARE * shape.ttft_s > 0 and first.ttft_s < there_s - LEAST_GAIN_S
 
 
 def _decode_place(worker: Worker, shape: RequestShape) -> _Place:
-    """A decode worker for an answer whose prompt a prefill worker computes."""
-    terms, forecast, uncached = terms_of(worker), on_decode(worker, shape), shape.uncached(worker)
-    cuts = shape.num_tokens + shape.num_remaining > terms.max_tokens  # an answer of full length
-    lacks_room = num_lacking_blocks(terms, uncached + shape.num_expected) > 0
+    """Evaluate a decode worker for an answer whose prompt a prefill worker computes."""
+    inputs, forecast, uncached = forecast_inputs(worker), forecast_decode(worker, shape), shape.uncached(worker)
+    cuts = shape.num_tokens + shape.num_remaining > inputs.max_tokens  # a full-length answer does not fit
+    lacks_room = num_lacking_blocks(inputs, uncached + shape.num_expected) > 0
     rank, hits = (cuts, worker.life.suspect, lacks_room), shape.num_tokens - uncached
-    return _Place(worker, terms, forecast, rank, _decode_cost_s(forecast, shape), hits)
+    return _Place(worker, inputs, forecast, rank, _decode_cost_s(forecast, shape), hits)
 
 
 def _local_place(place: _Place, shape: RequestShape, now: float, first: Worker | None = None) -> _Place:
-    """The same worker, when it computes the prompt itself instead of the prefill worker `first`.
+    """Evaluate the same worker if it computes the prompt instead of the prefill worker `first`.
 
-    When it holds more of the prompt, it is tried although it has computed none yet.
+    If it caches more of the prompt, it is considered even if it has not computed a prompt yet.
     """
     like = first if first is not None and _holds_more(place, first, shape) else None
-    forecast = computed_there(place.worker, shape, place.forecast, now, like)
-    return _Place(place.worker, place.terms, forecast, place.rank, _decode_cost_s(forecast, shape), place.hits)
+    forecast = forecast_local(place.worker, shape, place.forecast, now, like)
+    return _Place(place.worker, place.inputs, forecast, place.rank, _decode_cost_s(forecast, shape), place.hits)
 
 
 def _holds_more(place: _Place, first: Worker, shape: RequestShape) -> bool:
-    """Whether a decode worker holds more of the prompt than a prefill worker, such as the answer before a next turn."""
+    """Return whether a decode worker caches more of the prompt than a prefill worker, such as the previous answer."""
     return place.hits > shape.hits.get(first.address, 0)
 
 
@@ -203,19 +202,19 @@ def _decode_cost_s(forecast: Forecast, shape: RequestShape) -> float:
 
 
 def _pair_s(first: _Place, then: _Place) -> float:
-    """The cost of a prefill and a decode worker: the transfer takes what prefill does not hide."""
+    """Return the cost of a prefill and a decode worker, without the part of the transfer that prefill hides."""
     return first.cost_s + then.cost_s - hidden_s(first.forecast.prompt_s, then.forecast.transfer_s)
 
 
 def _is_better(cost_s: float, other_s: float) -> bool:
-    """Whether a place is better than another by more than predictions err."""
+    """Return whether a cost is lower than another by more than the prediction error."""
     return cost_s < min(LEAST_GAIN * other_s, other_s - LEAST_GAIN_S)
 
 
 def _prefill_place(worker: Worker, shape: RequestShape, now: float) -> _Place:
-    terms, forecast = terms_of(worker), on_prefill(worker, shape, now)
-    cost_s = forecast.ttft_s + terms.rivals_s
-    return _Place(worker, terms, forecast, (False, worker.life.suspect, False), cost_s)
+    inputs, forecast = forecast_inputs(worker), forecast_prefill(worker, shape, now)
+    cost_s = forecast.ttft_s + inputs.other_routers_s
+    return _Place(worker, inputs, forecast, (False, worker.life.suspect, False), cost_s)
 
 
 def _alone(place: _Place) -> tuple[tuple[object, ...], Choice]:
@@ -223,7 +222,7 @@ def _alone(place: _Place) -> tuple[tuple[object, ...], Choice]:
 
 
 def _best(places: Sequence[_Place]) -> _Place:
-    """The place of the least cost, or the one among about equal ones whose worker has least to do."""
+    """Return the candidate with the lowest cost, or the least loaded of about equal ones."""
     if len(places) == 1:
         return places[0]
     least = min(places, key=lambda place: (place.rank, place.cost_s))
@@ -236,16 +235,16 @@ def _best(places: Sequence[_Place]) -> _Place:
 
 
 def _error_of(model: StepModel) -> float:
-    """How far a prediction may be off: a model of few steps does not know it yet."""
+    """Return the relative error of a step model. Models of few steps have no estimate yet."""
     return model.error if model.num_steps >= FEW_STEPS else MOST_TOLERANCE
 
 
 def _equal_s(least: _Place, other: _Place) -> float:
-    """Up to which cost the other place counts as equal to the least.
+    """Return the cost up to which the other candidate counts as equal to the cheapest.
 
-    Two workers that are predicted by one model differ by their work alone.
+    Candidates with the same model differ only by their work.
     """
-    first, second = least.terms.model, other.terms.model
+    first, second = least.inputs.model, other.inputs.model
     if first is second or first == second:
         return least.cost_s + TOLERANCE_S
     share = min(MOST_TOLERANCE, max(TOLERANCE, _error_of(first) + _error_of(second)))

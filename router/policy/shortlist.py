@@ -1,11 +1,10 @@
-"""Which ready workers are weighed for a request when there are too many to weigh all.
+"""Selects candidate workers for a request in pools that are too large to evaluate all.
 
-Every worker of a large pool has a place in a ranking by what a usual request would cost there. The place changes only
-when the worker reports, or when this router sends it work or hears of its end. A request is weighed at some of the
-cheapest workers and at those that hold most of its prompt. Of workers that are about equally cheap each router takes
-some from a place on that it draws by chance, seeded with its id, so that routers that have heard the same reports do
-not all choose the same worker (Mitzenmacher, "The power of two choices", 2001: a look at a few balances almost as well
-as a look at all).
+Ready workers are ranked by the cost of a usual request. A rank changes only when the worker reports, or when this
+router sends it a request or one ends. Each request considers some of the cheapest workers and those that cache most of
+its prompt. Among about equally cheap workers, each router starts at a random position seeded with its id, so that
+routers with the same reports do not all choose the same worker (Mitzenmacher, "The power of two choices", 2001:
+considering a few workers balances almost as well as considering all).
 """
 
 from __future__ import annotations
@@ -20,45 +19,45 @@ from common.wire import ROLES, Role
 from router.fleet import PrefixHits, PrefixIndex, Worker, WorkerRegistry
 from router.policy.routing import usual_cost
 
-FEW = 32
-"""Up to so many workers all are weighed."""
+SHORTLIST_ABOVE = 32
+"""Up to this number of workers, all are considered."""
 NUM_CHEAP, NUM_HOLDERS = 5, 3
-"""Workers of one layout that are weighed: of the cheapest, and of those that hold most of the prompt."""
+"""Number of considered workers per layout: cheapest ones, and those that cache most of the prompt."""
 NUM_EQUAL = 32
-"""Out of at most so many cheapest workers those are taken; of fewer where the next costs clearly more."""
+"""The cheapest ones are taken from at most this many workers, or fewer where the cost rises clearly."""
 EQUAL_SHARE, EQUAL_S = 0.25, 1e-3
-"""A worker costs clearly more beyond this share and so many seconds."""
+"""Cost differences above this fraction plus this many seconds are clear."""
 MAX_WALKS = 2
-"""How often a ranking is searched for holders of a prefix that very many workers hold."""
+"""Maximum scans of a ranking for workers that cache a very common prefix."""
 Accept = Callable[[Worker], bool]
 Entry = tuple[bool, float, int, str]
-"""Whether a usual request does not fit, its cost in seconds, this router's order, the address."""
+"""Sort key: whether a usual request does not fit, its cost in seconds, this router's order, the address."""
 Layout = tuple[Role, str]
-"""A role and the fingerprint of a layout."""
+"""A role and a layout fingerprint."""
 
 
 class Shortlist:
-    """Keeps the rankings of one router up to date: one for each role and layout, of its ready workers."""
+    """Rankings of the ready workers of one router, by role and layout."""
 
     def __init__(self, registry: WorkerRegistry, index: PrefixIndex, *, weighs_all: bool = False) -> None:
-        """`weighs_all`: see `Policy`."""
+        """For `weighs_all` see `Policy`."""
         self._registry, self._index = registry, index
         self._random = Random(registry.router_id)
         self._weighs_all = weighs_all
         self._rankings: dict[Layout, list[Entry]] = {}
-        self._of_roles: dict[Role, list[tuple[Layout, list[Entry]]]] = {}  # emptied when a ranking comes or goes
+        self._of_roles: dict[Role, list[tuple[Layout, list[Entry]]]] = {}  # cleared when a ranking is added or removed
         self._places: dict[str, tuple[Layout, Entry]] = {}
         self._is_kept = False
         registry.on_changed = self._on_changed
 
     @property
     def is_needed(self) -> bool:
-        """Whether there are more workers than are weighed for each request."""
-        return len(self._registry.workers) > FEW and not self._weighs_all
+        """Whether there are too many workers to consider all."""
+        return len(self._registry.workers) > SHORTLIST_ABOVE and not self._weighs_all
 
     @property
     def windows(self) -> dict[int, Window]:
-        """By the tokens of a block, how far the models of the ready workers with such blocks look back."""
+        """Attention windows of the ready workers' models, by block size in tokens."""
         ready: Iterable[Worker]
         if not self.is_needed:
             ready = [worker for worker in self._registry.workers.values() if worker.ready]
@@ -72,15 +71,15 @@ class Shortlist:
         return found
 
     def ready(self, role: Role) -> list[Worker]:
-        """Ready workers to weigh for a prompt of which nothing is known: all, unless there are many."""
+        """Return the ready workers to consider for an unknown prompt: all, unless there are many."""
         return self.workers(role, lambda worker: True, {}) if self.is_needed else self._registry.ready(role)
 
     def has_ready(self, role: Role) -> bool:
-        """Whether there is a ready worker of the role, once there are many workers."""
+        """Return whether there is a ready worker of the role. For large pools only."""
         return bool(self._of(role))
 
     def workers(self, role: Role, accept: Accept, hits: Mapping[int, PrefixHits]) -> list[Worker]:
-        """Ready workers of a role that `accept` takes, to weigh for a prompt. `hits`: its own, by size of a block."""
+        """Return the workers to consider for a prompt with these `hits` by block size, filtered by `accept`."""
         found: dict[str, Worker] = {}
         for layout, ranking in self._of(role):
             for worker in self._cheap(ranking, accept):
@@ -93,7 +92,7 @@ class Shortlist:
     # ------------------------------------------------------------ inside
 
     def _of(self, role: Role) -> list[tuple[Layout, list[Entry]]]:
-        """The rankings of a role; none is empty."""
+        """Return the non-empty rankings of a role."""
         if not self._is_kept:
             self._is_kept = True
             for worker in self._registry.workers.values():
@@ -111,7 +110,7 @@ class Shortlist:
         return filter(accept, map(self._worker, entries))
 
     def _cheap(self, ranking: list[Entry], accept: Accept) -> list[Worker]:
-        """Some of the cheapest workers: the very cheapest where the next ones cost clearly more."""
+        """Return some of the cheapest workers, or the very cheapest where the cost rises clearly."""
         unfit, cost_s, _, _ = ranking[0]
         limit = (unfit, (1.0 + EQUAL_SHARE) * cost_s + EQUAL_S, 0, "")
         num_equal = bisect_left(ranking, limit, hi=min(len(ranking), NUM_EQUAL))
@@ -120,7 +119,7 @@ class Shortlist:
         return list(islice(self._accepted(turned, accept), NUM_CHEAP))
 
     def _holders(self, layout: Layout, accept: Accept, hits: PrefixHits | None) -> list[Worker]:
-        """Workers that hold most of the prompt, of equal ones the cheapest."""
+        """Return the workers that cache most of the prompt, ties by cost."""
         found: list[Worker] = []
         seen = num_walks = 0
         for mask in hits.levels() if hits else ():
@@ -140,10 +139,12 @@ class Shortlist:
         return found
 
     def _on_changed(self, worker: Worker) -> None:
-        """Give the worker its new place, or none while it is not ready."""
+        """Update the rank of a worker, or remove it while it is not ready."""
         if not self._is_kept:
             return
-        if len(self._registry.workers) <= FEW or self._weighs_all:  # not `is_needed`: this is once a heartbeat
+        if (
+            len(self._registry.workers) <= SHORTLIST_ABOVE or self._weighs_all
+        ):  # inlined `not is_needed`: called at each heartbeat
             self._is_kept = False
             self._rankings.clear()
             self._of_roles.clear()

@@ -1,7 +1,7 @@
-"""Virtual token counters: of all that divide a service, the one that got the fewest tokens for its share is next. Pure.
+"""Virtual token counters: the next client is the one with the fewest tokens for its share. Pure.
 
-Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, algorithm 2, and section 4.3 for shares. Work
-conserving: one that asks for nothing leaves its part to the others, and gets nothing for that time when it comes back.
+Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, algorithm 2, and section 4.3 for shares. The
+sharing is work-conserving: an idle client leaves its part to the others, and is not compensated later.
 """
 
 from __future__ import annotations
@@ -13,32 +13,35 @@ T = TypeVar("T")
 
 
 class TokenCounters:
-    """Tokens that each name got, divided by its share. Those that wait for more are active."""
+    """Number of tokens per name divided by its share. Names with queued requests are active."""
 
     def __init__(self) -> None:
         self._tokens: dict[str, float] = {}
         self._active: set[str] = set()
-        self._last = 0.0  # of the last one that was active
+        self._last = 0.0  # counter of the last active name
 
     def join(self, name: str) -> None:
-        """One that was absent asks again: its counter is at least the smallest of those that wait already."""
+        """Activate a name. Its counter is raised to the minimum of the active ones."""
         self._tokens[name] = max(self._tokens.get(name, 0.0), self._least)
         self._active.add(name)
 
     def charge(self, name: str, num_tokens: int, share: float = 1.0) -> None:
-        """One got so many tokens, in its turn or not; while it waits, nothing else raises its counter."""
+        """Charge a name for tokens. Nothing else raises the counter of an active name."""
         counter = self._tokens.get(name, 0.0)
         self._tokens[name] = (counter if name in self._active else max(counter, self._least)) + num_tokens / share
 
     def leave(self, name: str) -> None:
-        """One asks for nothing more. Its counter is kept only if it got more than others."""
+        """Deactivate a name. Its counter is kept only if it is above the others."""
         self._active.remove(name)
         counter = self._last = self._tokens[name]
         if counter <= self._least:
             del self._tokens[name]
 
-    def in_turn(self, lines: dict[str, Iterator[T]]) -> Iterator[T]:
-        """All that the lines yield; the next is that of the smallest counter at that time. Empties `lines`."""
+    def in_order(self, lines: dict[str, Iterator[T]]) -> Iterator[T]:
+        """Merge the iterators in `lines`: the next item comes from the name with the smallest counter.
+
+        Empties `lines`.
+        """
         while lines:
             name = min(lines, key=lambda name: self._tokens.get(name, 0.0))
             if (one := next(lines[name], None)) is None:

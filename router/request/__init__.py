@@ -1,4 +1,4 @@
-"""What clients send, and the errors that they get."""
+"""Request bodies and fields, and the errors that clients receive."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Reads JSON bodies, whose size is bounded while they arrive, before anything is parsed.
+"""Reading of JSON request bodies, with limits on size and memory that are enforced before anything is parsed.
 
-A body waits as bytes until there is memory for its objects, which take many times as much:
+A body waits as bytes until memory for its objects is available, which take many times as much:
 
     bytes arrive ─> values are counted ─> memory for objects ─> parsed ─> rendered ─> prompt in tokens
-    503: budget of bytes is spent         503 after 60 s                              objects are released
+    503: byte budget is exhausted         503 after 60 s                              objects are released
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from router.text import MAX_NUMBERS, VALUE_BYTES, ValueCounter
 
 ACCEPTED = "gzip, deflate"
 FIRST_BYTES, DECODED_BYTES = 64 * 1024, 256 * 1024
-"""Bytes to decode at a time. The first piece of a part of at most this size is decoded on the event loop, in 0.1 ms,
-all others in a thread."""
+"""Number of bytes to decode per step. If a part is no larger than `FIRST_BYTES`, its first piece is decoded on the
+event loop, in 0.1 ms. All other pieces are decoded in a thread."""
 
 
 def encoding_of(headers: Headers) -> str:
@@ -43,16 +43,16 @@ def encoding_of(headers: Headers) -> str:
 
 
 async def decoded(parts: AsyncIterable[bytes], encoding: str, max_bytes: int) -> AsyncIterator[bytes]:
-    """Decode the body in pieces of at most DECODED_BYTES. The encoded `parts` may have `max_bytes` in total.
+    """Decode a body in pieces of at most `DECODED_BYTES`. `max_bytes` limits the total size of the encoded `parts`.
 
-    Raises InvalidRequest for data that is invalid or incomplete, and BodyTooLarge.
+    Raises BodyTooLarge, and InvalidRequest for invalid or incomplete data.
     """
     decoder, head, size = None, b"", 0
     try:
         async for part in parts:
             size += len(part)
             if size > max_bytes:
-                raise BodyTooLarge(f"the encoded body has more than {max_bytes:,} bytes, the maximum")
+                raise BodyTooLarge(f"the encoded body has more than {max_bytes:,} bytes, which is the maximum")
             if decoder is None:
                 part = head = head + part
                 if len(head) < 2:
@@ -61,7 +61,7 @@ async def decoded(parts: AsyncIterable[bytes], encoding: str, max_bytes: int) ->
             is_first = len(part) <= FIRST_BYTES
             while part:
                 if decoder.eof:
-                    raise InvalidRequest(f"bytes follow the {encoding} data of the body")
+                    raise InvalidRequest(f"the body has data after the end of its {encoding} encoding")
                 if is_first:
                     yield decoder.decompress(part, FIRST_BYTES)
                 else:
@@ -88,37 +88,37 @@ M = TypeVar("M", bound=BaseModel)
 Result = TypeVar("Result")
 
 BODY_TIMEOUT_S = 60.0
-"""How long a body may take to arrive."""
+"""Maximum time for a body to arrive, in seconds."""
 
 SMALL_BYTES = 64 * 1024
-"""A body of at most this size is always accepted."""
+"""Bodies up to this size are accepted even if the budget is exhausted."""
 SMALL_OBJECT_BYTES = 256 * 1024
-"""Objects of at most this size are not counted: a conversation of 100 messages never waits for memory."""
+"""Objects up to this size are not counted, so a conversation of 100 messages never waits for memory."""
 MAX_BODIES = 32
-"""Number of bodies of the largest size, without their objects, that fit the budget."""
+"""Number of bodies of the maximum size, without their objects, that fit in the budget."""
 MIN_BUDGET_BYTES = 256 * 1024 * 1024
-"""Minimum of the budget of bytes. It also counts the objects, such as tools, that an answer needs to its end."""
+"""Minimum byte budget. It also covers objects, such as tools, that are retained until the answer is complete."""
 OBJECT_BYTES = 64 * 1024 * 1024
-"""Memory for the objects of bodies that are being turned into prompts. A body that takes more is handled alone."""
+"""Memory for objects of bodies that are being converted to prompts. A larger body is processed on its own."""
 OBJECTS_TIMEOUT_S = 60.0
-"""Maximum time that a body waits for memory for its objects."""
+"""Maximum time that a body waits for memory for its objects, in seconds."""
 UNCOUNTED_REST_BYTES = 2 * 1024 * 1024
-"""Memory of a request's fields, such as its tools, that is not counted while its answer is made."""
+"""Memory of a request's fields, such as tools, that is not counted while the answer is generated."""
 BUSY_RETRY_S = 2.0
-"""Retry-After of a refusal while other bodies take the whole budget."""
+"""`Retry-After` of rejections while other bodies use the whole budget, in seconds."""
 
 LARGE_BYTES = 256 * 1024
-"""The values of smaller bodies are not counted while they arrive."""
+"""Minimum size of a body whose values are counted while it arrives."""
 MANY_VALUES = 4096
-"""Smaller bodies of fewer values are parsed on the event loop, in a few milliseconds at worst."""
+"""Minimum number of values for parsing in a thread. Smaller bodies are parsed on the event loop, in a few ms."""
 SEPARATORS = b",[{"
 
 
 class BodyBudget:
-    """Memory of the bodies that are being read or turned into prompts: `num_bytes` of text, and their objects.
+    """Memory budget for bodies that are being read or converted to prompts. Use from one event loop.
 
-    `num_bytes` includes the objects of long bodies, such as tools, that are kept until the request is answered. One
-    event loop owns it.
+    `num_bytes` counts text, and objects of long bodies, such as tools, that are retained until the request completes.
+    `object_bytes` counts all other objects.
     """
 
     def __init__(self, max_body_bytes: int) -> None:
@@ -128,11 +128,11 @@ class BodyBudget:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     def lease(self) -> BodyLease:
-        """Memory for one body until the end of a `with` block."""
+        """Return a lease for one body, to be used in a `with` block."""
         return BodyLease(self)
 
     async def reserve_objects(self, num_bytes: int) -> None:
-        """Wait, in FIFO order, for memory for the objects of one body. Raises Unavailable."""
+        """Wait in FIFO order for memory for the objects of one body. Raises Unavailable after `OBJECTS_TIMEOUT_S`."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append((num_bytes, turn))
         self._serve_waiting()
@@ -149,13 +149,13 @@ class BodyBudget:
             if not isinstance(error, TimeoutError):
                 raise
             raise Unavailable(
-                f"the body waited {OBJECTS_TIMEOUT_S:g} s for memory: the objects of other bodies take "
+                f"no memory for the body within {OBJECTS_TIMEOUT_S:g} s: the objects of other bodies use "
                 f"{self.object_bytes:,} bytes; the maximum is {OBJECT_BYTES:,}",
                 retry_after_s=BUSY_RETRY_S,
             ) from error
 
     def release_objects(self, num_bytes: int) -> None:
-        """End a reservation."""
+        """Release a reservation."""
         self.object_bytes -= num_bytes
         self._serve_waiting()
 
@@ -173,23 +173,23 @@ class BodyBudget:
 
 
 class BodyLease:
-    """One body's part of the budget. `rest_bytes` is the memory that is needed until the request is answered."""
+    """One body's share of the budget. `rest_bytes` is the memory that is retained until the request completes."""
 
     def __init__(self, budget: BodyBudget) -> None:
         self.budget = budget
         self._num_bytes = self._object_bytes = self.rest_bytes = 0
 
     def count(self, num_bytes: int) -> None:
-        """Count more bytes, whatever the other bodies take."""
+        """Count more bytes without checking the budget."""
         self._num_bytes += num_bytes
         self.budget.num_bytes += num_bytes
 
     def take(self, num_bytes: int) -> None:
-        """Count more bytes. Raises Unavailable when other bodies take the rest of the budget."""
+        """Count more bytes. Raises Unavailable if the budget is exhausted."""
         self.count(num_bytes)
         if self._num_bytes > SMALL_BYTES and self.budget.num_bytes > self.budget.max_bytes:
             raise Unavailable(
-                f"request bodies take {self.budget.num_bytes:,} bytes; the maximum is {self.budget.max_bytes:,}",
+                f"request bodies use {self.budget.num_bytes:,} bytes; the maximum is {self.budget.max_bytes:,}",
                 retry_after_s=BUSY_RETRY_S,
             )
 
@@ -199,9 +199,9 @@ class BodyLease:
         self._object_bytes += num_bytes
 
     def take_more_objects(self, texts: Iterable[bytes]) -> None:
-        """Count the objects of stored JSON that the body continues, without waiting: it may have objects already.
+        """Count the objects of stored JSON that the body continues. Does not wait, because the body may hold memory.
 
-        Raises Unavailable if there is no memory, and InvalidRequest for too many values.
+        Raises Unavailable if no memory is available, and InvalidRequest for too many values.
         """
         counter = ValueCounter("the stored conversation has")
         for text in texts:
@@ -211,7 +211,7 @@ class BodyLease:
             return
         if budget.object_bytes and budget.object_bytes + num_bytes > OBJECT_BYTES:
             raise Unavailable(
-                f"the stored conversation needs {num_bytes:,} bytes of memory: the objects of other bodies take "
+                f"no memory for the {num_bytes:,} bytes of the stored conversation: the objects of other bodies use "
                 f"{budget.object_bytes:,} bytes; the maximum is {OBJECT_BYTES:,}",
                 retry_after_s=BUSY_RETRY_S,
             )
@@ -227,24 +227,24 @@ class BodyLease:
         self.release()
 
     def keep_rest(self) -> None:
-        """Release all but what the answer needs of the body to its end. It is never refused."""
+        """Release everything except the fields that are required until the answer is complete. Never raises."""
         self.release()
         self.count(max(0, self.rest_bytes - UNCOUNTED_REST_BYTES))
 
     def release(self) -> None:
-        """End the lease; a second call has no effect."""
+        """Release all memory. Idempotent."""
         self.budget.num_bytes -= self._num_bytes
         self.budget.release_objects(self._object_bytes)
         self._num_bytes = self._object_bytes = 0
 
 
 def _most_values(data: bytearray) -> int:
-    """Upper bound on the values of JSON, because each but the first follows a separator."""
+    """Return an upper bound on the number of JSON values: each except the first follows a separator."""
     return len(data) - len(data.translate(None, SEPARATORS))
 
 
 def parse(data: bytes | bytearray, model: type[M]) -> M:
-    """The body as a checked `model`. Raises InvalidRequest."""
+    """Parse and validate a body. Raises InvalidRequest."""
     try:
         body = orjson.loads(data)
     except orjson.JSONDecodeError as error:
@@ -255,7 +255,7 @@ def parse(data: bytes | bytearray, model: type[M]) -> M:
 
 
 def validated(body: dict[str, object], model: type[M]) -> M:
-    """A JSON object as a checked `model`. Raises InvalidRequest with the most specific of its problems."""
+    """Validate a JSON object. Raises InvalidRequest for the most specific problem."""
     try:
         return model.model_validate(body)
     except ValidationError as error:
@@ -263,12 +263,10 @@ def validated(body: dict[str, object], model: type[M]) -> M:
 
 
 async def read_body(request: Request, lease: BodyLease, max_model_len: Callable[[], int]) -> tuple[bytearray, bool]:
-    """Read and decode a body of at most `max_body_bytes`, and wait for memory for its objects.
+    """Read and decode a body, and wait for memory for its objects.
 
-    Also returns whether to parse it takes longer than the event loop may.
-
-    Raises UnsupportedMediaType, BodyTooLarge, BodyTimeout, Unavailable, and InvalidRequest for data that does not match
-    its encoding and for JSON with too many values.
+    Also returns whether the body is too large to parse on the event loop. Raises UnsupportedMediaType, BodyTooLarge,
+    BodyTimeout, Unavailable, and InvalidRequest for invalid encoded data and for JSON with too many values.
     """
     max_bytes = lease.budget.max_body_bytes
     _check_content_type(request.headers.get("content-type", ""))
@@ -307,16 +305,16 @@ async def read_body(request: Request, lease: BodyLease, max_model_len: Callable[
 
 
 def _counter(max_model_len: Callable[[], int]) -> ValueCounter:
-    """Counts the values of a large body, which may have as many numbers as a prompt may have tokens."""
+    """Create a counter for a large body. A prompt of token ids may have `max_model_len` numbers."""
     return ValueCounter("the body has", max_numbers=max(MAX_NUMBERS, max_model_len()))
 
 
 def _check_content_type(named: str) -> None:
-    """Raise UnsupportedMediaType unless it is JSON, which browsers send cross-site only with the server's consent."""
+    """Raise UnsupportedMediaType unless it is JSON. Browsers send JSON cross-site only with the server's consent."""
     kind = named.partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        what = f"Content-Type {kind[:100]!r} is not JSON" if kind else "the request has no Content-Type"
-        raise UnsupportedMediaType(f"{what}: send the header Content-Type: application/json")
+        what = f"unsupported Content-Type {kind[:100]!r}" if kind else "missing Content-Type"
+        raise UnsupportedMediaType(f"{what}: must be application/json")
 
 
 def _too_large(size: str, max_bytes: int) -> BodyTooLarge:
@@ -324,31 +322,30 @@ def _too_large(size: str, max_bytes: int) -> BodyTooLarge:
 
 
 MAX_FIELD_BYTES = 1024 * 1024
-"""The size of a field outside the prompt, in a large body."""
+"""Maximum size of a field outside the prompt, in a large body."""
 PROMPT_FIELDS = frozenset(("prompt", "messages", "input", "tokens"))
 Pieces = dict[str, msgspec.Raw]
 
 
 class Threads(Protocol):
-    """Runs long jobs in threads, a bounded number at once."""
+    """Bounded thread pool for long jobs."""
 
     async def apart(self, job: Callable[[], Result], size: int = ...) -> Result: ...
 
 
 class BodyReader:
-    """Reads bodies and checks their fields.
+    """Reads bodies and validates their fields.
 
-    `max_model_len` returns the maximum number of tokens of a prompt, `max_ids` that of token ids to be made into text.
+    `max_model_len` returns the maximum number of prompt tokens, `max_ids` the maximum number of ids to detokenize.
     """
 
     def __init__(self, threads: Threads, max_model_len: Callable[[], int], max_ids: Callable[[], int]) -> None:
         self._threads, self._max_model_len, self._max_ids = threads, max_model_len, max_ids
 
     async def read(self, request: Request, model: type[M], lease: BodyLease) -> M:
-        """The body of a request as a checked `model`. Sets the `rest_bytes` of the lease.
+        """Read and validate the body of a request. Sets `rest_bytes` of the lease.
 
-        Raises RequestError, such as Unavailable when too many bodies wait, and ClientDisconnect when the client leaves
-        meanwhile.
+        Raises RequestError, such as Unavailable if too many bodies are queued, and ClientDisconnect.
         """
         data, is_large = await read_body(request, lease, self._max_model_len)
         if not is_large:
@@ -360,9 +357,9 @@ class BodyReader:
 def parse_large(
     data: bytes | bytearray, model: type[M], max_model_len: int, max_ids: int, lease: BodyLease | None = None
 ) -> M:
-    """As `body.parse`, but the values of unknown fields are not checked to be JSON. Raises InvalidRequest.
+    """Parse a large body like `parse`, without validating the JSON of unknown fields. Raises InvalidRequest.
 
-    Sets the `rest_bytes` of the lease.
+    Sets `rest_bytes` of the lease.
     """
     try:
         fields = msgspec.json.decode(data, type=Pieces)
@@ -379,7 +376,7 @@ def parse_large(
 
 
 def _rest_bytes(fields: Mapping[str, memoryview]) -> int:
-    """Memory of the fields that are not the prompt, in bytes: their text and their objects."""
+    """Return the memory of the fields outside the prompt, in bytes: their text and their objects."""
     rest = [bytes(raw) for name, raw in fields.items() if name not in PROMPT_FIELDS]
     num_bytes = sum(map(len, rest))
     counter = ValueCounter("the body has", max_values=num_bytes, max_numbers=num_bytes)
@@ -389,15 +386,15 @@ def _rest_bytes(fields: Mapping[str, memoryview]) -> int:
 
 
 def check_number_of_ids(num_ids: int, max_ids: int) -> None:
-    """Bound the `tokens` that are to be made into text. Raises InvalidRequest."""
+    """Limit the `tokens` to detokenize. Raises InvalidRequest."""
     if num_ids > max_ids:
-        raise InvalidRequest(f"tokens: {num_ids:,} ids, at most {max_ids:,} are made into text", param="tokens")
+        raise InvalidRequest(f"tokens: must have at most {max_ids:,} ids, not {num_ids:,}", param="tokens")
 
 
 def _value(name: str, raw: memoryview, max_model_len: int, max_ids: int) -> object:
     if name not in PROMPT_FIELDS and len(raw) > MAX_FIELD_BYTES:
         raise InvalidRequest(
-            f"{name}: may have at most {MAX_FIELD_BYTES:,} bytes of JSON, not {len(raw):,}", param=name
+            f"{name}: must have at most {MAX_FIELD_BYTES:,} bytes of JSON, not {len(raw):,}", param=name
         )
     if name == "tokens" and _is_list(raw):
         check_number_of_ids(_num_elements(raw), max_ids)
@@ -415,17 +412,17 @@ def _is_list(raw: memoryview) -> bool:
 
 
 def _holds_numbers(raw: memoryview) -> bool:
-    """Whether JSON looks like token ids."""
+    """Whether JSON looks like a list of token ids."""
     return _is_list(raw) and bytes(raw[1:64]).lstrip()[:1].isdigit()
 
 
 def _num_elements(raw: memoryview) -> int:
-    """Elements of a list of numbers that is not empty."""
+    """Return the length of a non-empty list of numbers."""
     return bytes(raw).count(b",") + 1
 
 
 def _check_number(name: str, raw: memoryview, max_model_len: int, place: str = "") -> None:
-    """Bound the token ids of a prompt. Raises ContextLengthExceeded."""
+    """Limit the token ids of a prompt. Raises ContextLengthExceeded."""
     num_tokens = _num_elements(raw) if name == "prompt" and _holds_numbers(raw) else 0
     if num_tokens >= max_model_len:
         raise ContextLengthExceeded(num_tokens, max_model_len, where=f"{name}{place}")

@@ -1,8 +1,8 @@
-"""Errors as clients see them: in OpenAI's shape, or in Anthropic's for requests of Anthropic's API.
+"""Error responses, in OpenAI's format or, for requests of Anthropic's API, in Anthropic's.
 
     {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 
-The classes continue the tree of `common.errors` with errors of HTTP.
+The classes extend the tree of `common.errors` with HTTP errors.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ ANTHROPIC_TYPES = {
     504: "timeout_error",
 }
 NOT_HERE = "not_supported"
-"""The type of pydantic's error for a value that `refused.Only` refuses."""
+"""Type of the pydantic error for a value that `extensions.Only` rejects."""
 CLIENT_CLOSED = 499
-"""nginx's status for a client that went away; only in logs and metrics."""
+"""nginx's status for a client that disconnected. Used only in logs and metrics."""
 
 
 class UnknownPath(RequestError):
@@ -88,7 +88,7 @@ class HeadTooLarge(RequestError):
 
 
 class InvalidField(InvalidRequest):
-    """A field has a wrong value. `problem` does not show the value, which may be part of a prompt."""
+    """A field has an invalid value. `problem` omits the value, which may be part of a prompt."""
 
     def __init__(self, problem: str, shown: str, *, param: str | None) -> None:
         super().__init__(problem + shown, param=param)
@@ -96,13 +96,13 @@ class InvalidField(InvalidRequest):
 
 
 class Unsupported(InvalidRequest):
-    """A field that other servers of this API have and this one has not. To ignore it would change the answer."""
+    """The field exists in other servers of this API but not here. Ignoring it would change the answer."""
 
     code = "unsupported"
 
 
 class ThreadUnsupported(Unsupported):
-    """This server stores no threads. Anthropic's clients then send the whole conversation."""
+    """This server does not store threads. Anthropic's clients then send the whole conversation."""
 
     code = "thread_unsupported_request"
 
@@ -112,12 +112,12 @@ def unsupported(param: str, what: str) -> Unsupported:
 
 
 def error_object(error: RequestError) -> dict[str, object]:
-    """The body of an error answer, or the payload of an error event."""
+    """Return the body of an error response, or the payload of an error event, in OpenAI's format."""
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
 
 
 def anthropic_error(error: RequestError) -> dict[str, object]:
-    """The same in Anthropic's shape, whose types follow the status. Its clients act on `details`."""
+    """Return the error in Anthropic's format, where the type depends on the status. Clients act on `details`."""
     kind = ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     body: dict[str, object] = {"type": kind, "message": error.message}
     match error:
@@ -129,7 +129,7 @@ def anthropic_error(error: RequestError) -> dict[str, object]:
 
 
 def _anthropic_overflow(error: ContextLengthExceeded) -> str:
-    """An overflow in Anthropic's words: its clients recognise them, and read the numbers from them."""
+    """Return Anthropic's message for an exceeded context. Its clients parse the message and its numbers."""
     num_tokens, most = error.num_prompt_tokens, error.max_model_len
     if error.prompt_alone:
         return f"prompt is too long: {num_tokens} tokens > {most - 1} maximum"
@@ -140,7 +140,7 @@ def _anthropic_overflow(error: ContextLengthExceeded) -> str:
 
 
 def speaks_anthropic(scope: Scope) -> bool:
-    """Whether a request is of Anthropic's API: by its path, or by its header where both APIs have the path."""
+    """Whether a request uses Anthropic's API, by its path or, for paths of both APIs, by its header."""
     path = scope.get("path", "")
     if path == MODELS_PATH or path.startswith(f"{MODELS_PATH}/"):
         return ANTHROPIC_HEADER in Headers(scope=scope)
@@ -148,7 +148,7 @@ def speaks_anthropic(scope: Scope) -> bool:
 
 
 class ErrorResponse(Response):
-    """An error whose body takes the shape of the request's API when it is sent."""
+    """An error response whose format is selected when it is sent, by the request's API."""
 
     media_type = "application/json"
 
@@ -164,37 +164,37 @@ class ErrorResponse(Response):
 
 
 def error_response(error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
-    """The answer to a request that failed before its answer began."""
+    """Create the response to a request that failed before its answer began."""
     all_headers = dict(headers or {})
     if error.status in (429, 503):
         seconds = RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s
         all_headers["retry-after"] = str(max(1, math.ceil(seconds)))
     if error.status == 401:
         all_headers["www-authenticate"] = "Bearer"
-    if error.status in (408, 413):  # the rest of the body is unread: the connection cannot be used again
+    if error.status in (408, 413):  # the rest of the body is unread, so the connection cannot be reused
         all_headers["connection"] = "close"
     return ErrorResponse(error, all_headers)
 
 
 def loggable(error: RequestError) -> str:
-    """The error's text for logs, without anything that a client wrote into a field."""
+    """Return the message for logs, without field values, which clients control."""
     match error:
         case InvalidField():
             return error.problem
         case ModelNotFound():
-            return "there is no such model here"
+            return "the requested model does not exist"
         case Unsupported():
             return f"{error.param}: not supported by this server"
     return error.message
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """The error itself, or for an unexpected one an InternalError without details."""
+    """Return the error, or an InternalError without details if it is unexpected."""
     return error if isinstance(error, RequestError) else InternalError("the server failed to handle this request")
 
 
 def invalid_field(error: ValidationError, body: object) -> InvalidRequest:
-    """The most specific of the problems that pydantic found in `body`, with the path of the field as `param`."""
+    """Convert pydantic's most specific error for `body`. `param` is the path of the field."""
     found: dict[tuple[str | int, ...], list[str]] = {}
     kinds: dict[tuple[str | int, ...], set[str]] = {}
     values: dict[tuple[str | int, ...], object] = {}
@@ -214,14 +214,14 @@ def invalid_field(error: ValidationError, body: object) -> InvalidRequest:
 
 
 def invalid_translation(error: ValidationError) -> InvalidRequest:
-    """Report the first problem of a request that was translated from another API with wider bounds."""
+    """Convert the first error of a request that was translated from another API with wider limits."""
     problem = error.errors(include_url=False)[0]
     param = param_of(problem["loc"])
     return InvalidRequest(f"{param}: {_text(problem['type'], problem['msg'], problem.get('ctx', {}))}", param=param)
 
 
 def param_of(path: Sequence[str | int]) -> str | None:
-    """("messages", 0, "role") -> "messages[0].role"."""
+    """Format a path: ("messages", 0, "role") becomes "messages[0].role"."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -229,7 +229,7 @@ def param_of(path: Sequence[str | int]) -> str | None:
 
 
 def _resolve(kind: str, location: Sequence[str | int], body: Any) -> tuple[tuple[str | int, ...], object]:
-    """The path in `body` that is in pydantic's location, which also names union members, and the value there."""
+    """Return the path in `body` for pydantic's location, which also names union members, and the value there."""
     path: tuple[str | int, ...] = ()
     for part in location:
         inside_list = isinstance(body, list) and isinstance(part, int) and part < len(body)
@@ -257,7 +257,7 @@ MESSAGES = {
 
 
 def _text(kind: str, message: str, context: Mapping[str, object]) -> str:
-    """The problem in words: our own if pydantic's mention Python."""
+    """Return the message for a problem, rephrased if pydantic's mentions Python."""
     if kind in MESSAGES:
         return MESSAGES[kind].format(**context)
     message = message.removeprefix("Value error, ")

@@ -1,7 +1,7 @@
-"""The fields that a client may send. Unknown fields are ignored, and every optional one may be null.
+"""Request fields of OpenAI's older APIs. Unknown fields are ignored, and every optional field may be null.
 
-A field of other servers that would change the answer, and that this server does not have, is `Refused` unless its value
-changes nothing: to ignore it would give a wrong answer. tests/router/api/known lists these fields.
+A field that would change the answer in other servers, but is not supported here, is `Refused` unless its value has no
+effect: ignoring it would give a wrong answer. `tests/router/api/known` lists these fields.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from router.request.extensions import (
 from router.text.calls import Function
 
 MAX_STOPS, MAX_CHOICES, MAX_PROMPTS, MAX_MESSAGES, MAX_TOOLS = 64, 128, 1024, 10_000, 1024
-"""Entries of one request's lists: `--max-body-bytes` bounds its size, these the work that its bytes ask for."""
+"""Limits on the lists of a request. `--max-body-bytes` limits its size, and these the work that it causes."""
 MAX_SUFFIX_CHARS = 1024 * 1024
 MAX_PARTS = 10_000
-"""Parts of the contents of all messages together, tool calls included."""
+"""Maximum number of content parts of all messages, including tool calls."""
 MANY_PARTS = 256
-"""A conversation of more messages, parts and calls is prepared in a thread, because that takes milliseconds."""
+"""Conversations with more messages, parts and calls are processed in a thread, because that takes milliseconds."""
 MAX_ROLE_CHARS = 64
-"""Templates know a handful of roles, all of them short."""
+"""Maximum length of a role. Templates support only a few, short ones."""
 FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 
 NumAlternatives = Annotated[int, Field(ge=-1, lt=2**31)]
-"""At most --max-logprobs; -1: the whole vocabulary."""
+"""Number of alternatives per token, at most `--max-logprobs`; -1: the whole vocabulary."""
 LogprobTokens = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_LOGIT_BIAS, fail_fast=True)]
 Temperature = Annotated[float, Field(**bounds_of("temperature"))]
 TopP = Annotated[float, Field(**bounds_of("top_p"))]
@@ -53,7 +53,7 @@ class StreamOptions(Fields):
 
 
 class NamedSchema(Fields):
-    """A schema as OpenAI wraps it. The answer must match it, `strict` or not."""
+    """A schema in OpenAI's wrapper. The answer must match it, whether or not `strict` is set."""
 
     name: Annotated[str, Field(max_length=256)] | None = None
     description: str | None = None
@@ -62,7 +62,7 @@ class NamedSchema(Fields):
 
 
 class ResponseFormat(Fields):
-    """OpenAI's `response_format`, with llama.cpp's (`schema`) and TGI's (`value`) fields for a schema or pattern."""
+    """OpenAI's `response_format`, with the fields of llama.cpp (`schema`) and TGI (`value`) for a schema or pattern."""
 
     type: Literal["text", "json_object", "json_schema", "json", "regex"]
     json_schema: NamedSchema | None = Field(None, description='with type "json_schema"')
@@ -73,7 +73,7 @@ class ResponseFormat(Fields):
 
 
 class SamplingFields(Extensions):
-    """The fields of both of OpenAI's older endpoints."""
+    """Fields of both of OpenAI's older endpoints."""
 
     model: Annotated[str, Field(max_length=1024)] | None = Field(None, description="null: the default model")
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -83,21 +83,21 @@ class SamplingFields(Extensions):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
-    return_token_ids: bool | None = Field(None, description="add prompt_token_ids and token_ids to the answer")
-    return_tokens_as_token_ids: bool | None = Field(None, description='log-probabilities name tokens "token_id:ID"')
-    prompt_logprobs: NumAlternatives | None = Field(None, description="of the prompt's tokens; not with stream: true")
+    return_token_ids: bool | None = Field(None, description="return prompt_token_ids and token_ids")
+    return_tokens_as_token_ids: bool | None = Field(None, description='name tokens "token_id:ID" in logprobs')
+    prompt_logprobs: NumAlternatives | None = Field(None, description="logprobs of prompt tokens; not with stream")
     logprob_token_ids: LogprobTokens | None = Field(
-        None, description="show the log-probabilities of these tokens in place of the best ones"
+        None, description="return the logprobs of these tokens instead of the likeliest ones"
     )
-    use_beam_search: bool | None = Field(None, description="find the n likeliest answers, by n beams or best_of")
+    use_beam_search: bool | None = Field(None, description="return the n likeliest answers; n or best_of beams")
     length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = Field(
-        None, description="of a beam search: above 0 longer answers win; default 1"
+        None, description="for beam search: values above 0 favour longer answers; default 1"
     )
     user: Annotated[str, Field(max_length=4096)] | None = None
     response_format: ResponseFormat | None = None
 
     def check(self) -> None:
-        """Raises InvalidRequest for fields that exclude each other."""
+        """Raise InvalidRequest for fields that are mutually exclusive."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options: only allowed with stream: true", param="stream_options")
         if self.prompt_logprobs is not None and self.stream:
@@ -118,35 +118,35 @@ class SamplingFields(Extensions):
     @property
     @abstractmethod
     def num_alternatives(self) -> int | None:
-        """Alternatives to each generated token, -1 for the whole vocabulary; None without log-probabilities."""
+        """Number of alternatives per generated token, -1 for the whole vocabulary, or None without logprobs."""
 
     @property
     def continued_text(self) -> str:
-        """The text of the last message if the answer continues it, else ""."""
+        """Text of the last message if the answer continues it, otherwise ""."""
         return ""
 
     @abstractmethod
     def without_prompt(self) -> Self:
-        """Return a copy without the fields that only make the prompt, which is kept while the answer is made."""
+        """Return a copy without the prompt fields. It is retained while the answer is generated."""
 
     @property
     def num_sampled(self) -> int:
-        """Sequences that are generated for each prompt."""
+        """Number of sequences to generate for each prompt."""
         return self.n or 1
 
     @property
     def num_beams(self) -> int:
-        """Beams of a beam search; 0 without one."""
+        """Number of beams, or 0 without beam search."""
         return (self.n or 1) if self.use_beam_search else 0
 
     @property
     def end_user(self) -> str:
-        """The client's own user, if the body names one."""
+        """The client's end user, or "" if the body names none."""
         return self.user or ""
 
     @abstractmethod
     def longest_text(self) -> str | list[int]:
-        """The longest text, or list of token ids, that is surely in a prompt as it is."""
+        """Return the longest text, or list of token ids, that is certainly part of a prompt unchanged."""
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -156,7 +156,7 @@ class SamplingFields(Extensions):
 
 
 class ContentPart(Fields):
-    """One part of a message: text, which may be that of a refusal."""
+    """One part of a message: text, or the text of a refusal."""
 
     type: Annotated[str, Field(max_length=64)]
     text: str | None = None
@@ -185,20 +185,20 @@ class ToolCall(Fields):
 
 class Message(Fields):
     role: Annotated[str, StringConstraints(min_length=1, max_length=MAX_ROLE_CHARS)] = Field(
-        description="system, developer, user, assistant, tool, or another that the chat template shows"
+        description="system, developer, user, assistant, tool, or another role that the chat template supports"
     )
     content: str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = Field(default=None, description="another name of reasoning_content")
-    refusal: str | None = Field(default=None, description="in place of content, or behind it")
+    reasoning: str | None = Field(default=None, description="alias of reasoning_content")
+    refusal: str | None = Field(default=None, description="instead of content, or following it")
     function_call: Refused = None
     audio: Refused = None
 
     def as_dict(self) -> dict[str, Any]:
-        """The message for chat templates, without nulls. It shares the client's own data inside, however deep."""
+        """Return the message for chat templates, without nulls. It shares nested objects with the request."""
         message: dict[str, Any] = {"role": self.role, "content": self.content}
         if isinstance(self.content, list):
             message["content"] = [
@@ -215,19 +215,19 @@ class Message(Fields):
 
 
 def not_too_many_parts(messages: object) -> object:
-    if isinstance(messages, list):  # before a million parts are checked one by one
+    if isinstance(messages, list):  # before each of possibly a million parts is validated
         num_parts = 0
         for message in messages:
             for name in _PARTS if isinstance(message, dict) else ():
                 if isinstance(parts := message.get(name), list):
                     num_parts += len(parts)
         if num_parts > MAX_PARTS:
-            raise ValueError(f"must have at most {MAX_PARTS} parts and tool calls together, not {num_parts}")
+            raise ValueError(f"must have at most {MAX_PARTS} parts and tool calls in total, not {num_parts}")
     return messages
 
 
 def has_many_parts(items: Iterable[object]) -> bool:
-    """Whether messages or items have more than `MANY_PARTS` parts and calls with them, at any depth."""
+    """Whether messages or items have more than `MANY_PARTS` nested parts and calls, including themselves."""
     num_parts, left = 0, [iter(items)]
     while left and num_parts <= MANY_PARTS:
         for item in left.pop():
@@ -249,12 +249,12 @@ Messages = Annotated[
 class FunctionDefinition(Fields):
     name: Annotated[str, StringConstraints(pattern=FUNCTION_NAME)]
     description: Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)] | None = None
-    parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments; null: it has none")
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments; null: no arguments")
     strict: bool | None = None
 
     @cached_property
     def called(self) -> Function:
-        """The function for tool-call formats. One object for all readers of this request."""
+        """The function for tool-call formats. Shared by all readers of this request."""
         return Function(self.name, self.description, self.parameters)
 
 
@@ -268,7 +268,7 @@ class FunctionName(Fields):
 
 
 class NamedTool(Fields):
-    """A tool choice: this one, once."""
+    """A tool choice: exactly one call of this function."""
 
     type: Literal["function"]
     function: FunctionName
@@ -279,22 +279,22 @@ class ChatRequest(SamplingFields):
 
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
-        None, description="default: as many as fit"
+        None, description="default: up to the context length"
     )
     logprobs: bool | None = None
     top_logprobs: NumAlternatives | None = None
-    echo: bool | None = Field(None, description="begin with the last message's text, if it is the assistant's")
+    echo: bool | None = Field(None, description="prepend the last message's text if its role is assistant")
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Effort | None = Field(None, description="for chat templates that know of it")
-    include_reasoning: bool | None = Field(None, description="false: leave out what the model thinks first")
+    reasoning_effort: Effort | None = Field(None, description="for chat templates that support it")
+    include_reasoning: bool | None = Field(None, description="false: omit the model's reasoning")
 
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(None, description='default "auto"')
-    parallel_tool_calls: bool | None = Field(None, description="false: at most one call an answer")
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call per answer")
 
-    # Other servers have these, this one has not.
+    # Fields of other servers that this server does not support.
     functions: Refused = None
     function_call: Annotated[Any, Only(("none", "auto"))] = None
     modalities: Annotated[list[Annotated[Any, Only(("text",))]], Field(max_length=64, fail_fast=True)] | None = None
@@ -311,7 +311,7 @@ class ChatRequest(SamplingFields):
             raise InvalidRequest("top_logprobs: only allowed with logprobs: true", param="top_logprobs")
 
     def longest_text(self) -> str | list[int]:
-        """The last message's text: templates may leave out other messages."""
+        """Return the last message's text, because templates may omit other messages."""
         content = self.messages[-1].content
         return content if isinstance(content, str) and self.truncate_prompt_tokens is None else ""
 
@@ -321,7 +321,7 @@ class ChatRequest(SamplingFields):
 
     @cached_property
     def echo_text(self) -> str:
-        """The text that precedes the answer: of the last message, if the answer goes on with the same role."""
+        """Text of the last message if `echo` is set and the message is the assistant's, otherwise ""."""
         last = self.messages[-1]
         if not self.echo or last.role != "assistant":
             return ""
@@ -343,7 +343,7 @@ class ChatRequest(SamplingFields):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """Variables of the chat template beside the messages. A template ignores those that it does not use."""
+        """Variables of the chat template other than the messages. Templates ignore unknown variables."""
         variables: dict[str, Any] = {}
         if self.reasoning_effort is not None:
             variables["reasoning_effort"] = self.reasoning_effort
@@ -353,7 +353,7 @@ class ChatRequest(SamplingFields):
 
 
 def kind_of_prompt(prompt: object) -> str:
-    """By the first element alone, so that one wrong id among a million is one problem and not three million."""
+    """Return the tag of a prompt's type, judged by its first element: one invalid id then causes a single error."""
     if not isinstance(prompt, list):
         return "text"
     first = prompt[0] if prompt else 0
@@ -373,17 +373,17 @@ PromptField = Annotated[
 class CompletionRequest(SamplingFields):
     """`POST /v1/completions`."""
 
-    prompt: PromptField = Field(description="text, texts, token ids or lists of token ids")
+    prompt: PromptField = Field(description="a string, list of strings, list of token ids, or list of such lists")
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
         None, description="default 16; 0 only with echo or prompt_logprobs"
     )
     echo: bool | None = None
     logprobs: NumAlternatives | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
-        None, description="generate so many answers to each prompt, and give the n likeliest; not with stream: true"
+        None, description="generate this many answers per prompt and return the n likeliest; not with stream"
     )
     suffix: Annotated[str, Field(max_length=MAX_SUFFIX_CHARS)] | None = Field(
-        None, description="text behind the answer, for models that fill in the middle"
+        None, description="text that follows the answer, for models with fill-in-the-middle support"
     )
     add_special_tokens: bool | None = None
 
@@ -401,9 +401,9 @@ class CompletionRequest(SamplingFields):
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise InvalidRequest("max_tokens: 0 is only allowed with echo or prompt_logprobs", param="max_tokens")
         if self.best_of is not None and self.best_of < (self.n or 1):
-            raise InvalidRequest(f"best_of: must be at least n ({self.n or 1}) (got {self.best_of})", param="best_of")
+            raise InvalidRequest(f"best_of: must be at least n={self.n or 1} (got {self.best_of})", param="best_of")
         if self.stream and self.num_sampled > (self.n or 1):
-            raise InvalidRequest("best_of: more than n is not allowed with stream: true", param="best_of")
+            raise InvalidRequest("best_of: must equal n with stream: true", param="best_of")
 
     @property
     def num_alternatives(self) -> int | None:
@@ -419,12 +419,12 @@ class CompletionRequest(SamplingFields):
 
     @property
     def echo_logprobs(self) -> int | None:
-        """Alternatives to show with the log-probability of each token of an echo; None without log-probabilities."""
+        """Number of alternatives per echoed token, or None without logprobs."""
         return self.logprobs if self.echo else None
 
 
 class TokenizeRequest(Fields):
-    """`POST /tokenize`: a text, or a conversation."""
+    """`POST /tokenize`: a text or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
@@ -434,7 +434,7 @@ class TokenizeRequest(Fields):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
-        None, description="that a conversation's prompt tells of"
+        None, description="tools that the conversation's prompt describes"
     )
     return_token_strs: bool | None = None
 
@@ -459,6 +459,6 @@ class Invocation(
         ]
     ]
 ):
-    """`POST /invocations`: a conversation if it has `messages`, and else a text to continue."""
+    """`POST /invocations`: a chat request if it has `messages`, otherwise a completion request."""
 
     known_fields: ClassVar = ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys()

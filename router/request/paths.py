@@ -1,4 +1,4 @@
-"""The paths of endpoints that more than one module names."""
+"""Paths of endpoints that are used by more than one module."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ MODELS_PATH: Final = "/v1/models"
 LOAD_ADAPTER_PATH: Final = "/v1/load_lora_adapter"
 UNLOAD_ADAPTER_PATH: Final = "/v1/unload_lora_adapter"
 POOLING: Final = frozenset((EMBEDDINGS_PATH, SCORE_PATH, RERANK_PATH))
-"""Answers of these are made of prompts alone."""
+"""Endpoints whose answers are computed from prompts only, without generation."""
 GENERATING: Final = POOLING | {CHAT_PATH, COMPLETION_PATH, RESPONSES_PATH, MESSAGES_PATH, INVOCATIONS_PATH}
-"""A POST to one of these asks the model for an answer."""
+"""Endpoints that run the model on a POST."""

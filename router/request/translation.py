@@ -1,4 +1,4 @@
-"""Translates parts of other APIs' requests into OpenAI's chat requests."""
+"""Translation of parts of other APIs' requests to OpenAI chat requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from router.request.fields import ContentPart, FunctionDefinition, FunctionName,
 
 
 class MessagePart(Protocol):
-    """One part of a message; only parts with text are supported."""
+    """One part of a message. Only parts with text are supported."""
 
     @property
     def type(self) -> str: ...
@@ -42,7 +42,7 @@ def as_content(parts: list[ContentPart]) -> str | list[ContentPart]:
 
 @contextmanager
 def named_as(names: Mapping[str, str]) -> Iterator[None]:
-    """Rename the field that an error inside names, if it begins with one of `names`."""
+    """Rename the field that an error raised inside refers to, if it begins with one of `names`."""
     try:
         yield
     except RequestError as error:
@@ -60,5 +60,5 @@ def function_tool(name: str, description: str | None, parameters: dict[str, Any]
 
 
 def named_tool(name: str) -> NamedTool:
-    """The tool choice of this tool."""
+    """Return the tool choice that selects this tool."""
     return NamedTool(type="function", function=FunctionName(name=name))

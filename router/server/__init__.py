@@ -1,1 +1,1 @@
-"""The HTTP server: connections, their bounds, and the checks that every request passes first."""
+"""The HTTP server: connections, their limits, and the checks that precede every request."""

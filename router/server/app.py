@@ -14,7 +14,7 @@ from starlette.routing import Match
 from common import __version__
 from common.config import OFF, RouterConfig
 from common.errors import RequestError
-from router.access import Gate
+from router.access import AccessControl
 from router.api import (
     LoadAdapterRequest,
     UnloadAdapterRequest,
@@ -28,13 +28,13 @@ from router.api.anthropic import AnthropicErrorBody, CountTokensRequest, Message
 from router.api.batches import NewBatch, batch_routes, file_routes
 from router.api.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest, embedding_routes
 from router.api.openai import ErrorBody, chat_routes, completion_routes
-from router.api.responses import KeptResponses, ResponsesRequest, response_routes
-from router.generation import FrontDoor, Models, Tracing
+from router.api.responses import ResponseService, ResponsesRequest, response_routes
+from router.generation import Models, RouterState, Tracing
 from router.observe import RouterMetrics
 from router.request.errors import CLIENT_CLOSED, MethodNotAllowed, UnknownPath, error_response
 from router.request.fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from router.server.front import Front
-from router.server.short_cut import GeneratingEndpoints, RouterApp
+from router.server.fast_path import GeneratingEndpoints, RouterApp
+from router.server.request_middleware import RequestMiddleware
 from router.siblings import RouterPart, SharedUsage
 from router.stored import IN_MEMORY
 
@@ -43,13 +43,13 @@ if TYPE_CHECKING:  # only routers of several processes need its HTTP client
     from router.stored import FileStore, ResponseStore
 
 MAX_SHOWN_PATH = 200
-"""Characters of a path that an error repeats."""
+"""Maximum length, in characters, of a path quoted in an error."""
 ROUTERS = (
     *(chat_routes, completion_routes, message_routes, response_routes, embedding_routes, file_routes, batch_routes),
     *(model_routes, token_routes, probe_routes, adapter_routes),
 )
 ROUTES = [route for router in ROUTERS for route in router.routes]
-"""All applications of a process share them, because FastAPI takes long to make routes."""
+"""Shared by all applications of a process, because FastAPI takes long to create routes."""
 
 
 def build_app(
@@ -60,38 +60,38 @@ def build_app(
     tracing: Tracing | None = None,
     part: RouterPart | None = None,
 ) -> FastAPI:
-    """The application that serves `models`. `app.state.front_door` is its `FrontDoor`, which `serve` drains.
+    """Create the application that serves `models`. Raises ConfigError if a configured file cannot be used.
 
-    `app.state.responses` are its `KeptResponses` and `app.state.batches` its `KeptBatches`, None
-    without a store. `serve` closes both.
-    `config` and `metrics` are the router's. `part` says which process of a router this is, of several. `failure`
-    returns why `/health` must not be 200; "" while the process is healthy. Raises ConfigError when a file that the
-    configuration names cannot be used.
+    `config` and `metrics` are the router's. `failure` returns why `/health` must report an error; "" while the process
+    is healthy. `part` identifies this process among the several of a router.
+
+    `app.state` has the `RouterState` as `router_state`, the `ResponseService` as `responses` and the `BatchService` as
+    `batches`, None without a store. `serve` drains and closes them.
     """
-    gate = Gate(config, metrics, usage=None if part is None else SharedUsage(part), part=part)
+    access = AccessControl(config, metrics, usage=None if part is None else SharedUsage(part), part=part)
     siblings = None if part is None else siblings_of(part, metrics)
-    door = FrontDoor(models, config, metrics, gate, failure, tracing, siblings)
+    router_state = RouterState(models, config, metrics, access, failure, tracing, siblings)
     if part is not None:
-        door.created = part.began_at
+        router_state.created = part.began_at
     app = RouterApp(title="Diptych", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.state.front_door = door
+    app.state.router_state = router_state
     responses, uploaded = _stores(config, metrics, IN_MEMORY if part is None else part.memory_store)
-    kept = app.state.responses = KeptResponses(door, responses)
+    kept = app.state.responses = ResponseService(router_state, responses)
     metrics.watch_store(lambda: (kept.size, kept.num_in_background))
     generating = GeneratingEndpoints(app, ROUTES)
     app.state.batches = None
     if uploaded is not None:
-        from router.api.batches import KeptBatches
+        from router.api.batches import BatchService
 
-        batches = app.state.batches = KeptBatches(door, uploaded, generating)
+        batches = app.state.batches = BatchService(router_state, uploaded, generating)
         metrics.batches.watch(lambda: batches.store.size, lambda: batches.running)
-    app.router.routes.extend(ROUTES)  # `include_router` would make each of them again, for its first request
+    app.router.routes.extend(ROUTES)  # `include_router` would create each of them again
     refusals = _Refusals(metrics)
     app.add_exception_handler(RequestError, refusals.of_ours)
     app.add_exception_handler(HTTPException, refusals.of_framework)
     app.add_exception_handler(ClientDisconnect, refusals.of_leaving)
-    app.add_middleware(Front, door=door)
-    app.short_cut = Front(generating, door)
+    app.add_middleware(RequestMiddleware, router_state=router_state)
+    app.fast_path = RequestMiddleware(generating, router_state)
     bodies = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, NewBatch)
     pooling = (EmbeddingRequest, ScoreRequest, RerankRequest)
     adapters = (LoadAdapterRequest, UnloadAdapterRequest)
@@ -101,7 +101,7 @@ def build_app(
 
 
 def _stores(config: RouterConfig, metrics: RouterMetrics, memory: str) -> tuple[ResponseStore | None, FileStore | None]:
-    """The stores of responses and of files, which load SQLite; None with `--response-store off`."""
+    """Create the stores of responses and files, which load SQLite; None with `--response-store off`."""
     if config.response_store == OFF:
         return None, None
     from router.stored import file_store_of, store_of
@@ -111,35 +111,35 @@ def _stores(config: RouterConfig, metrics: RouterMetrics, memory: str) -> tuple[
 
 
 def siblings_of(part: RouterPart, metrics: RouterMetrics) -> Siblings:
-    """The other processes of a router."""
+    """Create the client of the router's other processes."""
     from router.siblings import Siblings
 
     return Siblings(part, metrics.render)
 
 
 class _Refusals:
-    """Turns exceptions into answers, and counts them."""
+    """Exception handlers that convert exceptions to responses and count them."""
 
     def __init__(self, metrics: RouterMetrics) -> None:
         self._metrics = metrics
 
     async def of_ours(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
-        if request.state.visit.record is not None:  # the log of a generation request has counted it
+        if request.state.client_request.record is not None:  # already counted by the log of a generation request
             return error_response(error.with_traceback(None))
         return self._answer(error)
 
     async def of_framework(self, request: Request, error: Exception) -> Response:
-        """Starlette's own errors: no such path, or not this method."""
+        """Convert Starlette's errors: unknown path, or method not allowed."""
         assert isinstance(error, HTTPException)
         path = request.url.path[:MAX_SHOWN_PATH]
         if error.status_code == 404:
-            return self._answer(UnknownPath(f"there is no {path} here"), error.headers)
+            return self._answer(UnknownPath(f"Unknown path: {path}"), error.headers)
         if error.status_code == 405:
             allowed = self._methods(request) or (error.headers or {}).get("Allow", "")
-            return self._answer(
-                MethodNotAllowed(f"{path} allows {allowed}, not {request.state.visit.method[:20]}"), {"Allow": allowed}
-            )
+            method = request.state.client_request.method[:20]
+            refusal = MethodNotAllowed(f"Method {method} is not allowed for {path}. Allowed methods: {allowed}.")
+            return self._answer(refusal, {"Allow": allowed})
         ours = RequestError(str(error.detail))
         ours.status = error.status_code
         return self._answer(ours, error.headers)
@@ -149,12 +149,12 @@ class _Refusals:
         return error_response(error, headers)
 
     def _methods(self, request: Request) -> str:
-        """The methods of all routes of the path; the framework names those of one route."""
+        """Return the methods of all routes of the path; the framework lists those of only one route."""
         routes = [route for route in ROUTES if route.matches(request.scope)[0] is not Match.NONE]
         methods = {method for route in routes for method in getattr(route, "methods", ())}
         return ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))
 
     async def of_leaving(self, request: Request, error: Exception) -> Response:
-        if request.state.visit.record is None:
+        if request.state.client_request.record is None:
             self._metrics.count_error(CLIENT_CLOSED, "client_closed")
         return Response(status_code=CLIENT_CLOSED)  # never sent

@@ -1,12 +1,12 @@
-"""One HTTP connection: uvicorn's protocol with a bound on the time and memory that a client can cost.
+"""HTTP connections: uvicorn's protocol with limits on the time and memory that a client can use.
 
-    head within header_timeout_s, MAX_HEAD_BYTES, MAX_HEADERS ─> the application ─> answer read, or cut CLOSE_S later
+    head within header_timeout_s, MAX_HEAD_BYTES, MAX_HEADERS ─> application ─> client reads the answer, or CLOSE_S
 
-uvicorn bounds neither the wait for a head nor its size, nor the wait for a client that does not read its answers, nor
-the number of pipelined requests, and logs a warning for each bad request. It also accepts requests without a `Host`,
-sends chunks to HTTP/1.0 clients, and drops the requests of a half-closed client.
+uvicorn limits neither the time and size of a head, nor the time that a client takes to read its answers, nor the
+number of pipelined requests, and it logs a warning for each malformed request. It also accepts requests without a
+`Host`, sends chunks to HTTP/1.0 clients, and drops the requests of half-closed clients.
 
-The number of open connections is bounded: an idle connection makes room for a new one.
+The number of open connections is limited. A new connection evicts the one that has been idle longest.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from common.errors import InvalidRequest, RequestError, Unavailable
 from router.request.errors import HeadTimeout, HeadTooLarge, error_object
-from router.server.entrance import generates
+from router.server.precheck import generates
 
 IDLE_S = 1.0
-"""Idle time, in seconds, after which a connection may be evicted. New clients need some time to send a request, and
-others may send their next one."""
+"""Idle time, in seconds, after which a connection may be evicted. It gives new clients time to send a request, and
+others time to send their next one."""
 MAX_REFUSED = 64
 """Maximum number of refused connections that stay open until their clients have read the refusal."""
 MAX_HEAD_BYTES = 64 * 1024
-"""Of a request's line and headers together."""
+"""Maximum size of the request line and headers together."""
 MAX_URL_BYTES = 8 * 1024
-"""A query of 64 KiB has up to 32,000 fields, which take 40 ms to read."""
+"""Maximum size of a URL. Parsing a query of 64 KiB, with up to 32,000 fields, takes 40 ms."""
 MAX_HEADERS = 128
-"""Lines."""
+"""Maximum number of header lines."""
 MAX_PIPELINED = 16
-"""Requests that a client sends before it has the answer to the first."""
+"""Maximum number of requests that a client may send before it receives the answer to the first."""
 CLOSE_S = 30.0
-"""How long the client may take to read an answer before a close, or before its next answer."""
+"""Maximum time, in seconds, that a client may take to read an answer before a close, or before its next answer."""
 LINGER_S, MAX_DISCARDED_BYTES = 2.0, 64 * 1024 * 1024
-"""Maximum time, in seconds, and bytes to read and drop so that the client of a refused request gets the answer."""
+"""Maximum time, in seconds, and bytes of a body to discard so that the client of a refused request gets the answer."""
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 PROBE_S, MAX_PROBE_S = 0.1, 30.0
 """Initial and maximum interval of probes of a half-closed connection, in seconds. It doubles each time."""
 HOST = re.compile(rb"(?:\[[0-9A-Za-z:.%_~-]+\]|[A-Za-z0-9._~%!$&'()*+,;=-]*)(?::[0-9]*)?")
-"""A `Host` header: a name or an address, and a port (RFC 9110, section 7.2)."""
+"""A `Host` header: a name or an address with an optional port (RFC 9110, section 7.2)."""
 VERSIONS = ("1.0", "1.1")
 PHRASES = {
     400: "Bad Request",
@@ -61,10 +61,10 @@ PHRASES = {
 
 
 class ConnectionSlots:
-    """At most `most` transports. To make room, `enter` evicts the one that has been idle longest.
+    """Set of at most `most` open transports. When it is full, `enter` evicts the transport that has been idle longest.
 
-    It aborts that one instead of closing it, because a TLS peer that does not answer the close would keep the
-    descriptor for half a minute. A connection whose last answer is not sent yet is therefore not evicted.
+    Eviction aborts the transport instead of closing it, because a TLS peer that does not answer the close would keep
+    the descriptor for 30 s. A connection whose last answer is not fully sent is therefore not evicted.
     """
 
     def __init__(self, most: int, on_evicted: Callable[[], None], clock: Callable[[], float]) -> None:
@@ -72,11 +72,11 @@ class ConnectionSlots:
         self.most, self._on_evicted, self._clock = most, on_evicted, clock
         self._open: set[asyncio.Transport] = set()
         self._idle: OrderedDict[asyncio.Transport, float] = OrderedDict()
-        """Start of each connection's idle time, in the order of eviction."""
+        """Start of each connection's idle time, in eviction order."""
         self._refused: dict[asyncio.Transport, None] = {}
 
     def enter(self, transport: asyncio.Transport) -> bool:
-        """Add a new, idle connection. If it returns False, all slots are in use, and the caller must refuse it.
+        """Add a new, idle connection. Returns False if all slots are in use; the caller must then refuse it.
 
         In both cases, `leave` must be called when the connection ends.
         """
@@ -92,11 +92,11 @@ class ConnectionSlots:
         return True
 
     def work(self, transport: asyncio.Transport) -> None:
-        """A request came on this connection, which protects it from eviction."""
+        """Mark a connection as active when a request arrives, which protects it from eviction."""
         self._idle.pop(transport, None)
 
     def rest(self, transport: asyncio.Transport) -> None:
-        """Every request of this connection is answered; it may already be closing."""
+        """Mark a connection as idle after its last answer. It may already be closing."""
         if transport in self._open:
             self._idle[transport] = self._clock()
             if transport.is_closing():  # eviction loses nothing
@@ -104,7 +104,7 @@ class ConnectionSlots:
                 self._idle.move_to_end(transport, last=False)
 
     def leave(self, transport: asyncio.Transport) -> None:
-        """Remove a lost connection."""
+        """Remove a closed connection."""
         self._open.discard(transport)
         self._idle.pop(transport, None)
         self._refused.pop(transport, None)
@@ -124,9 +124,9 @@ class ConnectionSlots:
 
 @dataclass(frozen=True, slots=True)
 class HTTPBounds:
-    """The bounds of connections. `on_reject` is called with the reason of each rejection.
+    """Limits of connections. `on_reject` is called with the reason of each rejection.
 
-    `answer_s`: how long the answer of a generation may wait for a client that does not read.
+    `answer_s`: maximum time, in seconds, that the answer of a generation may wait for a client that does not read.
     """
 
     slots: ConnectionSlots
@@ -135,9 +135,11 @@ class HTTPBounds:
     on_reject: Callable[[str], None]
 
 
-class CyclePieces:
-    """Writes pieces of a streamed answer past the layers of the application: they do nothing with a body, and each
-    would cost more than the piece. Implements `router.generation.pieces.Pieces`."""
+class CycleWriter:
+    """Writes the data of a streamed answer without the application's ASGI layers, which would only add cost.
+
+    Implements `router.generation.answer_writer.AnswerWriter`.
+    """
 
     __slots__ = ("_on_gone", "comment", "cycle")
 
@@ -146,7 +148,7 @@ class CyclePieces:
         self.comment = b""
 
     def watch(self, on_gone: Callable[[], None]) -> None:
-        self.cycle.flow.resume_reading()  # a connection that is not read cannot detect its end
+        self.cycle.flow.resume_reading()  # a connection that is not read cannot detect a disconnect
         self._on_gone = on_gone
         if self.cycle.disconnected:
             on_gone()
@@ -155,7 +157,7 @@ class CyclePieces:
         self._on_gone = _nothing
 
     def lost(self) -> None:
-        """The connection is lost."""
+        """Handle the loss of the connection."""
         if self.cycle.disconnected:
             self._on_gone()
 
@@ -171,10 +173,10 @@ class CyclePieces:
 
 
 class HTTPConnection(HttpToolsProtocol):
-    """A connection with event loop times since when the server waits for the client.
+    """A connection that measures, in event loop time, how long the server has waited for the client.
 
-    `awaiting_since`: for a request's head; None while none is due. `unread_since`: for the client to read, because the
-    write buffer is full; None while it is not. `closing_since`: for the end of a connection that is being closed.
+    `awaiting_since`: start of the wait for a request's head; None while none is expected. `unread_since`: start of the
+    wait for the client to read, while the write buffer is full; else None. `closing_since`: start of the close.
     """
 
     def __init__(self, bounds: HTTPBounds, **of_uvicorn: Any) -> None:
@@ -185,7 +187,7 @@ class HTTPConnection(HttpToolsProtocol):
         self.closing_since: float | None = None
         self.unread_since: float | None = None
         self._in_head = self._in_body = self._refused = False
-        self._framing = False  # while a new parser reads the headers that frame the body
+        self._framing = False  # True while a new parser reads the headers that frame the body
         self._num_unread = 0
         self._is_half_closed = False
         self._unanswered: deque[RequestResponseCycle] = deque()
@@ -194,7 +196,7 @@ class HTTPConnection(HttpToolsProtocol):
 
     @property
     def idle(self) -> bool:
-        """Whether the server is answering no request."""
+        """Whether no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
     # ------------------------------------------------------------ asyncio's callbacks
@@ -204,7 +206,7 @@ class HTTPConnection(HttpToolsProtocol):
         self.awaiting_since = self.loop.time()
         if not self.bounds.slots.enter(transport):
             most = self.bounds.slots.most
-            self._refuse(Unavailable(f"{most:,} connections are open, the most this router takes"), "connections")
+            self._refuse(Unavailable(f"This router already has {most:,} open connections, its maximum."), "connections")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.bounds.slots.leave(self.transport)
@@ -212,10 +214,10 @@ class HTTPConnection(HttpToolsProtocol):
         self._drop_requests()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client has closed its sending side. Complete requests are still answered, then the connection ends.
+        """Handle the end of the client's sending side: complete requests are still answered, then the connection ends.
 
-        A client that has left causes the same event; `_probe` distinguishes the two. HTTP/1.0 clients cannot be probed,
-        and TLS has no half-closed connections: both count as having left.
+        A client that has disconnected causes the same event; `_probe` distinguishes the two. HTTP/1.0 clients cannot be
+        probed, and TLS has no half-closed connections: both count as disconnected.
         """
         cycle = self.cycle
         if self.idle or cycle.more_body or cycle.scope["http_version"] == "1.0" or self.scheme == "https":
@@ -245,17 +247,19 @@ class HTTPConnection(HttpToolsProtocol):
         try:
             self._parse(data)
         except httptools.HttpParserError:
-            bad = InvalidRequest("the request is not valid HTTP/1.1")
+            bad = InvalidRequest("The request is not valid HTTP/1.1.")
             self._refuse(*(self._refusal or (bad, "malformed")))
             return
-        if self._in_head and self._late_bytes > MAX_HEAD_BYTES:  # an endless line calls none of the parser's callbacks
+        if self._in_head and self._late_bytes > MAX_HEAD_BYTES:  # an endless line triggers no parser callback
             self._refuse(_too_large(), "head")
         elif self._in_body and self._sent_bytes - self._body_bytes > MAX_HEAD_BYTES + self._body_bytes // 4:
-            many = InvalidRequest(f"the body has {self._body_bytes:,} bytes in chunks of {self._sent_bytes:,} bytes")
+            many = InvalidRequest(
+                f"The chunks of the body have {self._sent_bytes:,} bytes for {self._body_bytes:,} bytes of data."
+            )
             self._refuse(many, "malformed")
         elif self._num_unread and self.idle:
             self._on_unread()
-        elif self.awaiting_since is None and self.idle:  # bytes that begin no request, such as empty lines
+        elif self.awaiting_since is None and self.idle:  # bytes that do not begin a request, such as empty lines
             self.awaiting_since = self.loop.time()
 
     # ------------------------------------------------------------ the parser's callbacks
@@ -277,14 +281,14 @@ class HTTPConnection(HttpToolsProtocol):
         self._count(len(url))
         super().on_url(url)
         if len(self.url) > MAX_URL_BYTES:
-            self._give_up(HeadTooLarge(f"the request's URL may have {MAX_URL_BYTES:,} bytes"), "head")
+            self._give_up(HeadTooLarge(f"The URL exceeds the limit of {MAX_URL_BYTES:,} bytes."), "head")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._framing:
             return
         self._num_headers += 1
         self._count(len(name) + len(value))
-        if self._in_head:  # trailers are dropped
+        if self._in_head:  # ignores trailers
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -295,22 +299,22 @@ class HTTPConnection(HttpToolsProtocol):
         self.awaiting_since = None
         self.bounds.slots.work(self.transport)
         if len(self.pipeline) >= MAX_PIPELINED:
-            self._give_up(InvalidRequest(f"more than {MAX_PIPELINED} requests wait on this connection"), "pipelined")
+            self._give_up(InvalidRequest(f"More than {MAX_PIPELINED} requests are pipelined."), "pipelined")
         self._check_head()
         self._in_body = True
         super().on_headers_complete()
-        self.cycle.scope["state"]["pieces"] = CyclePieces(self.cycle)
+        self.cycle.scope["state"]["answer_writer"] = CycleWriter(self.cycle)
         self._unanswered.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
-        if self.idle:  # the answer came before the body
+        if self.idle:  # the request was answered before its body was read
             self._num_unread += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade() and not self._tunnels:
-            return  # its body follows, see `_parse`
+            return  # its body follows; see `_parse`
         self._in_body = False
         super().on_message_complete()
 
@@ -325,7 +329,7 @@ class HTTPConnection(HttpToolsProtocol):
     # ------------------------------------------------------------ the server's clock
 
     def check(self, now: float) -> None:
-        """End a connection that kept the server waiting too long; called about once a second."""
+        """Close a connection whose client exceeded a timeout. Called about once per second."""
         if self.transport.is_closing():
             self.closing_since = self.closing_since or now
             if now - self.closing_since > CLOSE_S:
@@ -335,8 +339,8 @@ class HTTPConnection(HttpToolsProtocol):
                 return
             if self._in_head:
                 allowed = f"{self.bounds.header_timeout_s:g} s"
-                self._refuse(HeadTimeout(f"the request's head did not arrive within {allowed}"), "slow_head")
-            else:  # no request began
+                self._refuse(HeadTimeout(f"The request's headers did not arrive within {allowed}."), "slow_head")
+            else:  # no request has begun
                 self.bounds.on_reject("silent")
                 self.transport.close()
         elif self.unread_since is not None and not self.idle and now - self.unread_since > self._reading_s:
@@ -345,16 +349,16 @@ class HTTPConnection(HttpToolsProtocol):
 
     @property
     def _reading_s(self) -> float:
-        """How long the client may read nothing while the write buffer is full."""
+        """Maximum time, in seconds, that a client may stall while the write buffer is full."""
         return self.bounds.answer_s if any(generates(cycle.scope) for cycle in self._unanswered) else CLOSE_S
 
     # ------------------------------------------------------------ inside
 
     def _parse(self, data: bytes) -> None:
-        """Feed the parser, and answer a request for an upgrade as if it asked for none.
+        """Feed the parser. Requests to upgrade the protocol are answered as if they had no `Upgrade` header.
 
-        The parser stops behind the head of such a request, because another protocol may follow. But Java's HTTP client
-        asks for HTTP/2 with each first POST, and sends the body.
+        The parser stops after the head of such a request, because another protocol may follow. However, Java's HTTP
+        client requests HTTP/2 with each first POST and then sends the body as HTTP/1.1.
         """
         while True:
             try:
@@ -371,14 +375,14 @@ class HTTPConnection(HttpToolsProtocol):
 
     @property
     def _tunnels(self) -> bool:
-        """Whether the request is a CONNECT, behind which no HTTP follows."""
+        """Whether the request is a CONNECT, after which no HTTP follows."""
         return bool(self.scope["method"] == "CONNECT")
 
     def _resume_at_body(self) -> None:
-        """Start a new parser at the body of the present request, framed by the headers that say its length."""
+        """Start a new parser at the body of the current request, framed by its length headers."""
         lengths = [pair for pair in self.headers if pair[0] in (b"content-length", b"transfer-encoding")]
         self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # like uvicorn's parser
         self._framing = True
         try:
             fields = b"".join(b"%s: %s\r\n" % pair for pair in lengths)
@@ -387,8 +391,8 @@ class HTTPConnection(HttpToolsProtocol):
             self._framing = False
 
     def _on_unread(self) -> None:
-        """Bound the rest of a body that was answered unread; the parser drops its bytes."""
-        if self._in_head:  # the next request's
+        """Limit the rest of a body that was not read before the answer. The parser drops its bytes."""
+        if self._in_head:  # of the next request
             self._num_unread = 0
         elif not self._in_body:
             self._num_unread, self.awaiting_since = 0, None
@@ -402,29 +406,29 @@ class HTTPConnection(HttpToolsProtocol):
             self.awaiting_since = self.awaiting_since or self.loop.time()
 
     def _check_head(self) -> None:
-        """Refuse heads that RFC 9112 forbids but the parser accepts, and handle cases that uvicorn does not."""
+        """Reject heads that RFC 9112 forbids but the parser accepts, and handle cases that uvicorn does not."""
         version = self.parser.get_http_version()
         hosts = []
         for name, value in self.headers:
             if name == b"host":
                 hosts.append(value)
             elif name == b"transfer-encoding" and value.lower() != b"chunked":
-                self._give_up(InvalidRequest("Transfer-Encoding may only be chunked"), "malformed")
+                self._give_up(InvalidRequest("Transfer-Encoding must be chunked."), "malformed")
         if version not in VERSIONS:
-            self._give_up(InvalidRequest("the version of HTTP must be 1.0 or 1.1"), "malformed")
+            self._give_up(InvalidRequest("The HTTP version must be 1.0 or 1.1."), "malformed")
         if len(hosts) > 1 or (not hosts and version == "1.1"):
-            self._give_up(InvalidRequest(f"the request must have one Host header, not {len(hosts)}"), "malformed")
+            self._give_up(InvalidRequest(f"The request must have one Host header, got {len(hosts)}."), "malformed")
         if hosts and not HOST.fullmatch(hosts[0]):
-            self._give_up(InvalidRequest("the Host header must be a host name or an IP address"), "malformed")
+            self._give_up(InvalidRequest("The Host header must be a host name or an IP address."), "malformed")
         self.app = self._app
         if version == "1.0":
             self.app, self.expect_100_continue = _unchunked(self._app), False
 
     def _probe(self, delay_s: float) -> None:
-        """Write an interim response to a half-closed connection, and again after `delay_s` seconds.
+        """Send an interim response to a half-closed connection; repeat after `delay_s` seconds.
 
-        A client that has left answers with a reset, which ends the connection. A waiting client ignores the response,
-        as every HTTP/1.1 client must (RFC 9110, section 15.2). In a stream that has begun, a comment serves as probe.
+        A disconnected client answers with a reset, which ends the connection. A waiting client ignores the response, as
+        every HTTP/1.1 client must (RFC 9110, section 15.2). During a stream, an SSE comment serves as probe.
         """
         if self.transport.is_closing() or not self._unanswered:
             return
@@ -432,20 +436,20 @@ class HTTPConnection(HttpToolsProtocol):
         if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
             return
-        pieces: CyclePieces = self._unanswered[0].scope["state"]["pieces"]
+        writer: CycleWriter = self._unanswered[0].scope["state"]["answer_writer"]
         if not self._unanswered[0].response_started:
             self.transport.write(CONTINUE)
-        elif pieces.comment and pieces.ready:
-            pieces.write(pieces.comment)
+        elif writer.comment and writer.ready:
+            writer.write(writer.comment)
         self.loop.call_later(delay_s, self._probe, min(2 * delay_s, MAX_PROBE_S))
 
     def _drop_requests(self) -> None:
-        """End all requests as disconnected; uvicorn ends only the last one."""
+        """Mark all requests as disconnected; uvicorn marks only the last one."""
         for cycle in self._unanswered:
             cycle.disconnected = True
             cycle.message_event.set()
-            pieces: CyclePieces = cycle.scope["state"]["pieces"]
-            pieces.lost()
+            writer: CycleWriter = cycle.scope["state"]["answer_writer"]
+            writer.lost()
 
     def _count(self, num_bytes: int) -> None:
         self._head_bytes += num_bytes
@@ -453,15 +457,15 @@ class HTTPConnection(HttpToolsProtocol):
             self._give_up(_too_large(), "head")
 
     def _give_up(self, error: RequestError, reason: str) -> None:
-        """Stop the parser from within its callback; `data_received` then answers with the error."""
+        """Stop the parser from within its callback. `data_received` then answers with the error."""
         self._refusal = (error, reason)
         raise error
 
     def _refuse(self, error: RequestError, reason: str) -> None:
-        """Answer with `error` and close; an answer that is under way is sent first."""
+        """Answer with `error` and close. An answer that is being sent is completed first."""
         self._refused = True
         self.bounds.on_reject(reason)
-        if self.pipeline:  # the error could be taken for the answer to one of the whole requests before it
+        if self.pipeline:  # the client could mistake the error for the answer to an earlier request
             self.transport.close()
             return
         cycle = self.cycle
@@ -477,17 +481,17 @@ class HTTPConnection(HttpToolsProtocol):
         self._drop_requests()
         self.transport.write(_answer(error))
         if self.transport.can_write_eof():
-            self.transport.write_eof()  # a close would reset the connection if the client still sends
+            self.transport.write_eof()  # a close would reset the connection if the client is still sending
         else:  # TLS
             self.transport.close()
         self.loop.call_later(LINGER_S, self.transport.abort)
 
 
 def _unchunked(app: ASGIApp) -> ASGIApp:
-    """Wrap `app` for HTTP/1.0 clients, which do not support chunks: the end of the connection ends a stream."""
+    """Wrap `app` for HTTP/1.0 clients, which do not support chunks: closing the connection ends a stream."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        cycle: RequestResponseCycle = scope["state"]["pieces"].cycle
+        cycle: RequestResponseCycle = scope["state"]["answer_writer"].cycle
         is_streamed = False
 
         async def send_unchunked(message: Message) -> None:
@@ -496,7 +500,7 @@ def _unchunked(app: ASGIApp) -> ASGIApp:
                 is_streamed = not any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
                 cycle.chunked_encoding = False if is_streamed else None
             elif is_streamed:
-                cycle.expected_content_length = len(message.get("body", b""))  # uvicorn compares it with every piece
+                cycle.expected_content_length = len(message.get("body", b""))  # uvicorn checks each piece against it
             await send(message)
 
         await app(scope, receive, send_unchunked)
@@ -507,13 +511,13 @@ def _unchunked(app: ASGIApp) -> ASGIApp:
 def _after_body(app: ASGIApp) -> ASGIApp:
     """Wrap `app` so that answers to requests with unread bodies reach their clients.
 
-    A close would reset the connection of a client that still sends, and lose the answer, so the body is dropped first.
-    A client that waits for "100 Continue" gets the answer instead, and its connection is closed, because its body may
-    follow or not.
+    Closing would reset the connection of a client that is still sending, and the answer would be lost. The body is
+    therefore discarded first. A client that waits for "100 Continue" gets the answer instead, and its connection is
+    closed, because it may or may not send its body afterwards.
     """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        cycle: RequestResponseCycle = scope["state"]["pieces"].cycle
+        cycle: RequestResponseCycle = scope["state"]["answer_writer"].cycle
 
         async def send_after_body(message: Message) -> None:
             if cycle.more_body and message["type"] == "http.response.start":
@@ -530,7 +534,7 @@ def _after_body(app: ASGIApp) -> ASGIApp:
 
 
 async def _discard(receive: Receive) -> None:
-    """Read and drop the rest of a body, up to MAX_DISCARDED_BYTES and for up to LINGER_S."""
+    """Read and discard the rest of a body, up to MAX_DISCARDED_BYTES and for up to LINGER_S."""
     size = 0
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LINGER_S):
@@ -542,11 +546,11 @@ async def _discard(receive: Receive) -> None:
 
 
 def _nothing() -> None:
-    """A client that leaves concerns no answer."""
+    """Callback without effect."""
 
 
 def _too_large() -> HeadTooLarge:
-    return HeadTooLarge(f"the request's head may have {MAX_HEAD_BYTES:,} bytes and {MAX_HEADERS} headers")
+    return HeadTooLarge(f"The request's headers exceed the limit of {MAX_HEAD_BYTES:,} bytes or {MAX_HEADERS} lines.")
 
 
 def _answer(error: RequestError) -> bytes:

@@ -1,4 +1,4 @@
-"""What runs behind one served model: its workers, tokenizer, metrics and plan."""
+"""Components of one served model: its workers, tokenizer, metrics and planner."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from router.text import TextPipeline, TextThreads
 
 
 class ModelBackend:
-    """Owned by the router's event loop: `start`, serve, `close`. `served` is the model as the endpoints see it."""
+    """Owned by the router's event loop: `start`, serve, `close`. `served` is the model as seen by the endpoints."""
 
     def __init__(
         self,
@@ -27,10 +27,12 @@ class ModelBackend:
         budget: Budget | None = None,
         has_prefill: bool = True,
     ) -> None:
-        """`config` names this model alone. `front`: the metrics of a router of several models, whose census sends it
-        the workers that serve one of these `models`, and whose plans share a `budget`. `has_prefill`: see `Dispatcher`.
-        Raises ModelError, and ConfigError for a file of a setting or where there are no workers of the role that the
-        model's task needs.
+        """`config` names only this model.
+
+        In a router of several models, `front` are the router's metrics, `models` are the model ids whose workers the
+        census assigns to this model, and `budget` is shared by the planners. `has_prefill`: see `Dispatcher`. Raises
+        ModelError; raises ConfigError if a configured file cannot be used, or if no workers of the role that the
+        model's task needs are configured.
         """
         needed = served_task(files, config.task).needed
         config.check_workers(needed)
@@ -74,17 +76,17 @@ class ModelBackend:
 
     @property
     def failure(self) -> str:
-        """Why the process must be restarted; "" while it is sound."""
+        """Why the process must be restarted; "" while it is healthy."""
         return self.dispatcher.fleet.failure or self.planning.failure
 
     async def start(self) -> None:
-        """Connect to the workers; returns at once."""
+        """Start connecting to the workers, without waiting for connections."""
         await self.dispatcher.start()
         if self._plans:
             self.planning.start()
 
     async def close(self) -> None:
-        """End the plan, all requests and all sockets."""
+        """Stop the planner, all requests and all sockets."""
         await self.planning.close()
         await self.dispatcher.close()
         self.text.close()

@@ -1,16 +1,16 @@
-"""Runs the application until a signal, and gives running answers time to complete.
+"""Runs the application until a signal arrives, and gives running answers time to complete.
 
 SIGTERM ─> /ready 503, new requests 503 ─> running answers get drain_timeout_s ─> the rest end with an error event
-SIGHUP ──> the router reads keys and certificate again, and reopens the audit log
+SIGHUP ──> the router reloads keys and certificate, and reopens the audit log
 
-TLS connections are accepted here, because asyncio's own servers bound no handshakes, so that silent clients can hold
-every descriptor:
+TLS connections are accepted here, because asyncio's servers do not limit handshakes, so idle clients could use up all
+descriptors:
 
-    listener ─> accepted ─> handshake within timeout_s, or cut off by newer ones ─> a connection like any other
+    listener ─> accepted ─> handshake within timeout_s, unless newer ones evict it ─> an ordinary connection
 
-A process of a router of several also serves the others at a Unix socket, and after a restart takes connections once it
-knows the workers that the others know. Else a client would see by the process that the kernel gave it to that a model
-has no worker, though it has.
+A router process among several also serves its siblings on a Unix socket. After a restart it accepts connections only
+once it has found the workers that its siblings have. Otherwise, whether a client finds a worker for its model would
+depend on the process to which the kernel assigns its connection.
 """
 
 from __future__ import annotations
@@ -35,51 +35,51 @@ from starlette.applications import Starlette
 
 from common.config import RouterConfig, is_loopback
 from common.wire import CLIENTS_BACKLOG, listening
-from router.api import ABLE, inner_app
-from router.api.responses import KeptResponses
+from router.api import AVAILABLE, internal_app
+from router.api.responses import ResponseService
 from router.fleet import MAX_DISCOVERED
-from router.generation import SEND_GRACE_S, FrontDoor
+from router.generation import SEND_GRACE_S, RouterState
 from router.server.http_connection import ConnectionSlots, HTTPBounds, HTTPConnection
 
 if TYPE_CHECKING:  # loaded where there is a store, or several processes
-    from router.api.batches import KeptBatches
+    from router.api.batches import BatchService
     from router.siblings import Siblings
 
 log = logging.getLogger(__name__)
 
 UVICORN_CLOSE_S = 1
-"""How long uvicorn waits for connections that are left, at either door, after the drain."""
+"""Maximum time, in seconds, that uvicorn waits for remaining connections after the drain."""
 STARTED_POLL_S = 0.01
-"""Between two looks whether uvicorn has started."""
+"""Polling interval for uvicorn's start."""
 PATIENCE_S = 5.0
-"""Several heartbeats. A worker that answers the others and not this process must not keep it away for good."""
+"""Several heartbeats. A worker that responds to the siblings but not to this process must not block it forever."""
 POLL_S = 0.02
-"""Between two looks at what has no event: whether each model has workers, whether the last answer has ended."""
+"""Polling interval for conditions without an event: workers for each model, and the end of the last answer."""
 MAX_ACCEPTED_IN_A_ROW = 64
-"""Connections accepted in a row before other tasks run; an accept that is ready does not yield."""
+"""Connections accepted before yielding to other tasks, because an accept that is ready does not yield."""
 RETRY_S = 0.1
-"""The pause after a failed accept, which most likely lacked a descriptor."""
+"""Pause after a failed accept, which most likely means that no descriptor was free."""
 KEEP_ALIVE_S = 75
-"""Longer than clients and balancers keep idle connections: they close them first, and no request meets a close."""
+"""Longer than clients and load balancers keep idle connections, so they close first and no request meets a close."""
 TICKS_A_CHECK = 10
-"""uvicorn ticks ten times a second; the server checks each connection once a second, a tenth of them at a tick: to
-look at ten thousand at once holds tokens up for milliseconds."""
+"""uvicorn ticks ten times per second. Each tick checks a tenth of the connections, so each is checked once per second:
+checking ten thousand at a time would delay tokens by milliseconds."""
 OTHER_FILES = 256
-"""Descriptors for everything but clients and workers: files, libraries."""
+"""Descriptors for everything but clients and workers, such as files and libraries."""
 FILES_A_WORKER = 8
-"""The connection and the wake-ups of three sockets, twice while a new connection replaces an old one."""
+"""Connections and wake-up descriptors of three sockets, doubled while a new connection replaces an old one."""
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without signal handlers of its own."""
+    """uvicorn without its signal handlers."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-class InnerServer:
-    """`start`, serve, `close`."""
+class InternalServer:
+    """Server of the Unix socket for sibling processes: `start`, serve, `close`."""
 
     def __init__(self, app: Starlette, siblings: Siblings) -> None:
         self._siblings = siblings
@@ -97,7 +97,7 @@ class InnerServer:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Take over from the process before, and listen. Raises OSError."""
+        """Take over the state of the previous process and listen. Raises OSError."""
         self._siblings.ledger.take_over()
         self._siblings.part.own_socket.unlink(missing_ok=True)
         self._task = asyncio.create_task(self._server.serve(), name="inner http")
@@ -107,29 +107,29 @@ class InnerServer:
             self._task.result()
 
     async def close(self) -> None:
-        """Answer no more."""
+        """Stop serving."""
         self._server.should_exit = True
         if self._task is not None:
             await self._task
         await self._siblings.close()
 
 
-async def catch_up(door: FrontDoor, siblings: Siblings, stop: asyncio.Event) -> None:
-    """Wait until `stop`, or until each model for which another process has workers has some here too."""
-    began, told = time.monotonic(), (await siblings.ask_all(ABLE)).values()
-    awaited = set(itertools.chain.from_iterable(orjson.loads(body) for body in told))
-    while missing := awaited.difference(door.models.available):
+async def catch_up(router_state: RouterState, siblings: Siblings, stop: asyncio.Event) -> None:
+    """Wait until `stop` is set, or until every model that has workers at a sibling has workers here too."""
+    began, replies = time.monotonic(), (await siblings.ask_all(AVAILABLE)).values()
+    awaited = set(itertools.chain.from_iterable(orjson.loads(body) for body in replies))
+    while missing := awaited.difference(router_state.models.available):
         if stop.is_set():
             return
         if time.monotonic() - began > PATIENCE_S:
             known = {"models": ", ".join(sorted(missing)), "waited_s": PATIENCE_S}
-            log.warning("other processes have workers of models that this one has none of yet", extra=known)
+            log.warning("no workers found yet for models that have workers at sibling processes", extra=known)
             return
         await asyncio.sleep(POLL_S)
 
 
 class Handshakes:
-    """Runs at most `most` handshakes at once; a newer one cuts off the oldest, and `on_cut` is called."""
+    """Runs at most `most` TLS handshakes concurrently. A newer one evicts the oldest, and `on_cut` is called."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class Handshakes:
         self._under_way: dict[socket.socket, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Accept until cancelled, which cancels the handshakes under way too."""
+        """Accept connections until cancelled. Cancellation also cancels the running handshakes."""
         try:
             while True:
                 for _ in range(MAX_ACCEPTED_IN_A_ROW):
@@ -162,7 +162,7 @@ class Handshakes:
         try:
             accepted, _ = await loop.sock_accept(self._listener)
         except OSError as error:
-            log.debug("no connection was accepted: %s", error)
+            log.debug("accepting a connection failed: %s", error)
             await asyncio.sleep(RETRY_S)
             return
         while len(self._under_way) >= self._most:
@@ -170,7 +170,7 @@ class Handshakes:
         self._under_way[accepted] = loop.create_task(self._shake(accepted), name="TLS handshake")
 
     def _cut(self, oldest: socket.socket) -> None:
-        """Shut the connection down; its handshake then fails and closes it."""
+        """Shut the connection down, so that its handshake fails and closes it."""
         del self._under_way[oldest]
         self._on_cut()
         with contextlib.suppress(OSError):
@@ -182,36 +182,35 @@ class Handshakes:
             await loop.connect_accepted_socket(
                 self._protocol, accepted, ssl=self._tls, ssl_handshake_timeout=self._timeout_s
             )
-        except OSError as error:  # of TLS, a timeout or the connection; the loop has closed the socket
-            log.debug("no handshake: %s", error)
+        except OSError as error:  # TLS error, timeout or connection error; the loop has closed the socket
+            log.debug("TLS handshake failed: %s", error)
         finally:
             self._under_way.pop(accepted, None)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket, in whose backlog early clients wait. Raises OSError when the address cannot be bound."""
+    """Return a listening socket, whose backlog queues early clients. Raises OSError if the address cannot be bound."""
     return listening.listen(host, port, CLIENTS_BACKLOG)
 
 
 class Server(_Server):
-    """uvicorn with bounded connections."""
+    """uvicorn server with limits on its connections."""
 
-    def __init__(self, door: FrontDoor, config: uvicorn.Config) -> None:
+    def __init__(self, router_state: RouterState, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self._door, settings, self._metrics = door, door.config, door.metrics
-        reject = door.metrics.count_rejected
+        self._router_state, settings, self._metrics = router_state, router_state.config, router_state.metrics
+        reject = router_state.metrics.count_rejected
         slots = ConnectionSlots(connections_possible(settings), lambda: reject("evicted"), time.monotonic)
         answer_s = settings.request_timeout_s + SEND_GRACE_S
         self._bounds = HTTPBounds(slots, settings.header_timeout_s, answer_s, reject)
-        certificate = door.gate.certificate
+        certificate = router_state.access.certificate
         self._tls: ssl.SSLContext | None = None if certificate is None else certificate.context
         self._accepting: list[asyncio.Task[None]] = []
-        self._listed: list[asyncio.Protocol] = []  # the connections of the present second
+        self._listed: list[asyncio.Protocol] = []  # the connections to check in the current second
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen on `sockets`."""
         loop = asyncio.get_running_loop()
-        self._door.is_loopback = all(is_loopback(each.getsockname()[0]) for each in sockets or ())
+        self._router_state.is_loopback = all(is_loopback(each.getsockname()[0]) for each in sockets or ())
         await self.lifespan.startup()
         if self._tls is None:
             self.servers = [
@@ -228,7 +227,7 @@ class Server(_Server):
         await super().shutdown(sockets)
 
     def stop_listening(self) -> None:
-        """Accept no more connections; open ones stay."""
+        """Stop accepting connections; open ones remain."""
         for server in self.servers:
             server.close()
         for task in self._accepting:
@@ -250,7 +249,7 @@ class Server(_Server):
 
     def _on_accepting_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
-            log.critical("connections are no longer accepted: the router ends", exc_info=task.exception())
+            log.critical("router: accepting connections failed, shutting down", exc_info=task.exception())
             self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
@@ -262,7 +261,7 @@ class Server(_Server):
         return await super().on_tick(counter)
 
     def check_connections(self) -> None:
-        """End all connections that kept the server waiting too long."""
+        """Close all connections whose clients exceeded a timeout."""
         self._check(list(self.server_state.connections))
 
     def _check(self, connections: Iterable[asyncio.Protocol]) -> None:
@@ -278,7 +277,7 @@ class Server(_Server):
 
 
 def stop_on_signals() -> asyncio.Event:
-    """An event that SIGINT or SIGTERM sets; the second signal ends the process at once."""
+    """Return an event that SIGINT or SIGTERM sets. A second signal exits the process immediately."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -289,22 +288,26 @@ def stop_on_signals() -> asyncio.Event:
 async def serve(
     app: FastAPI, listener: socket.socket, close: Callable[[], Awaitable[None]], stop: asyncio.Event
 ) -> None:
-    """Serve on `listener` until `stop` is set. `close` ends the app's client after the drain."""
-    door: FrontDoor = app.state.front_door
-    kept: KeptResponses = app.state.responses
-    batches: KeptBatches | None = app.state.batches
-    allow_files(door.config)
-    inner = None if door.siblings is None else InnerServer(inner_app(door, kept, door.siblings), door.siblings)
+    """Serve on `listener` until `stop` is set. `close` closes the application's client after the drain."""
+    router_state: RouterState = app.state.router_state
+    kept: ResponseService = app.state.responses
+    batches: BatchService | None = app.state.batches
+    allow_files(router_state.config)
+    inner = (
+        None
+        if router_state.siblings is None
+        else InternalServer(internal_app(router_state, kept, router_state.siblings), router_state.siblings)
+    )
     if inner is not None:
         await inner.start()
-    if door.gate.reloads:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, door.gate.reload)
-    if door.siblings is not None:
-        await catch_up(door, door.siblings, stop)
+    if router_state.access.reloads:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, router_state.access.reload)
+    if router_state.siblings is not None:
+        await catch_up(router_state, router_state.siblings, stop)
     server = server_of(app)
     running = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     stopping = asyncio.create_task(stop.wait(), name="stop")
-    watching = asyncio.create_task(door.gate.watch(), name="watch")
+    watching = asyncio.create_task(router_state.access.watch(), name="watch")
     if batches is not None:
         batches.start()
     await asyncio.wait((running, stopping, watching), return_when=asyncio.FIRST_COMPLETED)
@@ -312,7 +315,7 @@ async def serve(
     try:
         if batches is not None:
             batches.drain()
-        await _drain(door)
+        await _drain(router_state)
         if batches is not None:
             await batches.stop()
         await kept.stop()
@@ -327,13 +330,13 @@ async def serve(
         if batches is not None:
             await batches.close()
         await kept.close()
-        await asyncio.to_thread(door.gate.close)
+        await asyncio.to_thread(router_state.access.close)
     if watching.done() and not watching.cancelled():
-        watching.result()  # it ends only by a bug: raise it
+        watching.result()  # it ends only because of a bug; raise it
 
 
 def server_of(app: FastAPI) -> Server:
-    """The server of an application from `build_app`."""
+    """Create the server of an application from `build_app`."""
     config = uvicorn.Config(
         app,
         loop="none",  # the event loop runs already
@@ -349,18 +352,18 @@ def server_of(app: FastAPI) -> Server:
         timeout_graceful_shutdown=UVICORN_CLOSE_S,
     )
     config.load()
-    server = Server(app.state.front_door, config)
+    server = Server(app.state.router_state, config)
     server.lifespan = config.lifespan_class(config)
     return server
 
 
 def files_needed(config: RouterConfig) -> int:
-    """Descriptors for the allowed number of clients, as many TLS handshakes, and the most workers."""
+    """Return the number of descriptors for all allowed clients, their TLS handshakes, and the most workers."""
     return _files_a_connection(config) * config.max_connections + _other_files(config)
 
 
 def connections_possible(config: RouterConfig) -> int:
-    """How many connections are allowed and have a descriptor; without one a client would get no answer at all."""
+    """Return the number of allowed connections for which descriptors exist. Others would get no answer."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return config.max_connections
@@ -369,7 +372,7 @@ def connections_possible(config: RouterConfig) -> int:
 
 
 def allow_files(config: RouterConfig) -> None:
-    """Raise the soft limit of open files as far as needed, and log it; log a warning if the hard limit is too low."""
+    """Raise the soft limit of open files to what is needed. Logs a warning if the hard limit is too low."""
     needed = files_needed(config)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
@@ -377,10 +380,10 @@ def allow_files(config: RouterConfig) -> None:
     possible = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     if possible > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (possible, hard))
-        log.info("limit of open files raised", extra={"files": possible, "before": soft})
+        log.info("raised the limit of open files", extra={"files": possible, "before": soft})
     if possible < needed:
         said = {"files": possible, "wanted": needed, "connections": connections_possible(config)}
-        log.warning("fewer open files than connections allowed", extra=said)
+        log.warning("the limit of open files (ulimit -n) is too low for --max-connections", extra=said)
 
 
 def _files_a_connection(config: RouterConfig) -> int:
@@ -393,18 +396,18 @@ def _other_files(config: RouterConfig) -> int:
     return FILES_A_WORKER * num_workers + OTHER_FILES
 
 
-async def _drain(door: FrontDoor) -> None:
-    """Refuse new requests, and wait for the running ones."""
-    door.draining = True
+async def _drain(router_state: RouterState) -> None:
+    """Refuse new requests and wait for the running ones, for at most `drain_timeout_s`."""
+    router_state.draining = True
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + door.config.drain_timeout_s
-    while door.num_active and loop.time() < deadline:  # noqa: ASYNC110 (polls a counter for a short time)
+    deadline = loop.time() + router_state.config.drain_timeout_s
+    while router_state.num_active and loop.time() < deadline:  # noqa: ASYNC110 (polls a counter for a short time)
         await asyncio.sleep(POLL_S)
-    log.info("stopping", extra={"unfinished": door.num_active})
+    log.info("stopping", extra={"unfinished": router_state.num_active})
 
 
 def _on_signal(stop: asyncio.Event) -> None:
     if stop.is_set():
-        log.warning("second signal: exiting at once")
+        log.warning("second signal received: exiting immediately")
         os._exit(1)
     stop.set()

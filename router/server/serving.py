@@ -1,7 +1,7 @@
-"""All that a router serves: one model, or several behind one front door.
+"""Everything that a router serves: one model, or several that share one `RouterState`.
 
-one       app ── FrontDoor ── Models ─── ServedModel ── ModelBackend ── workers
-several   app ── FrontDoor ── Models ─┬─ ServedModel ── ModelBackend ── workers of a <─┐
+one       app ── RouterState ── Models ─── ServedModel ── ModelBackend ── workers
+several   app ── RouterState ── Models ─┬─ ServedModel ── ModelBackend ── workers of a <─┐
                                       └─ ServedModel ── ModelBackend ── workers of b <─┴─ ModelCensus
 """
 
@@ -14,7 +14,7 @@ from common.config import RouterConfig
 from common.errors import ConfigError
 from common.model_files import resolve_model
 from router.fleet import ModelCensus
-from router.generation import FrontDoor, Models, Tracing
+from router.generation import Models, RouterState, Tracing
 from router.models import (
     LORA_FIELD,
     MODELS_FIELD,
@@ -27,7 +27,7 @@ from router.models import (
 )
 from router.observe import ENGINE, DiscoveryCollector, RouterMetrics
 from router.planner import budget_of
-from router.server.adapter_follower import AdapterFollower
+from router.server.adapter_reconciler import AdapterReconciler
 from router.server.app import build_app
 from router.server.model_backend import ModelBackend
 from router.siblings import RouterPart
@@ -36,14 +36,14 @@ from router.text import MAX_PENDING, TextThreads
 TOKENIZER_THREADS = 2
 """With two or more, an additional thread handles texts above 256 KiB."""
 NO_MODEL = ""
-"""The name of a model in metrics of what belongs to none: connections, keys, requests that were refused unread."""
+"""Model label of metrics without a model: connections, keys, and requests refused before their body was read."""
 
 
 class Serving:
-    """Owned by the router's event loop: `start`, serve `app`, `close`."""
+    """The models and application of a router. Owned by its event loop: `start`, serve `app`, `close`."""
 
     def __init__(self, config: RouterConfig, part: RouterPart | None = None) -> None:
-        """`part`: which process of a router this is, of several.
+        """`part` identifies this process among the several of a router.
 
         Raises ModelError and ConfigError.
         """
@@ -81,19 +81,19 @@ class Serving:
             self.census = self._census(config, names, metrics)
         models = Models(self.catalog, {model.name: model.served for model in self.models})
         self.app = build_app(config, models, metrics, lambda: self.failure, self.tracing, part)
-        door: FrontDoor = self.app.state.front_door
-        door.gate.models.change({name: entry.limits for name, entry in self.catalog.entries.items()})
+        router_state: RouterState = self.app.state.router_state
+        router_state.access.models.change({name: entry.limits for name, entry in self.catalog.entries.items()})
         if (watch := self._source.watch) is not None:
-            door.gate.also_watch(MODELS_FIELD, watch, self._read_anew)
-        self._adapters: AdapterFollower | None = None
+            router_state.access.add_watch(MODELS_FIELD, watch, self._read_anew)
+        self._adapters: AdapterReconciler | None = None
         if config.lora_file and (part is None or part.index == 0):
             self._adapters_source = AdaptersSource(config.lora_file, self.catalog, part)
             orders = {model.name: model.dispatcher.adapters for model in self.models}
-            self._adapters = AdapterFollower(orders, self._adapters_source.entries)
-            door.gate.also_watch(LORA_FIELD, self._adapters_source.watch, self._read_adapters)
+            self._adapters = AdapterReconciler(orders, self._adapters_source.entries)
+            router_state.access.add_watch(LORA_FIELD, self._adapters_source.watch, self._read_adapters)
 
     async def start(self) -> None:
-        """Connect to the workers; returns at once."""
+        """Start connecting to the workers, without waiting for connections."""
         for model in self.models:
             await model.start()
         if self.census is not None:
@@ -102,7 +102,7 @@ class Serving:
             self._adapters.start()
 
     async def close_workers(self) -> None:
-        """Fail all requests and close every socket to workers."""
+        """Fail all requests and close all sockets to workers."""
         if self._adapters is not None:
             await self._adapters.close()
         if self.census is not None:
@@ -110,7 +110,7 @@ class Serving:
         await asyncio.gather(*(model.dispatcher.close() for model in self.models))
 
     async def close(self) -> None:
-        """End everything."""
+        """Close the workers' sockets, all models and tracing."""
         await self.close_workers()
         for model in self.models:
             await model.close()
@@ -119,7 +119,7 @@ class Serving:
 
     @property
     def failure(self) -> str:
-        """Why the process must be restarted; "" while it is sound."""
+        """Why the process must be restarted; "" while it is healthy."""
         found = [model.failure for model in self.models]
         if self.census is not None:
             found.append(self.census.failure)
@@ -128,20 +128,20 @@ class Serving:
         return next(filter(None, found), "")
 
     async def _read_anew(self) -> None:
-        """Take what the file says now of the same models. Raises ConfigError."""
+        """Reload the file of models; the models themselves must be unchanged. Raises ConfigError."""
         table = await asyncio.to_thread(self._source.read)
         before = [same_model(entry) for entry in self._table.models]
         if before != [same_model(entry) for entry in table.models]:
-            allowed = "the same models, names, parsers, goals and prefill, in the same order; a restart takes others"
+            allowed = "the same models, names, parsers, goals and prefill, in the same order (else restart)"
             raise ConfigError(MODELS_FIELD, self._config.models_file, allowed)
         self.catalog = Catalog(table, [model.files.model_id for model in self.models])
-        door: FrontDoor = self.app.state.front_door
-        door.models.catalog = self.catalog
-        door.gate.models.change({name: entry.limits for name, entry in self.catalog.entries.items()})
+        router_state: RouterState = self.app.state.router_state
+        router_state.models.catalog = self.catalog
+        router_state.access.models.change({name: entry.limits for name, entry in self.catalog.entries.items()})
         self._source.accept()
 
     async def _read_adapters(self) -> None:
-        """Follow what the file of adapters says now. Raises ConfigError."""
+        """Reload the adapter file. Raises ConfigError."""
         assert self._adapters is not None
         self._adapters.change(await asyncio.to_thread(self._adapters_source.read, self.catalog))
 

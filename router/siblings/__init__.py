@@ -1,4 +1,4 @@
-"""The processes of one router (`--router-processes`): what each tells the others, and how that adds up."""
+"""Communication between the processes of one router (`--router-processes`): shared files, usage and metrics."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""The metrics of all processes of a router, told by any of them, without a counter ever going back.
+"""Metrics of all processes of a router, available from any process, with counters that never decrease.
 
-    asked ─> each process writes its text to its file, and tells it ─> the one that is asked adds them up
-    dead  ─> its file stays, and counts until its successor has put the counters of it among those that ended
+    scrape  ─> each process stores and returns its text ─> the scraped process merges all texts
+    restart ─> the old text counts until the new process has added its counters to those of ended processes
 
-A decreasing series would look like a restart of the whole router to Prometheus, whose rates would jump. On a full disk
-the text of a running process is still returned, but counts since its last stored text are lost when it dies.
+A decreasing counter would look like a restart of the whole router to Prometheus, and rates would jump. If the disk is
+full, a running process still returns its text, but counts since its last stored text are lost when it dies.
 
-Counters and histograms are added up, as one process would have counted. Gauges stay apart, by the label `process`:
-some add up, others are views of the same thing, and the reader of a series knows which.
+Counters and histograms are summed, as if a single process had counted. Gauges are kept separate by the label `process`,
+because only the reader knows whether they add up or describe the same object.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from common.observe import REMIND_S
 from router.siblings.part import RouterPart
 
 LARGEST = frozenset(("diptych_role_changes_total",))
-"""Counters of what all processes see: each counts every change."""
+"""Counters that every process increments for the same events. The largest value is used."""
 CREATED = "_created"
 ADDED = (b"counter", b"histogram", b"summary")
 log = logging.getLogger(__name__)
 NEW = ".new"
 """Suffix of a file that is being written."""
-NUM_TOLD = (
-    "# HELP diptych_router_processes Processes of this router that told the metrics of this page\n"
+NUM_PROCESSES = (
+    "# HELP diptych_router_processes Number of router processes included in these metrics\n"
     "# TYPE diptych_router_processes gauge\n"
     "diptych_router_processes {}\n"
 )
@@ -39,7 +39,7 @@ NUM_TOLD = (
 
 @dataclass(slots=True)
 class _Family:
-    """`head`: its HELP and TYPE lines. `sums` of samples that are one, by name and labels; `gauges` as lines."""
+    """A metric family: HELP and TYPE lines (`head`), summed samples by name and labels, and lines of gauges."""
 
     head: list[bytes] = field(default_factory=list)
     sums: dict[bytes, float] = field(default_factory=dict)
@@ -47,9 +47,9 @@ class _Family:
 
 
 def merged(texts: Mapping[int, bytes], ended: Iterable[bytes] = ()) -> bytes:
-    """The text of all processes by their numbers; `ended`: counters of processes that are no more.
+    """Merge the texts of running processes, by process number, and the counters of ended ones.
 
-    All texts are of one program, so that a family's head is the same in each.
+    All texts must come from the same program version, because each family's HELP and TYPE are taken from the first.
     """
     families: dict[bytes, _Family] = {}
     for text in ended:
@@ -60,7 +60,7 @@ def merged(texts: Mapping[int, bytes], ended: Iterable[bytes] = ()) -> bytes:
 
 
 def counters(texts: Sequence[bytes]) -> bytes:
-    """The families that are added up, alone."""
+    """Return only the families that are summed."""
     return merged({}, texts)
 
 
@@ -91,7 +91,7 @@ def _add(families: dict[bytes, _Family], text: bytes, process: int | None) -> No
 
 
 def _labelled(sample: bytes, process: int) -> bytes:
-    """The name and labels of a sample, with the label `process`."""
+    """Add the label `process` to the name and labels of a sample."""
     label = b'process="%d"' % process
     if not sample.endswith(b"}"):
         return b"%b{%b}" % (sample, label)
@@ -104,14 +104,14 @@ def _lines(family: _Family) -> bytes:
 
 
 class MetricsLedger:
-    """`render` makes the text of this process."""
+    """Stores and merges metrics. `render` returns the text of this process."""
 
     def __init__(self, part: RouterPart, render: Callable[[], bytes]) -> None:
         self._part, self._render = part, render
-        self._complained_at = float("-inf")
+        self._logged_at = float("-inf")
 
     def take_over(self) -> None:
-        """Add the last text of this process's predecessor to the counters of ended processes."""
+        """Add the last text of the previous process with this number to the counters of ended processes."""
         latest, known = self._latest(self._part.index), self._ended(self._part.index)
         if not latest.exists():
             return
@@ -123,50 +123,50 @@ class MetricsLedger:
                 if file != merged_file:
                     file.unlink()
         except OSError as error:
-            self._complain(error)
-            with suppress(OSError):  # a rename needs no disk space
+            self._log_failure(error)
+            with suppress(OSError):  # renaming requires no disk space
                 latest.rename(self._part.folder / f"{self._part.index}.ended.{secrets.token_hex(4)}")
 
     def tell(self) -> bytes:
-        """Return the text of this process, and store it, if the disk is not full, in case the process dies."""
+        """Return the text of this process. Also store it, unless the disk is full, in case the process dies."""
         text = self._render()
         try:
             _write(self._latest(self._part.index), text)
         except OSError as error:
-            self._complain(error)
+            self._log_failure(error)
         return text
 
     def page(self, others: Mapping[int, bytes]) -> bytes:
-        """The text of all, by what the others told: of one that did not, its counters of the last time."""
+        """Merge all texts. For processes that are missing in `others`, use their last stored counters."""
         files = [file for index in range(self._part.count) for file in self._ended(index)]
         files += [self._latest(index) for index in self._part.others if index not in others]
         ended = [counters([text]) for text in _contents(files)]
         texts = {self._part.index: self.tell(), **others}
-        return merged(texts, ended) + NUM_TOLD.format(len(texts)).encode()
+        return merged(texts, ended) + NUM_PROCESSES.format(len(texts)).encode()
 
     def _latest(self, index: int) -> Path:
-        return self._part.folder / f"{index}.told"
+        return self._part.folder / f"{index}.latest"
 
     def _ended(self, index: int) -> list[Path]:
         names = (f"{index}.ended", f"{index}.ended.*")
         return [file for name in names for file in self._part.folder.glob(name) if file.suffix != NEW]
 
-    def _complain(self, error: OSError) -> None:
+    def _log_failure(self, error: OSError) -> None:
         now = time.monotonic()
-        if now - self._complained_at >= REMIND_S:
-            self._complained_at = now
-            log.error("cannot store metrics; if this process dies, its recent counts are lost: %s", error)
+        if now - self._logged_at >= REMIND_S:
+            self._logged_at = now
+            log.error("cannot store metrics: counts since the last scrape are lost if this process dies: %s", error)
 
 
 def _contents(files: Iterable[Path]) -> Iterator[bytes]:
-    """Read the files that exist. A process that takes over may remove some concurrently."""
+    """Yield the contents of the files that exist. A process that starts may remove files concurrently."""
     for file in files:
         with suppress(FileNotFoundError):
             yield file.read_bytes()
 
 
 def _write(file: Path, data: bytes) -> None:
-    """All or nothing: others read it meanwhile."""
+    """Write a file atomically, because others read it concurrently."""
     new = file.with_name(f"{file.name}{NEW}")
     new.write_bytes(data)
     new.rename(file)

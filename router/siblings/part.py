@@ -1,8 +1,7 @@
-"""One of the processes that share a router's port, and what they agree on.
+"""Identity of one of the processes that share a router's port, and the files that they agree on.
 
-An operator's file may change into something that the processes refuse while they run. A process that is started again
-then must not read it: it would refuse to start, or would serve something else than the others. It reads the copy that
-they agreed on.
+A configuration file may become invalid while the processes run. A process that restarts must then not read it, because
+it would fail, or serve something different from the others. It reads the copy that was last agreed on.
 """
 
 from __future__ import annotations
@@ -17,25 +16,25 @@ from pathlib import Path
 from common.config import RouterConfig
 
 NOT_MINE = HTTPStatus.MISDIRECTED_REQUEST
-"""What a process answers to another that asks for what it does not have."""
+"""Status with which a process responds to another one if it does not own the requested object."""
 OWNER = "x-owner"
-"""The header with the name of the API key for which another process asks."""
+"""Header with the name of the API key on whose behalf another process asks."""
 LOCK = "lock"
-"""A file in their folder, which their parent makes first and keeps locked."""
+"""File in the shared folder, created first and locked by the parent process."""
 DIVIDED = ("max_inflight", "max_connections", "max_background", "batch_concurrency")
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class RouterPart:
-    """Number `index` of `count`. They meet in `folder`, which is theirs alone."""
+    """Process number `index` of `count`. `folder` is shared by these processes only."""
 
     index: int
     count: int
     folder: Path
 
     def socket_of(self, index: int) -> Path:
-        """Where a process answers the others."""
+        """Return the Unix socket of a process for requests of the others."""
         return self.folder / f"{index}.sock"
 
     @property
@@ -48,21 +47,21 @@ class RouterPart:
 
     @property
     def began_at(self) -> int:
-        """When the router began, in seconds since 1970: the same for a process that was started again."""
+        """Start time of the router, in seconds since 1970. Unchanged when a process restarts."""
         return int((self.folder / LOCK).stat().st_mtime)
 
     @property
     def memory_store(self) -> str:
-        """The file of responses that are to be kept only until the router ends."""
+        """Path of the response store that is deleted when the router ends."""
         return str(self.folder / "responses.sqlite3")
 
     def share_of(self, config: RouterConfig) -> RouterConfig:
-        """The settings of this process: together they take what one would, rounded up."""
+        """Return the settings of this process, with its share of the limits, rounded up."""
         return dataclasses.replace(config, **{name: -(-getattr(config, name) // self.count) for name in DIVIDED})
 
 
 class AgreedFile:
-    """A copy of the last content that a process accepted, under a `name` in their folder."""
+    """A copy of the last configuration that a process accepted, as `name` in the shared folder."""
 
     def __init__(self, part: RouterPart, name: str) -> None:
         self._name = name
@@ -70,18 +69,18 @@ class AgreedFile:
         self._new = part.folder / f"agreed-{name}.{part.index}"
 
     def read(self) -> bytes | None:
-        """The agreed content; None while there is none. Raises OSError."""
+        """Return the agreed content, or None if there is none. Raises OSError."""
         try:
             return self._path.read_bytes()
         except FileNotFoundError:
             return None
 
     def agree(self, content: bytes) -> None:
-        """Have processes that are started from now on read this, all or nothing. A failure is logged."""
+        """Atomically replace the content for processes that start later. A failure is logged."""
         try:
             descriptor = os.open(self._new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)
             self._new.rename(self._path)
         except OSError as error:
-            log.error("a process that is started again will read an older %s: %s", self._name, error)
+            log.error("cannot store %s: a router process that restarts will use an older one: %s", self._name, error)

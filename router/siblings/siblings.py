@@ -1,4 +1,4 @@
-"""Asks the other processes of a router, each at its Unix socket, in a folder that is theirs alone."""
+"""Requests to the other processes of a router, through their Unix sockets in the shared folder."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from router.siblings.part import NOT_MINE, OWNER, RouterPart
 log = logging.getLogger(__name__)
 
 WAIT_S = 2.0
-"""How long the others have to answer. Those that do not are left out: they are starting, or stuck and soon ended."""
+"""Timeout for responses of the others, in seconds. Processes that start or hang are omitted."""
 END_S = 35.0
-"""How long one has that ends an answer first."""
+"""Timeout for requests that first end an answer, in seconds."""
 
 
 class Siblings:
-    """Owned by one event loop. `render` makes the metrics of this process."""
+    """Client of the other processes. Use from one event loop. `render` returns the metrics of this process."""
 
     def __init__(self, part: RouterPart, render: Callable[[], bytes]) -> None:
         self.part, self.ledger = part, MetricsLedger(part, render)
@@ -36,22 +36,24 @@ class Siblings:
         }
 
     async def metrics(self) -> bytes:
-        """Prometheus text of all processes."""
+        """Return the metrics of all processes, in Prometheus text format."""
         return self.ledger.page(await self.ask_all("/metrics"))
 
     async def ask_all(self, path: str, owner: str = "", **params: str) -> dict[int, bytes]:
-        """What the others answer to a GET in time, by their numbers."""
+        """Send a GET to all other processes. Return the bodies of timely responses, by process number."""
         answers = await asyncio.gather(*(self._ask_one(index, path, owner, params) for index in self._clients))
         return {index: body for index, body in zip(self._clients, answers, strict=True) if body is not None}
 
     async def ask(self, method: str, path: str, owner: str, params: Mapping[str, str]) -> httpx.Response | None:
-        """The open answer of the one that has it, which the caller reads and closes; None if none has."""
+        """Return the response of the process that owns the object, or None. The caller reads and closes it."""
         for index, client in self._clients.items():
             request = client.build_request(method, path, params=params, headers=_headers(owner))
             try:
                 answer = await client.send(request, stream=True)
             except httpx.TransportError as error:
-                log.warning("another process does not answer", extra={"process": index, "why": _reason(error)})
+                log.warning(
+                    "router process %d does not respond", index, extra={"sibling": index, "why": _reason(error)}
+                )
                 continue
             if answer.status_code != NOT_MINE:
                 return answer
@@ -59,17 +61,17 @@ class Siblings:
         return None
 
     async def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         await asyncio.gather(*(client.aclose() for client in self._clients.values()))
 
     async def _ask_one(self, index: int, path: str, owner: str, params: Mapping[str, str]) -> bytes | None:
-        if not self.part.socket_of(index).exists():  # it is starting
+        if not self.part.socket_of(index).exists():  # the process is starting
             return None
         try:
             async with asyncio.timeout(WAIT_S):
                 answer = await self._clients[index].get(path, params=params, headers=_headers(owner))
         except (httpx.TransportError, TimeoutError) as error:
-            log.warning("another process does not answer", extra={"process": index, "why": _reason(error)})
+            log.warning("router process %d does not respond", index, extra={"sibling": index, "why": _reason(error)})
             return None
         return answer.content if answer.status_code == HTTPStatus.OK else None
 

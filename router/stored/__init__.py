@@ -1,4 +1,4 @@
-"""What outlives its request, in SQLite: responses, files and batches. Loaded only where one is kept."""
+"""SQLite stores for data that outlives its request: responses, files and batches. Loaded only if one is configured."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Stores batches: what they are, how far they are, and which router works on each.
+"""Store of batches: their definition, their progress, and the router that processes each.
 
-A batch that has not ended has a lease, which its router renews. One whose lease ran out belongs to a router that ended;
-the next router that looks takes it up. A router writes about a batch only while the lease is its own, so that of
-two routers that believe to have a batch one alone gets on with it.
+An unfinished batch has a lease, which its router renews. If the lease has expired, the router has ended, and the next
+router that runs maintenance claims the batch. A router writes to a batch only while it owns it, so if two routers both
+consider a batch theirs, only one makes progress.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MARKS = ", ".join("?" * len(UNFINISHED))
 
 
 class RoomCheck(Protocol):
-    """`FileStore.check_room`."""
+    """Signature of `FileStore.check_room`."""
 
     def __call__(
         self, connection: sqlite3.Connection, owner: str, num_bytes: int, *, num_files: int = 0, results: bool = False
@@ -54,8 +54,10 @@ class RoomCheck(Protocol):
 
 
 class BatchStore:
-    """Works on the database of files. `on_news` gets `BatchNews` on the store's thread; `max_claimed` are the batches
-    that this router works on at most: 0 until it wants any."""
+    """Batches in the database of files. `on_news` is called with `BatchNews` on the store's thread.
+
+    `max_claimed` is the maximum number of batches that this router processes, initially 0.
+    """
 
     def __init__(
         self,
@@ -69,15 +71,17 @@ class BatchStore:
         self._database, self._check_room, self.clock = database, check_room, clock
         self._max_entries, self._max_age_s = max_entries, max_age_s
         self._router = uuid.uuid4().hex
-        self._mine: set[str] = set()  # the store's thread copies it before it looks
+        self._own_ids: set[str] = set()  # copied by the store's thread before iteration
         self.max_claimed = 0
         self.on_news: Callable[[BatchNews], None] = lambda news: None
 
-    # ------------------------------------------------------------ for clients
+    # ------------------------------------------------------------ operations of clients
 
     async def create(self, batch: StoredBatch, allowed: Callable[[int, int], None]) -> None:
-        """Store a new batch, which this router works on. Raises StoreFull, StoreFailed, and what `allowed` raises: it
-        gets the number of batches that have not ended, and of those that are the key's own."""
+        """Store a new batch, owned by this router. Raises StoreFull, StoreFailed, and errors of `allowed`.
+
+        `allowed` is called with the number of unfinished batches, and with that of the same key.
+        """
 
         def work(connection: sqlite3.Connection) -> None:
             statement = f"SELECT count(*), coalesce(sum(owner = ?), 0) FROM batches WHERE status IN ({MARKS})"
@@ -96,17 +100,17 @@ class BatchStore:
                 f"INSERT INTO batches ({COLUMNS}, router, lease_until) VALUES ({marks})",
                 (*values, *more, self._router, self.clock.now() + LEASE_S),
             )
-            self._mine.add(batch.id)
-            self._make_room(connection)
+            self._own_ids.add(batch.id)
+            self._evict(connection)
 
         await self._database.run(work)
 
     async def find(self, batch_id: str, owner: str) -> StoredBatch | None:
-        """A batch as it is now. Raises StoreFailed."""
+        """Return the current state of a batch. Raises StoreFailed."""
         return await self._database.run(lambda connection: self._find(connection, batch_id, owner))
 
     async def page(self, owner: str, *, limit: int, after: str | None) -> list[StoredBatch] | None:
-        """At most `limit` batches, the latest first, those after the batch `after`; None without such a batch.
+        """Return up to `limit` batches, latest first, starting after the batch `after`. None if that does not exist.
 
         Raises StoreFailed.
         """
@@ -128,33 +132,33 @@ class BatchStore:
         return await self._database.run(work)
 
     async def cancel(self, batch_id: str, owner: str) -> StoredBatch | None:
-        """The batch, which its router will end if it has not ended. Raises StoreFailed."""
+        """Request cancellation of a batch if it is unfinished, and return it. Raises StoreFailed."""
 
         def work(connection: sqlite3.Connection) -> StoredBatch | None:
             batch = self._find(connection, batch_id, owner)
             if batch is not None and batch.status in (VALIDATING, IN_PROGRESS):
-                self._move(connection, batch, CANCELLING)
+                self._set_status(connection, batch, CANCELLING)
             return self._find(connection, batch_id, owner)
 
         return await self._database.run(work)
 
-    # ------------------------------------------------------------ for the router that works on a batch
+    # ------------------------------------------------------------ operations of the router that owns a batch
 
     async def begin(self, batch: StoredBatch, num_total: int, model: str | None) -> StoredBatch | None:
-        """The batch is valid. What it is now; None when it is no longer this router's. Raises StoreFailed."""
+        """Start a validated batch. Return its state, or None if this router lost it. Raises StoreFailed."""
 
         def work(connection: sqlite3.Connection) -> StoredBatch | None:
             if (found := self._own(connection, batch.id)) is None:
                 return None
             connection.execute("UPDATE batches SET num_total = ? WHERE id = ?", (num_total, batch.id))
             status = IN_PROGRESS if found.status == VALIDATING else found.status
-            self._move(connection, replace(found, model=model), status)
+            self._set_status(connection, replace(found, model=model), status)
             return self._own(connection, batch.id)
 
         return await self._database.run(work)
 
     async def finished(self, batch: StoredBatch) -> set[int]:
-        """The lines of the input that have a result. Raises StoreFailed."""
+        """Return the numbers of the input lines that have a result. Raises StoreFailed."""
         statement = "SELECT number FROM pieces WHERE file IN (?, ?)"
         files = (batch.output_file, batch.error_file)
         return await self._database.run(
@@ -162,7 +166,7 @@ class BatchStore:
         )
 
     async def add(self, batch: StoredBatch, results: Sequence[LineResult]) -> bool:
-        """Store results and count them; False when the batch is no longer this router's.
+        """Store and count results. Return False if this router lost the batch.
 
         Raises StoreFull, StoreFailed.
         """
@@ -177,7 +181,7 @@ class BatchStore:
                 added = connection.execute(
                     "INSERT OR IGNORE INTO pieces VALUES (?, ?, ?)", (file, result.number, result.line)
                 )
-                if not added.rowcount:  # a try that was thought to have failed
+                if not added.rowcount:  # stored by an earlier attempt that was assumed to have failed
                     continue
                 connection.execute("UPDATE files SET num_bytes = num_bytes + ? WHERE id = ?", (len(result.line), file))
                 used = result.usage
@@ -195,18 +199,18 @@ class BatchStore:
         return await self._database.run(work, num_bytes)
 
     async def finalize(self, batch: StoredBatch) -> bool:
-        """Its last line is done; False when it is no longer this router's. Raises StoreFailed."""
+        """Mark the last line as done. Return False if this router lost the batch. Raises StoreFailed."""
 
         def work(connection: sqlite3.Connection) -> bool:
             found = self._own(connection, batch.id)
             if found is not None and found.status == IN_PROGRESS:
-                self._move(connection, found, FINALIZING)
+                self._set_status(connection, found, FINALIZING)
             return found is not None
 
         return await self._database.run(work)
 
     async def end(self, batch: StoredBatch, status: str, problems: Sequence[BatchProblem] = ()) -> StoredBatch | None:
-        """Give the batch its last status, and clients its results. None when it is no longer this router's.
+        """Set the final status and publish the results. Return the batch, or None if this router lost it.
 
         Raises StoreFailed.
         """
@@ -216,55 +220,55 @@ class BatchStore:
                 return None
             last = CANCELLED if status == COMPLETED and found.status == CANCELLING else status
             if last in (COMPLETED, EXPIRED) and FINALIZING not in found.times:
-                found = self._move(connection, found, FINALIZING)
+                found = self._set_status(connection, found, FINALIZING)
             has_output = self._publish(connection, found, found.output_file, f"{batch.id}_output.jsonl")
             has_errors = self._publish(connection, found, found.error_file, f"{batch.id}_error.jsonl")
-            self._move(connection, replace(found, problems=problems), last)
+            self._set_status(connection, replace(found, problems=problems), last)
             connection.execute(
                 "UPDATE batches SET has_output = ?, has_errors = ?, router = '', lease_until = 0 WHERE id = ?",
                 (has_output, has_errors, batch.id),
             )
-            self._mine.discard(batch.id)
+            self._own_ids.discard(batch.id)
             return self._find(connection, batch.id, batch.owner)
 
         return await self._database.run(work)
 
     def stop_renewing(self, batch: StoredBatch) -> None:
-        """Renew the lease of a batch no more. Never waits."""
-        self._mine.discard(batch.id)
+        """Stop renewing the lease of a batch. Does not wait."""
+        self._own_ids.discard(batch.id)
 
     async def release(self) -> None:
-        """Leave all batches to whichever router looks next. Raises StoreFailed."""
+        """Release all batches, so that other routers claim them. Raises StoreFailed."""
         self.max_claimed = 0
 
         def work(connection: sqlite3.Connection) -> None:
             statement = "UPDATE batches SET router = '', lease_until = 0 WHERE router = ?"
             connection.execute(statement, (self._router,))
-            self._mine.clear()
+            self._own_ids.clear()
 
         await self._database.run(work)
 
     async def look(self) -> None:
-        """Look for batches to take up now. Raises StoreFailed."""
+        """Run maintenance now, to claim batches. Raises StoreFailed."""
         await self._database.run(self.look_around)
 
     # ------------------------------------------------------------ inside a transaction
 
     def look_around(self, connection: sqlite3.Connection) -> None:
-        """Renew leases, claim batches that no router works on, and delete what is too old."""
+        """Renew leases, claim batches whose lease has expired, and delete expired batches."""
         now = self.clock.now()
         lost = set()
-        for name in list(self._mine):
+        for name in list(self._own_ids):
             renewed = connection.execute(
                 "UPDATE batches SET lease_until = ? WHERE id = ? AND router = ?", (now + LEASE_S, name, self._router)
             )
             if not renewed.rowcount:
                 lost.add(name)
-        self._mine -= lost
+        self._own_ids -= lost
         asked = connection.execute(
             "SELECT id FROM batches WHERE status = ? AND router = ?", (CANCELLING, self._router)
         ).fetchall()
-        claimed = self._claim(connection, now) if self.max_claimed > len(self._mine) else []
+        claimed = self._claim(connection, now) if self.max_claimed > len(self._own_ids) else []
         connection.execute(
             f"DELETE FROM batches WHERE id IN (SELECT id FROM batches WHERE status NOT IN ({MARKS}) "
             "AND created_at <= ? LIMIT ?)",
@@ -276,14 +280,14 @@ class BatchStore:
         rows = connection.execute(
             f"SELECT {COLUMNS} FROM batches WHERE status IN ({MARKS}) AND lease_until NOT BETWEEN ? AND ? "
             "ORDER BY created_at LIMIT ?",
-            (*UNFINISHED, *lease_bounds(self.clock), self.max_claimed - len(self._mine)),
+            (*UNFINISHED, *lease_bounds(self.clock), self.max_claimed - len(self._own_ids)),
         )
         claimed = [_batch(row) for row in rows.fetchall()]
         for batch in claimed:
             connection.execute(
                 "UPDATE batches SET router = ?, lease_until = ? WHERE id = ?", (self._router, now + LEASE_S, batch.id)
             )
-            self._mine.add(batch.id)
+            self._own_ids.add(batch.id)
         return claimed
 
     def _find(self, connection: sqlite3.Connection, batch_id: str, owner: str) -> StoredBatch | None:
@@ -292,13 +296,13 @@ class BatchStore:
         return None if row is None else _batch(row)
 
     def _own(self, connection: sqlite3.Connection, batch_id: str) -> StoredBatch | None:
-        """A batch that this router has the lease of, run out or not, as long as no other took it."""
+        """Return a batch that this router owns, even if its lease has expired but no other router claimed it."""
         statement = f"SELECT {COLUMNS} FROM batches WHERE id = ? AND router = ?"
         row = connection.execute(statement, (batch_id, self._router)).fetchone()
         return None if row is None else _batch(row)
 
-    def _move(self, connection: sqlite3.Connection, batch: StoredBatch, status: str) -> StoredBatch:
-        """Store a new status, with its time, and the batch's details."""
+    def _set_status(self, connection: sqlite3.Connection, batch: StoredBatch, status: str) -> StoredBatch:
+        """Store a new status with its time, and the batch's details."""
         times: Mapping[str, float] = batch.times
         if status != batch.status:
             times = {**times, status: self.clock.now()}
@@ -309,7 +313,7 @@ class BatchStore:
         return moved
 
     def _publish(self, connection: sqlite3.Connection, batch: StoredBatch, file: str, name: str) -> bool:
-        """Give clients a file of results, or delete it if it is empty."""
+        """Make a result file available to clients, or delete it if it is empty."""
         if connection.execute("SELECT 1 FROM pieces WHERE file = ? LIMIT 1", (file,)).fetchone() is None:
             connection.execute("DELETE FROM files WHERE id = ?", (file,))
             return False
@@ -320,8 +324,8 @@ class BatchStore:
         )
         return True
 
-    def _make_room(self, connection: sqlite3.Connection) -> None:
-        """Delete the oldest ended batches of the key that has most, until their number is within its bound."""
+    def _evict(self, connection: sqlite3.Connection) -> None:
+        """Delete the oldest finished batches of the key with the most batches, until the limit is met."""
         (number,) = connection.execute("SELECT count(*) FROM batches").fetchone()
         for _ in range(max(0, number - self._max_entries)):
             (owner,) = connection.execute(

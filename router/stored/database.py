@@ -1,9 +1,9 @@
-"""One SQLite database and the one thread that works on it.
+"""A SQLite database with a single worker thread.
 
-    submit ──> queue, bounded in entries and bytes ──> thread: a transaction each, in the order of the queue ──> file
+    submit ──> queue, limited in entries and bytes ──> thread: one transaction each, in FIFO order ──> file
 
-A read therefore sees every write submitted before it, and no request has to wait for a write. If the disk is full at
-startup, the thread opens the file once space is free. Until then all work fails, and the router runs without the store.
+A read sees every write that was submitted before it, and no request waits for a write. If the disk is full at startup,
+the thread opens the file once space is free. Until then all operations fail, and the router runs without the store.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], T]
 
 MAX_WAITING, MAX_WAITING_BYTES = 10_000, 64 * 1024 * 1024
-"""Work that waits for the thread: beyond, a slow disk would fill memory."""
+"""Limits of the queue. Without them a slow disk would fill memory."""
 BUSY_S = 5.0
-"""How long a statement waits for another process that writes to the same file."""
+"""How long a statement waits for another process that writes to the same file, in seconds."""
 RETRY_S = 0.01
-"""Between two tries to set up a file that another process is setting up as well."""
+"""Interval between attempts to set up a file that another process is also setting up, in seconds."""
 WAIT_S = 10.0
-"""How long a request waits for its turn and its result."""
+"""How long a request waits for the queue and its result, in seconds."""
 CLOSE_S = 5.0
-"""For what was submitted to be written when the router ends."""
+"""How long `close` waits for queued work, in seconds."""
 MAX_WAL_BYTES = 64 * 1024 * 1024
-"""What SQLite's log may keep of the disk once it was written back."""
+"""Maximum size of SQLite's write-ahead log after a checkpoint."""
 LEASE_S = 15.0
-"""How long an answer in the background, or a batch, stays its router's own without a renewal: the wait of a client
-before another router takes over."""
+"""Lifetime of the lease of a background response or batch without renewal, in seconds: how long a client waits until
+another router takes over."""
 CHORE_S = 3.0
-"""Between two looks at leases, cancellations and ages: a lease survives four that fail."""
+"""Interval of maintenance, in seconds. A lease survives four failed runs."""
 MAX_DELETED = 1000
-"""Rows that one look deletes for lack of room, or for their age: requests wait for the transaction."""
+"""Maximum number of rows that one maintenance run deletes, because requests wait for the transaction."""
 VACUUM_PAGES = 1000
-"""Pages of 4 KiB that a look gives back to the file system at most: milliseconds."""
+"""Maximum number of 4 KiB pages that one maintenance run returns to the file system. Takes milliseconds."""
 
 
 def lease_bounds(clock: WallClock) -> tuple[float, float]:
@@ -62,9 +62,9 @@ def lease_bounds(clock: WallClock) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """The tables of a SQLite file with the things of this `name`, which `application_id` marks as ours.
+    """Tables of a SQLite file. `name` appears in logs, and `application_id` identifies the file format.
 
-    `checked` names the tables whose pages are read at each start, to find damage; without names all are.
+    `checked` are the tables that are checked for damage at startup; empty: the whole file.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Schema:
 
 
 def counted_by_owner(table: str, counts: str, number: str) -> str:
-    """The table `counts`, in which triggers keep the `number` of each owner's rows of `table`, and their bytes."""
+    """Return SQL for a table `counts` with the number and bytes of each owner's rows, maintained by triggers."""
     return f"""CREATE TABLE IF NOT EXISTS {counts} (
     owner TEXT PRIMARY KEY, {number} INTEGER NOT NULL, num_bytes INTEGER NOT NULL
 );
@@ -101,10 +101,10 @@ class _Job:
 
 
 class Database:
-    """Opens `path`, checks it and makes its tables. `chore` runs on the thread every `chore_s` seconds.
+    """Opens and checks the file `path`, and creates its tables. `chore` runs on the thread every `chore_s` seconds.
 
-    `on_failure` gets the reason of each failure, on any thread. Raises sqlite3.Error or OSError for a file that is
-    damaged, is not a store, or cannot be written for another reason than a full disk.
+    `on_failure` is called on any thread, with the reason of each failure. Raises sqlite3.Error or OSError for a file
+    that is damaged, has another format, or cannot be written for a reason other than a full disk.
     """
 
     def __init__(
@@ -120,31 +120,31 @@ class Database:
         self.path, self._on_failure, self._chore, self._chore_s = path, on_failure, chore, chore_s
         self._schema, self._name, self._busy_s = schema, schema.name, busy_s
         self._connection: sqlite3.Connection | None = None
-        self._complained_at = float("-inf")
+        self._logged_at = float("-inf")
         try:
             self._connection = _opened(path, schema, busy_s)
         except (sqlite3.OperationalError, OSError) as error:
-            if not _has_no_room(path, error):
+            if not _is_disk_full(path, error):
                 raise
-            self._closed_by(error)
+            self._open_failure(error)
         self._queue: queue.Queue[_Job | None] = queue.Queue()
-        self._lock = threading.Lock()  # of the two counts
+        self._lock = threading.Lock()  # protects the two counts
         self._num_waiting = self._num_bytes = 0
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="store", daemon=True)
         self._thread.start()
 
     def submit(self, work: Work[T], num_bytes: int = 0) -> Future[T]:
-        """Have the thread do `work` in a transaction; it holds `num_bytes` until then. The future gets the result.
+        """Queue `work`, which retains `num_bytes` of memory until it runs in a transaction. Return its future result.
 
-        Raises StoreFailed at once when the queue is full or the database closed; so does the future for an error.
+        Raises StoreFailed if the queue is full or the database is closed. The future raises StoreFailed for errors.
         """
         with self._lock:
             if self._closed:
-                raise self._failed("closed", "the store is closed")
+                raise self._failure("closed", "the store is closed")
             if self._num_waiting >= MAX_WAITING or self._num_bytes + num_bytes > MAX_WAITING_BYTES:
-                raise self._failed(
-                    "behind", f"the store is behind: {self._num_waiting:,} writes and reads wait for its disk"
+                raise self._failure(
+                    "behind", f"the queue of the store is full: {self._num_waiting:,} operations wait for the disk"
                 )
             self._num_waiting += 1
             self._num_bytes += num_bytes
@@ -153,15 +153,15 @@ class Database:
         return job.result
 
     async def run(self, work: Work[T], num_bytes: int = 0) -> T:
-        """The result of `work`. Raises StoreFailed, also when it takes longer than `WAIT_S`."""
+        """Run `work` and return its result. Raises StoreFailed, also after `WAIT_S`."""
         try:
             async with asyncio.timeout(WAIT_S):
                 return await asyncio.wrap_future(self.submit(work, num_bytes))
         except TimeoutError:
-            raise self._failed("slow", f"the store did not answer within {WAIT_S:g} s") from None
+            raise self._failure("slow", f"the store did not respond within {WAIT_S:g} s") from None
 
     def close(self) -> None:
-        """Do what was submitted, for at most `CLOSE_S`, and close the file. May be called twice."""
+        """Complete queued work, for up to `CLOSE_S`, and close the file. Idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -189,40 +189,40 @@ class Database:
                 continue
             try:
                 result = self._transact(job.work)
-            except Exception as error:  # the request that waits for the future gets it
+            except Exception as error:  # raised again in the request that waits for the future
                 _settle(job.result, error=error)
             else:
                 _settle(job.result, result)
-            if time.monotonic() >= next_chore:  # a queue that is never empty must not delay it for ever
+            if time.monotonic() >= next_chore:  # a queue that is never empty must not delay it forever
                 next_chore = self._do_chore()
 
     def _do_chore(self) -> float:
-        """Do it, and tell when it is due again (monotonic seconds). Whatever happens, the thread goes on."""
+        """Run the chore, and return when it is due again (monotonic seconds). Errors do not end the thread."""
         try:
             if self._connection is None:
-                self._open_again()
+                self._reopen()
             self._transact(self._chore)
-        except StoreFailed:  # counted and logged
+        except StoreFailed:  # already counted and logged
             pass
         except Exception:
-            log.exception("the store's regular work failed", extra={"path": self.path})
+            log.exception("store of %s: maintenance failed", self._name, extra={"path": self.path})
         return time.monotonic() + self._chore_s
 
-    def _open_again(self) -> None:
+    def _reopen(self) -> None:
         try:
             self._connection = _opened(self.path, self._schema, self._busy_s)
         except (sqlite3.Error, OSError) as error:
-            raise self._closed_by(error) from error
-        log.info("the store of %s is open: the disk is no longer full", self._name, extra={"path": self.path})
+            raise self._open_failure(error) from error
+        log.info("store of %s: opened; the disk is no longer full", self._name, extra={"path": self.path})
 
-    def _closed_by(self, error: Exception) -> StoreFailed:
+    def _open_failure(self, error: Exception) -> StoreFailed:
         reason = _reason(error) if isinstance(error, sqlite3.Error) else "error"
-        return self._failed("full" if _has_no_room(self.path, error) else reason, f"it cannot be opened: {error}")
+        return self._failure("full" if _is_disk_full(self.path, error) else reason, f"cannot open the store: {error}")
 
     def _transact(self, work: Work[T]) -> T:
         connection = self._connection
         if connection is None:
-            raise self._failed("full", "it is not open, because the disk was full at startup")
+            raise self._failure("full", "the store is not open, because the disk was full at startup")
         try:
             connection.execute("BEGIN IMMEDIATE")
             try:
@@ -233,27 +233,27 @@ class Database:
                     connection.execute("ROLLBACK")
                 raise
         except sqlite3.Error as error:
-            raise self._failed(_reason(error), f"the store failed: {error}") from error
+            raise self._failure(_reason(error), f"SQLite error: {error}") from error
         return result
 
-    def _failed(self, reason: str, message: str) -> StoreFailed:
+    def _failure(self, reason: str, message: str) -> StoreFailed:
         self._on_failure(reason)
         now = time.monotonic()
-        if now - self._complained_at >= REMIND_S:
-            self._complained_at = now
-            log.error("the store of %s fails: %s", self._name, message, extra={"path": self.path, "reason": reason})
+        if now - self._logged_at >= REMIND_S:
+            self._logged_at = now
+            log.error("store of %s: %s", self._name, message, extra={"path": self.path, "reason": reason})
         return StoreFailed(reason, message)
 
 
 def _opened(path: str, schema: Schema, busy_s: float) -> sqlite3.Connection:
     if path != IN_MEMORY:
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # conversations are their owner's alone
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # conversations are private
     connection = sqlite3.connect(path, timeout=busy_s, isolation_level=None, check_same_thread=False)
     try:
         _check_format(connection, schema)
         for statement in (
-            "PRAGMA auto_vacuum = INCREMENTAL",  # before the first table
-            "PRAGMA secure_delete = ON",  # what is deleted must not stay in the file
+            "PRAGMA auto_vacuum = INCREMENTAL",  # only takes effect before the first table
+            "PRAGMA secure_delete = ON",  # deleted data must not remain in the file
             "PRAGMA synchronous = NORMAL",
             "PRAGMA foreign_keys = OFF",
             f"PRAGMA journal_size_limit = {MAX_WAL_BYTES}",
@@ -270,8 +270,8 @@ def _opened(path: str, schema: Schema, busy_s: float) -> sqlite3.Connection:
 
 
 def _check_format(connection: sqlite3.Connection, schema: Schema) -> None:
-    """Raises sqlite3.DatabaseError for a file of another program, of a newer version, or that is damaged."""
-    connection.execute("BEGIN")  # one view of the file: another process may be making its tables
+    """Raise sqlite3.DatabaseError if the file has another format or a newer version, or is damaged."""
+    connection.execute("BEGIN")  # a consistent view: another process may be creating the tables
     try:
         (application,) = connection.execute("PRAGMA application_id").fetchone()
         (version,) = connection.execute("PRAGMA user_version").fetchone()
@@ -280,18 +280,18 @@ def _check_format(connection: sqlite3.Connection, schema: Schema) -> None:
         if connection.in_transaction:  # SQLite has already ended it if the disk is full
             connection.execute("ROLLBACK")
     if num_tables and application != schema.application_id:
-        raise sqlite3.DatabaseError("it is a database of another program")
+        raise sqlite3.DatabaseError("the file is a database of another program")
     if version > schema.version:
-        known = f"this program knows versions up to {schema.version}"
-        raise sqlite3.DatabaseError(f"it is of version {version}, and {known}")
+        known = f"this program supports versions up to {schema.version}"
+        raise sqlite3.DatabaseError(f"the file has version {version}; {known}")
     for what in schema.checked if num_tables and schema.checked else ("1",):
         (found,) = connection.execute(f"PRAGMA quick_check({what})").fetchone()
         if found != "ok":
-            raise sqlite3.DatabaseError(f"it is damaged: {' '.join(str(found).split())}")
+            raise sqlite3.DatabaseError(f"the file is damaged: {' '.join(str(found).split())}")
 
 
 def _create_tables(connection: sqlite3.Connection, schema: Schema) -> None:
-    """Raises sqlite3.OperationalError for a file that cannot be written."""
+    """Create missing tables. Raises sqlite3.OperationalError if the file cannot be written."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         for statement in _statements(schema.tables):
@@ -306,7 +306,7 @@ def _create_tables(connection: sqlite3.Connection, schema: Schema) -> None:
 
 
 def _statements(script: str) -> list[str]:
-    """The statements of a script; those of a trigger belong together."""
+    """Split a script into statements. A trigger is a single statement."""
     statements, begun = [], ""
     for line in script.splitlines(keepends=True):
         begun += line
@@ -317,7 +317,7 @@ def _statements(script: str) -> list[str]:
 
 
 def _write_ahead(connection: sqlite3.Connection, busy_s: float) -> str:
-    """The journal mode after asking for WAL. SQLite does not wait by itself for another process that opens the file."""
+    """Request WAL and return the journal mode. Retries, because SQLite does not wait while another process opens."""
     until = time.monotonic() + busy_s
     while True:
         try:
@@ -329,8 +329,8 @@ def _write_ahead(connection: sqlite3.Connection, busy_s: float) -> str:
             time.sleep(RETRY_S)
 
 
-def _has_no_room(path: str, error: Exception) -> bool:
-    """Whether a file cannot be opened because its disk is full. SQLite has several errors for this."""
+def _is_disk_full(path: str, error: Exception) -> bool:
+    """Whether a file cannot be opened because its disk is full. SQLite reports this as several different errors."""
     if isinstance(error, OSError):
         return error.errno in NO_ROOM
     if path == IN_MEMORY or not isinstance(error, sqlite3.OperationalError):
@@ -339,7 +339,7 @@ def _has_no_room(path: str, error: Exception) -> bool:
 
 
 def _reason(error: sqlite3.Error) -> str:
-    """A short name of what went wrong, for a metric."""
+    """Return the metric label for an error."""
     names = {"SQLITE_FULL": "full", "SQLITE_BUSY": "busy", "SQLITE_CORRUPT": "damaged", "SQLITE_NOTADB": "damaged"}
     return names.get("_".join(getattr(error, "sqlite_errorname", "").split("_")[:2]), "error")
 

@@ -1,4 +1,4 @@
-"""Why a store could not do what it was asked."""
+"""Errors of the stores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class StoreFailed(DiptychError):
-    """The database could not do it: full, slow, damaged or closed. `reason` is a metric's label."""
+    """A database operation failed: the disk is full, slow or damaged, or it is closed. `reason` is a metric label."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -19,7 +19,7 @@ class StoreFailed(DiptychError):
 
 
 class ConversationGone(DiptychError):
-    """A conversation has no beginning: response `missing` is no longer stored."""
+    """A conversation is incomplete: response `missing` is no longer stored."""
 
     def __init__(self, missing: str) -> None:
         super().__init__(f"response {missing!r} is no longer stored")
@@ -27,22 +27,22 @@ class ConversationGone(DiptychError):
 
 
 class ConversationTooLong(DiptychError):
-    """A stored conversation is larger than what its reader takes."""
+    """A stored conversation exceeds the reader's limit."""
 
 
 class StoreFull(DiptychError):
-    """There is no room for more files. The message has the numbers."""
+    """The store has no capacity for more files. The message contains the numbers."""
 
 
 class FileInUse(DiptychError):
-    """A file cannot be deleted: `batch`, which has not ended, reads it."""
+    """A file cannot be deleted because an unfinished batch reads it."""
 
     def __init__(self, file: str, batch: str) -> None:
-        super().__init__(f"file {file!r} is the input of batch {batch!r}, which has not ended: cancel that first")
+        super().__init__(f"file {file!r} is the input of the unfinished batch {batch!r}: cancel the batch first")
 
 
 async def asked(question: Awaitable[T]) -> T:
-    """A store's answer. Raises Unavailable when it has none."""
+    """Await a store operation. Raises Unavailable if it fails."""
     try:
         return await question
     except StoreFailed as failed:

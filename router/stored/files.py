@@ -1,8 +1,8 @@
-"""Stores files in pieces within bounds of bytes, number and age; each is visible to the API key that made it alone.
+"""Store of files, limited in bytes, number and age. Only the API key that created a file can access it.
 
-    begin ─> append, append ... ─> complete ─> find, read ─> delete, or too old ─> its pieces go, some at a time
+    begin ─> append, append ... ─> complete ─> find, read ─> delete or expiry ─> pieces are deleted gradually
 
-A piece is a row, so that an upload is never whole in memory, and a line of a batch's results is stored in the
+Each piece is a row. An upload is therefore never in memory as a whole, and a batch's result is stored in the same
 transaction that counts it.
 """
 
@@ -68,21 +68,21 @@ FILES = Schema(
     application_id=0x64707466,
     version=1,
     tables=FILE_TABLES,
-    checked=("files", "batches", "file_owners"),  # to read all contents at each start would take minutes
+    checked=("files", "batches", "file_owners"),  # checking all contents at each start would take minutes
 )
 PURGED_ROWS, PURGED_BYTES = 2000, 32 * 1024 * 1024
-"""What one transaction deletes of deleted files: other work waits for it."""
+"""Limits on what one transaction deletes, because other operations wait for it."""
 ABANDONED_S = 7200.0
-"""An upload that is not complete by then belongs to a router that ended, and is deleted: twice what one may take."""
+"""Age at which an incomplete upload is deleted, in seconds: its router has ended. Twice the maximum upload time."""
 RESULTS_SHARE = 4
-"""Results of batches may exceed the bounds by a fourth: what was paid for with work must not be lost to an upload."""
+"""Divisor of the store's size for the extra space of batch results, so that uploads cannot displace them."""
 COLUMNS = "id, owner, purpose, filename, created_at, expires_at, num_bytes"
 
 
 class FileStore:
-    """Opens the SQLite file `path` (":memory:": none). `on_failure` gets the reason of each failure, on any thread.
+    """SQLite store of files at `path` (":memory:": not persistent). Raises sqlite3.Error or OSError.
 
-    `batches` are the batches over these files. Raises sqlite3.Error or OSError for a file that cannot be used.
+    `on_failure` is called on any thread, with the reason of each failure. `batches` are the batches on these files.
     """
 
     def __init__(
@@ -107,13 +107,13 @@ class FileStore:
         self._database.submit(self._begin)
 
     def close(self) -> None:
-        """Write what waits, and close the file."""
+        """Complete queued writes, and close the file."""
         self._database.close()
 
     # ------------------------------------------------------------ writing
 
     async def begin(self, file: StoredFile, num_bytes: int = 0) -> None:
-        """Begin a file of about `num_bytes`, which no client sees before `complete`. Raises StoreFull, StoreFailed."""
+        """Begin a file of about `num_bytes`. Clients see it after `complete`. Raises StoreFull, StoreFailed."""
 
         def work(connection: sqlite3.Connection) -> None:
             self.check_room(connection, file.owner, num_bytes, num_files=1)
@@ -129,7 +129,7 @@ class FileStore:
         await self._database.run(work)
 
     async def append(self, file: StoredFile, number: int, content: bytes) -> None:
-        """Add piece `number` to a file that is being written. Raises StoreFull, StoreFailed."""
+        """Append piece `number` to a file that is being written. Raises StoreFull, StoreFailed."""
 
         def work(connection: sqlite3.Connection) -> None:
             self.check_room(connection, file.owner, len(content))
@@ -140,7 +140,7 @@ class FileStore:
         await self._database.run(work, len(content))
 
     async def complete(self, file: StoredFile) -> StoredFile:
-        """The file as it is kept from now on; its name and expiry are those of `file`. Raises StoreFailed."""
+        """Make a file available, with the name and expiry of `file`. Return it as stored. Raises StoreFailed."""
 
         def work(connection: sqlite3.Connection) -> StoredFile:
             connection.execute(
@@ -153,7 +153,7 @@ class FileStore:
         return await self._database.run(work)
 
     async def abandon(self, file: StoredFile) -> None:
-        """Delete a file that will not be complete. Raises StoreFailed."""
+        """Delete an incomplete file. Raises StoreFailed."""
 
         def work(connection: sqlite3.Connection) -> None:
             connection.execute("UPDATE files SET state = ? WHERE id = ? AND state = ?", (DELETED, file.id, WRITING))
@@ -162,12 +162,12 @@ class FileStore:
         await self._database.run(work)
 
     async def delete(self, file_id: str, owner: str) -> bool:
-        """Whether there was such a file. Raises FileInUse, StoreFailed."""
+        """Delete a file. Return whether it existed. Raises FileInUse, StoreFailed."""
 
         def work(connection: sqlite3.Connection) -> bool:
             if self._find(connection, file_id, owner) is None:
                 return False
-            if (batch := self._reader(connection, file_id)) is not None:
+            if (batch := self._reading_batch(connection, file_id)) is not None:
                 raise FileInUse(file_id, batch)
             connection.execute("UPDATE files SET state = ? WHERE id = ?", (DELETED, file_id))
             self._purge(connection)
@@ -178,13 +178,13 @@ class FileStore:
     # ------------------------------------------------------------ reading
 
     async def find(self, file_id: str, owner: str) -> StoredFile | None:
-        """A file that is complete. Raises StoreFailed."""
+        """Return a complete file, or None. Raises StoreFailed."""
         return await self._database.run(lambda connection: self._find(connection, file_id, owner))
 
     async def page(
         self, owner: str, *, purpose: str | None, descending: bool, limit: int, after: str | None
     ) -> list[StoredFile] | None:
-        """At most `limit` files by their age, those after the file `after`; None without such a file.
+        """Return up to `limit` files by age, starting after the file `after`. None if that does not exist.
 
         Raises StoreFailed.
         """
@@ -208,7 +208,7 @@ class FileStore:
         return await self._database.run(work)
 
     async def read(self, file_id: str, after: int, num_bytes: int) -> Sequence[tuple[int, bytes]]:
-        """The pieces behind piece `after`, at least one and until they have `num_bytes`. Raises StoreFailed."""
+        """Return at least one piece after `after`, and more until they total `num_bytes`. Raises StoreFailed."""
 
         def work(connection: sqlite3.Connection) -> list[tuple[int, bytes]]:
             found, size = [], 0
@@ -229,7 +229,7 @@ class FileStore:
     def check_room(
         self, connection: sqlite3.Connection, owner: str, num_bytes: int, *, num_files: int = 0, results: bool = False
     ) -> None:
-        """Raises StoreFull when so much more of this key exceeds a bound."""
+        """Raise StoreFull if adding files or bytes for this key would exceed a limit."""
         held = connection.execute("SELECT total(num_files), total(num_bytes) FROM file_owners").fetchone()
         held_files, total = (int(number) for number in held)
         row = connection.execute("SELECT num_bytes FROM file_owners WHERE owner = ?", (owner,)).fetchone()
@@ -238,18 +238,18 @@ class FileStore:
         share = most if not owner else most // 2
         if total + num_bytes > most or own + num_bytes > share:
             raise StoreFull(
-                f"the files here have {total:,} bytes of {most:,}, those of this key {own:,} of {share:,}, and "
-                f"{num_bytes:,} more do not fit: delete files"
+                f"the store is full: all files have {total:,} of {most:,} bytes, those of this key {own:,} of "
+                f"{share:,} bytes, and {num_bytes:,} more do not fit. Delete files"
             )
         if num_files and held_files + num_files > self._max_entries:
-            raise StoreFull(f"{held_files:,} files are kept here, of {self._max_entries:,}: delete some")
+            raise StoreFull(f"the store is full: it has {held_files:,} of {self._max_entries:,} files. Delete files")
 
     def _find(self, connection: sqlite3.Connection, file_id: str, owner: str) -> StoredFile | None:
         statement = f"SELECT {COLUMNS} FROM files WHERE id = ? AND owner = ? AND state = ? AND expires_at > ?"
         row = connection.execute(statement, (file_id, owner, READY, self._clock.earliest(AGES_S))).fetchone()
         return None if row is None else StoredFile(*row)
 
-    def _reader(self, connection: sqlite3.Connection, file_id: str) -> str | None:
+    def _reading_batch(self, connection: sqlite3.Connection, file_id: str) -> str | None:
         marks = ", ".join("?" * len(UNFINISHED))
         statement = f"SELECT id FROM batches WHERE status IN ({marks}) AND input_file = ?"
         row = connection.execute(statement, (*UNFINISHED, file_id)).fetchone()
@@ -260,7 +260,7 @@ class FileStore:
         self.size = StoreSize(int(row[0]), int(row[1]))
 
     def _purge(self, connection: sqlite3.Connection) -> None:
-        """Delete pieces of deleted files. The rest of them counts as stored."""
+        """Delete pieces of deleted files, up to a limit. The remaining pieces still count as stored."""
         num_rows = num_bytes = 0
         for (file_id,) in connection.execute("SELECT id FROM files WHERE state = ?", (DELETED,)).fetchall():
             doomed, freed = [], 0
@@ -278,7 +278,7 @@ class FileStore:
         self._measure(connection)
 
     def _begin(self, connection: sqlite3.Connection) -> None:
-        """Measure the store, and read its last time stamp: the clock may have jumped while no router ran."""
+        """Measure the store, and advance the clock to its last time stamp in case it was set back."""
         if not self._has_begun:
             self._measure(connection)
             (latest,) = connection.execute("SELECT max(created_at) FROM files").fetchone()
@@ -287,7 +287,7 @@ class FileStore:
             self._has_begun = True
 
     def _look_around(self, connection: sqlite3.Connection) -> None:
-        """Look after batches, delete what is too old, and give room back."""
+        """Maintain batches, delete expired files, and return space to the file system."""
         self._begin(connection)
         self.batches.look_around(connection)
         marks = ", ".join("?" * len(UNFINISHED))

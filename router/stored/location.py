@@ -1,4 +1,4 @@
-"""Where the stores of responses and of files lie, by the settings."""
+"""Location and creation of the stores of responses and files, according to the settings."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from router.stored.responses import ResponseStore
 log = logging.getLogger(__name__)
 
 DEFAULT_FILE_MIB, DEFAULT_MEMORY_MIB = 1024, 128
-"""Of responses, in a file and in memory."""
+"""Default size of the response store, in a file and in memory."""
 FILES_DEFAULT_FILE_MIB, FILES_DEFAULT_MEMORY_MIB = 4096, 128
-"""Of files, which are larger."""
+"""Default size of the file store, in a file and in memory."""
 MAX_RESPONSES, MAX_FILES = 100_000, 10_000
-"""Entries of each store; files include batches that ended."""
+"""Maximum number of entries of each store. The second also limits finished batches."""
 
 
 def store_of(config: RouterConfig, on_failure: Callable[[str], None], memory: str = IN_MEMORY) -> ResponseStore:
-    """The store of responses that the settings ask for, which is not `off`.
+    """Open the configured response store, which must not be `off`. Raises ConfigError for an unusable file.
 
-    `memory`: what stands for memory among processes of one router, which share no memory. Raises ConfigError for a file
-    that cannot be used.
+    `memory` is the path to use instead of memory. The processes of one router use a temporary file, because they share
+    no memory.
     """
     chosen = config.response_store
     if chosen == MEMORY:
@@ -37,12 +37,16 @@ def store_of(config: RouterConfig, on_failure: Callable[[str], None], memory: st
         return _checked(config, chosen, on_failure)
     path = default_path()
     if path is None:
-        log.warning("responses are kept in memory only: there is no folder to write to")
+        log.warning("response store: no writable folder; keeping responses in memory only")
         return _open(config, memory, on_failure, DEFAULT_MEMORY_MIB)
     try:
         return _open(config, str(path), on_failure)
     except (sqlite3.OperationalError, OSError) as error:
-        log.warning("responses are kept in memory only: %s", error, extra={"path": str(path)})
+        log.warning(
+            "response store: cannot open the file (%s); keeping responses in memory only",
+            error,
+            extra={"path": str(path)},
+        )
         return _open(config, memory, on_failure, DEFAULT_MEMORY_MIB)
     except sqlite3.DatabaseError as error:
         raise _refusal(str(path), error) from error
@@ -51,7 +55,7 @@ def store_of(config: RouterConfig, on_failure: Callable[[str], None], memory: st
 def file_store_of(
     config: RouterConfig, responses: ResponseStore, on_failure: Callable[[str], None], memory: str = IN_MEMORY
 ) -> FileStore:
-    """The store of files next to that of `responses`. Raises ConfigError for an unusable file.
+    """Open the file store next to the store `responses`. Raises ConfigError for an unusable file.
 
     `memory`: as for `store_of`.
     """
@@ -70,18 +74,18 @@ def file_store_of(
 
 
 def files_path(path: str) -> str:
-    """responses.sqlite3 -> responses-files.sqlite3"""
+    """Return the path of the file store: responses.sqlite3 becomes responses-files.sqlite3."""
     place = Path(path)
     return str(place.with_name(f"{place.stem}-files{place.suffix}"))
 
 
 def default_path() -> Path | None:
-    """`responses.sqlite3` in the user's folder for state, which is made; None where that cannot be written."""
+    """Return `responses.sqlite3` in the user's state folder, which is created, or None if it is not writable."""
     chosen = os.environ.get("XDG_STATE_HOME", "")
     try:
         folder = (Path(chosen) if chosen.startswith("/") else Path.home() / ".local" / "state") / "diptych"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # the latter: there is no home
+    except (OSError, RuntimeError):  # RuntimeError: no home folder
         return None
     return folder / "responses.sqlite3" if os.access(folder, os.W_OK) else None
 
@@ -95,7 +99,7 @@ def _checked(config: RouterConfig, path: str, on_failure: Callable[[str], None])
 
 def _refusal(path: str, error: Exception) -> ConfigError:
     return ConfigError(
-        "response_store", path, f"a SQLite file that can be written ({error}); move it away, or name another"
+        "response_store", path, f"a writable SQLite file ({error}); move this file away, or use another path"
     )
 
 

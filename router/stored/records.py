@@ -1,4 +1,4 @@
-"""What the stores keep: responses, files and batches. Needs no SQLite."""
+"""Records of the stores: responses, files and batches. Does not import SQLite."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Final
 import orjson
 
 IN_MEMORY: Final = ":memory:"
-"""The path of a store without a file."""
+"""Path of a store without a file."""
 
 QUEUED: Final = "queued"
 IN_PROGRESS: Final = "in_progress"
 RUNNING: Final = frozenset((QUEUED, IN_PROGRESS))
 ROW_BYTES = 512
-"""What an entry takes beside its JSON: names, times, indexes."""
+"""Size of an entry in addition to its JSON: names, times and indexes, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """One response of the key `owner`, as JSON: its own `input` items, its `output` items, and the rest as `head`.
+    """A response of the API key `owner`, as JSON: its `input` items, its `output` items, and everything else (`head`).
 
-    `previous` is the response that its conversation goes on from.
+    `previous` is the response that it continues.
     """
 
     id: str
@@ -61,7 +61,7 @@ BATCH_OUTPUT: Final = "batch_output"
 WRITING: Final = "writing"
 READY: Final = "ready"
 DELETED: Final = "deleted"
-"""States of a file. Clients see it when it is ready."""
+"""States of a file. Clients can access it once it is ready."""
 
 VALIDATING: Final = "validating"
 FINALIZING: Final = "finalizing"
@@ -75,7 +75,7 @@ UNFINISHED: Final = (VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING)
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file of the key `owner`. Times are seconds since the epoch."""
+    """A file of the API key `owner`. Times are in seconds since the epoch."""
 
     id: str
     owner: str
@@ -88,7 +88,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class BatchProblem:
-    """Why a batch failed: a fault of a line of its input, or of all of it."""
+    """Reason why a batch failed: an error in one line of its input, or in the input as a whole."""
 
     code: str
     message: str
@@ -98,7 +98,7 @@ class BatchProblem:
 
 @dataclass(frozen=True, slots=True)
 class BatchUsage:
-    """Tokens of answers."""
+    """Token counts of answers."""
 
     input_tokens: int = 0
     cached_tokens: int = 0
@@ -108,10 +108,10 @@ class BatchUsage:
 
 @dataclass(frozen=True, slots=True)
 class StoredBatch:
-    """A batch of the key `owner`; `times` says when it came into a state, `expires_at` when it must have ended.
+    """A batch of the API key `owner`. `times` maps each status to the time at which the batch entered it.
 
-    Its results keep their files for `result_s` seconds. The ids of these files are those that they have or will have:
-    `has_output` and `has_errors` say whether they are there for clients.
+    `expires_at` is the deadline of the batch. Result files are kept for `result_s` seconds. Their ids are assigned in
+    advance: `has_output` and `has_errors` state whether the files exist for clients.
     """
 
     id: str
@@ -141,7 +141,7 @@ class StoredBatch:
 
     @property
     def details(self) -> bytes:
-        """Fields that are stored as JSON, because nothing is looked up by them."""
+        """Fields that are stored as JSON, because no query uses them."""
         return orjson.dumps(
             {"metadata": self.metadata, "model": self.model, "times": self.times, "problems": self.problems}
         )
@@ -149,7 +149,7 @@ class StoredBatch:
 
 @dataclass(frozen=True, slots=True)
 class LineResult:
-    """How line `number` of a batch's input ended, as a line of the output or of the errors."""
+    """Result of line `number` of a batch's input, as a line of the output or error file."""
 
     number: int
     line: bytes
@@ -159,7 +159,7 @@ class LineResult:
 
 @dataclass(frozen=True, slots=True)
 class BatchNews:
-    """What a look found: batches whose lease ran out, which are this router's now, and what happened to its own."""
+    """Changes found during maintenance: batches claimed from expired leases, and own batches cancelled or lost."""
 
     claimed: Sequence[StoredBatch] = ()
     cancelled: Sequence[str] = ()

@@ -1,7 +1,7 @@
-"""Stores responses within bounds of bytes, number and age; each is visible to the API key that made it alone.
+"""Store of responses, limited in bytes, number and age. Only the API key that created a response can access it.
 
-An answer that runs in the background has a lease, which its router renews. A row whose lease ran out belongs to a
-router that ended without a word: it reads as lapsed, whichever router reads it.
+A background response has a lease, which its router renews. If the lease has expired, the router ended without storing
+the result, and every router reports the response as incomplete.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ CREATE INDEX IF NOT EXISTS responses_by_router ON responses (router) WHERE route
 {counted_by_owner("responses", "owners", "num_entries")}"""
 RESPONSES = Schema("responses", application_id=0x64707463, version=1, tables=RESPONSE_TABLES)
 LARGEST_SHARE = 4
-"""One response may take a fourth of all bytes."""
+"""Divisor of the store's size for the maximum size of one response."""
 MAX_TURNS = 10_000
-"""Responses in a row of one conversation: a bound of the recursion that collects them."""
+"""Maximum number of responses in a conversation. Limits the recursion that collects them."""
 CHAIN = """
 WITH RECURSIVE chain (id, previous, depth) AS (
     SELECT id, previous, 0 FROM responses WHERE id = :id AND owner = :owner AND used_at > :oldest
@@ -64,10 +64,10 @@ COLUMNS = "id, owner, status, input, head, output, previous, background"
 
 
 class ResponseStore:
-    """Opens the SQLite file `path` (":memory:": none). `on_failure` gets the reason of each failure, on any thread.
+    """SQLite store of responses at `path` (":memory:": not persistent). Raises sqlite3.Error or OSError.
 
-    `on_cancel` gets, on the store's thread, the ids of this router's running answers that another router was asked to
-    cancel. Raises sqlite3.Error or OSError for a file that cannot be used.
+    `on_failure` is called on any thread, with the reason of each failure. `on_cancel` is called on the store's thread,
+    with the ids of this router's running responses that another router was asked to cancel.
     """
 
     def __init__(
@@ -93,25 +93,25 @@ class ResponseStore:
         self._database.submit(self._begin)
 
     def close(self) -> None:
-        """Write what waits, and close the file."""
+        """Complete queued writes, and close the file."""
         self._database.close()
 
     # ------------------------------------------------------------ writing
 
     def keep(self, record: StoredResponse) -> None:
-        """Store a finished response. Never waits: what cannot be stored is lost, and counted."""
-        with suppress(StoreFailed):  # counted and logged where it failed
+        """Store a finished response without waiting. A response that cannot be stored is lost, and counted."""
+        with suppress(StoreFailed):  # already counted and logged
             self._check_size(record)
             self._database.submit(lambda connection: self._insert(connection, record, running=False), record.num_bytes)
 
     async def begin(self, record: StoredResponse) -> None:
-        """Store a response that this router makes in the background, with a lease. Raises StoreFailed."""
+        """Store a background response of this router, with a lease. Raises StoreFailed."""
         self._check_size(record)
         await self._database.run(lambda connection: self._insert(connection, record, running=True), record.num_bytes)
         self._running.add(record.id)
 
     def note(self, record: StoredResponse) -> None:
-        """Change the status and the head of a response that runs. Never waits."""
+        """Update the status and head of a running response without waiting."""
 
         def work(connection: sqlite3.Connection) -> None:
             statement = "UPDATE responses SET status = ?, head = ?, num_bytes = ? WHERE id = ? AND router = ?"
@@ -121,9 +121,9 @@ class ResponseStore:
             self._database.submit(work, record.num_bytes)
 
     async def finish(self, record: StoredResponse) -> None:
-        """Store how a response of `begin` ended, unless it was deleted meanwhile. Raises StoreFailed.
+        """Store the result of a response from `begin`, unless it has been deleted. Raises StoreFailed.
 
-        Then its lease runs out: to later readers it is an answer that never ended.
+        If that fails, the lease expires, and the response is reported as incomplete.
         """
         self._running.discard(record.id)
 
@@ -136,12 +136,12 @@ class ResponseStore:
                     *(record.id, self._router),
                 ),
             )
-            self._make_room(connection)
+            self._evict(connection)
 
         await self._database.run(work, record.num_bytes)
 
     async def delete(self, response_id: str, owner: str) -> bool:
-        """Whether there was such a response. Raises StoreFailed."""
+        """Delete a response. Return whether it existed. Raises StoreFailed."""
 
         def work(connection: sqlite3.Connection) -> bool:
             statement = "DELETE FROM responses WHERE id = ? AND owner = ? AND used_at > ?"
@@ -152,18 +152,18 @@ class ResponseStore:
         return await self._database.run(work)
 
     async def ask_to_cancel(self, response_id: str, owner: str) -> None:
-        """Have the router that makes a response cancel it. Raises StoreFailed."""
+        """Request the router that generates a response to cancel it. Raises StoreFailed."""
         statement = "UPDATE responses SET cancel = 1 WHERE id = ? AND owner = ? AND router != ''"
         await self._database.run(lambda connection: connection.execute(statement, (response_id, owner)).rowcount)
 
     async def settle(self) -> None:
-        """Wait until all that was kept so far can be read by other processes. Raises StoreFailed."""
+        """Wait until all earlier writes are visible to other processes. Raises StoreFailed."""
         await self._database.run(lambda connection: None)
 
     # ------------------------------------------------------------ reading
 
     async def find(self, response_id: str, owner: str) -> tuple[StoredResponse, bool] | None:
-        """A response, and whether the router that made it ended before its answer did. Raises StoreFailed."""
+        """Return a response, and whether its router ended before completing it. Raises StoreFailed."""
 
         def work(connection: sqlite3.Connection) -> tuple[StoredResponse, bool] | None:
             statement = f"SELECT {COLUMNS}, lease_until FROM responses WHERE id = ? AND owner = ? AND used_at > ?"
@@ -178,15 +178,15 @@ class ResponseStore:
         return await self._database.run(work)
 
     async def conversation(self, response_id: str, owner: str, max_bytes: int) -> list[StoredTurn]:
-        """The responses that lead to one, itself last; the age of each begins anew.
+        """Return the responses of a conversation up to this one. Resets the age of each.
 
-        Empty if there is no such response. Raises ConversationGone when an earlier one is no longer stored,
-        ConversationTooLong for more bytes or turns than allowed, StoreFailed.
+        Empty if the response does not exist. Raises ConversationGone if an earlier response is no longer stored,
+        ConversationTooLong above the limits, and StoreFailed.
         """
         return await self._database.run(lambda connection: self._turns(connection, response_id, owner, max_bytes))
 
     async def turns_left(self, response_id: str, owner: str, max_bytes: int) -> list[StoredTurn]:
-        """Like `conversation`, without those that are no longer stored, and without a change of ages."""
+        """Return the stored part of a conversation, without changing ages. Raises like `conversation`."""
         return await self._database.run(
             lambda connection: self._turns(connection, response_id, owner, max_bytes, whole=False)
         )
@@ -198,7 +198,7 @@ class ResponseStore:
             self._on_failure("too_large")
             raise StoreFailed(
                 "too_large",
-                f"the response has {record.num_bytes:,} bytes; this store takes {self._max_bytes // LARGEST_SHARE:,}",
+                f"the response has {record.num_bytes:,} bytes; the maximum is {self._max_bytes // LARGEST_SHARE:,}",
             )
 
     def _insert(self, connection: sqlite3.Connection, record: StoredResponse, *, running: bool) -> None:
@@ -212,10 +212,10 @@ class ResponseStore:
                 record.num_bytes,
             ),
         )
-        self._make_room(connection)
+        self._evict(connection)
 
-    def _make_room(self, connection: sqlite3.Connection) -> None:
-        """Delete least recently used responses of the key that has most bytes, until the bounds are kept."""
+    def _evict(self, connection: sqlite3.Connection) -> None:
+        """Delete least recently used responses of the key with the most bytes, until the limits are met."""
         for _ in range(MAX_DELETED):
             size = self._measure(connection)
             if size.num_bytes <= self._max_bytes and size.num_entries <= self._max_entries:
@@ -226,7 +226,7 @@ class ResponseStore:
                 "AND lease_until NOT BETWEEN ? AND ? ORDER BY used_at LIMIT 1)",
                 (owner, *lease_bounds(self._clock)),
             )
-            if not deleted.rowcount:  # only running ones, whose number is bounded elsewhere
+            if not deleted.rowcount:  # only running responses are left, whose number is limited elsewhere
                 return
 
     def _measure(self, connection: sqlite3.Connection) -> StoreSize:
@@ -244,8 +244,8 @@ class ResponseStore:
         num_bytes = sum(size for _, _, size in chain)
         if num_bytes > max_bytes or len(chain) > MAX_TURNS:
             raise ConversationTooLong(
-                f"the conversation that leads to {response_id!r} has {len(chain):,} responses and {num_bytes:,} bytes; "
-                f"this server takes {MAX_TURNS:,} and {max_bytes:,}"
+                f"the conversation up to {response_id!r} has {len(chain):,} responses and {num_bytes:,} bytes; "
+                f"the maximum is {MAX_TURNS:,} responses and {max_bytes:,} bytes"
             )
         missing = chain[-1][1]
         if whole and missing is not None:
@@ -260,7 +260,7 @@ class ResponseStore:
         return turns
 
     def _begin(self, connection: sqlite3.Connection) -> None:
-        """Read the store's last time stamp: the clock may have jumped while no router ran."""
+        """Advance the clock to the store's last time stamp. It may have been set back while no router ran."""
         if not self._has_begun:
             (latest,) = connection.execute("SELECT max(used_at) FROM responses").fetchone()
             if latest is not None:
@@ -268,7 +268,7 @@ class ResponseStore:
             self._has_begun = True
 
     def _look_around(self, connection: sqlite3.Connection) -> None:
-        """Renew the leases of this router's answers, see which shall end, and delete what is too old."""
+        """Renew leases, collect cancellation requests, and delete expired responses."""
         self._begin(connection)
         lease_until = self._clock.now() + LEASE_S
         renewed = [(lease_until, name, self._router) for name in list(self._running)]
@@ -282,12 +282,12 @@ class ResponseStore:
             "(SELECT id FROM responses WHERE used_at <= ? AND lease_until NOT BETWEEN ? AND ? LIMIT ?)",
             (self._oldest, *lease_bounds(self._clock), MAX_DELETED),
         )
-        self._make_room(connection)
+        self._evict(connection)
         connection.execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").fetchall()
         if ids:
             self.on_cancel(ids)
 
     @property
     def _oldest(self) -> float:
-        """Responses used before this time have expired."""
+        """Time of last use before which responses have expired."""
         return self._clock.earliest(AGES_S) - self._max_age_s

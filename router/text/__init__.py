@@ -1,4 +1,4 @@
-"""From text to tokens and back: conversations, calls, thoughts, stop strings, detokenizing."""
+"""Conversion between text and tokens: conversations, tool calls, reasoning, stop strings, detokenization."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Writes the form of an answer as one grammar, to which workers hold the answer token by token.
+"""Grammars for constrained answers, which workers enforce token by token.
 
-Grammars are texts for the library llguidance: rules in Lark's form, of which `start` is the answer.
+A grammar is text for llguidance: rules in Lark syntax, of which `start` describes the answer.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from router.text.schema import (
 )
 
 WHITESPACE = r"\n[ \t]{0,32}| "
-"""White space allowed between the parts of a JSON text; with more, small models fill their answers with blanks."""
+"""White space allowed between JSON tokens. If more is allowed, small models fill their answers with it."""
 ESCAPES = 'nrbtf\\"'
-"""Letters after a backslash in JSON strings. Without `u`, so that a model cannot spell the same member name twice."""
+"""Escapes allowed in JSON strings. Without `u`, so that a model cannot spell the same member name in two ways."""
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 LARK_PRIORITY = re.compile(r"^([ \t]*[?!]{0,2}[_a-zA-Z][\w-]*)\.-?[0-9]{1,9}(?=[ \t]*[:\[])", re.MULTILINE)
-"""A rule's priority. It selects between parses of a text and does not change the language."""
+"""Priority of a Lark rule. It only selects among parses and does not change the language."""
 LARK_MARKS = re.compile(r"^([ \t]*)\?!(?=[_a-z])", re.MULTILINE)
-"""Modifiers of a rule in the order that the library does not accept."""
-PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: |(?=invalid regex))")
-"""The place of an error in our rules, which means nothing to the client."""
+"""Modifiers of a rule in an order that llguidance does not accept."""
+POSITION = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: |(?=invalid regex))")
+"""Position of an error in the generated grammar, which is meaningless to the client."""
 
 
 def json_grammar(schema: Mapping[str, Any] | bool) -> str:
-    """A grammar of JSON text that matches a schema."""
+    """Return a grammar of JSON text that matches a schema."""
     return rule("start", json_expression(schema))
 
 
@@ -53,7 +53,7 @@ def json_expression(schema: Mapping[str, Any] | bool) -> str:
 def document_expression(document: Document, *, lenient: bool = False) -> str:
     """Return the right side of a rule for JSON that matches an `enforceable` document.
 
-    With `lenient` the library ignores keywords that it cannot enforce.
+    With `lenient`, llguidance ignores keywords that it cannot enforce.
     """
     options = {
         "whitespace_pattern": WHITESPACE,
@@ -66,7 +66,7 @@ def document_expression(document: Document, *, lenient: bool = False) -> str:
 
 
 def regex_grammar(pattern: str) -> str:
-    r"""Return a grammar of the full matches of a Python regular expression; `\d`, `\w` and `\s` are ASCII's.
+    r"""Return a grammar of the full matches of a Python regular expression, with ASCII `\d`, `\w` and `\s`.
 
     Raises ValueError for possessive quantifiers.
     """
@@ -74,12 +74,12 @@ def regex_grammar(pattern: str) -> str:
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
-    """A grammar of one of some texts."""
+    """Return a grammar of one of several texts."""
     return rule("start", " | ".join(map(literal, choices)))
 
 
 def free_grammar(text: str) -> str:
-    """Convert a client's grammar, in Lark's form or GBNF. Raises GbnfError, a ValueError, for invalid GBNF."""
+    """Convert a client's grammar in Lark syntax or GBNF. Raises GbnfError, a ValueError, for invalid GBNF."""
     if is_gbnf(text):
         return gbnf_to_lark(text)
     return LARK_MARKS.sub(r"\1!?", LARK_PRIORITY.sub(r"\1", text))
@@ -90,17 +90,17 @@ def rule(name: str, expression: str) -> str:
 
 
 def literal(text: str) -> str:
-    """The right side of a rule for exactly this text."""
+    """Return the right side of a rule for exactly this text."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def bounded(grammar: str) -> str:
-    """The grammar, unchanged. Raises ValueError if it is too long for a message to a worker."""
+    """Return the grammar unchanged. Raises ValueError if it is too long for a message to a worker."""
     if len(grammar) > MAX_GRAMMAR_CHARS:
-        raise ValueError(f"a grammar of {len(grammar):,} characters, at most {MAX_GRAMMAR_CHARS:,} are taken")
+        raise ValueError(f"the grammar has {len(grammar):,} characters; the maximum is {MAX_GRAMMAR_CHARS:,}")
     return grammar
 
 
-def without_place(problem: str) -> str:
-    """The message of a compile error without the place in our rules, for the client."""
-    return PLACE.sub("", problem)
+def without_position(problem: str) -> str:
+    """Remove the position in the generated grammar from a compile error."""
+    return POSITION.sub("", problem)

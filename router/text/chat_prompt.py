@@ -1,4 +1,4 @@
-"""Renders a conversation into the text of a prompt, optionally with an open last message."""
+"""Rendering of a conversation as the text of a prompt, optionally with an open last message."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def chat_prompt(
     continue_final_message: bool = False,
     extra: Mapping[str, Any] | None = None,
 ) -> str:
-    """The prompt, to be encoded without special tokens. Raises InvalidRequest when it cannot be rendered.
+    """Render the prompt, to be encoded without special tokens. Raises InvalidRequest if that fails.
 
-    `dialect` is that of the template, which is found out if it is not given.
+    `dialect` is detected from the template if it is None.
     """
     if not messages:
-        raise InvalidRequest("messages is empty: send at least one", param="messages")
+        raise InvalidRequest("messages is empty: send at least one message", param="messages")
     plain = template_messages(messages, has_developer="developer" in (template.source or ""))
     tools = [function.as_tool() for function in functions] or None
     dialect = dialect or dialect_of(template)
@@ -46,7 +46,7 @@ def chat_prompt(
         return template.render(plain, tools=tools, add_generation_prompt=add_generation_prompt, extra=extra)
     if add_generation_prompt:
         raise InvalidRequest(
-            "continue_final_message and add_generation_prompt exclude each other: set the latter to false",
+            "continue_final_message and add_generation_prompt are mutually exclusive: set one of them to false",
             param="continue_final_message",
         )
     return _open_ended(template, plain, tools, extra)
@@ -58,7 +58,7 @@ def _check_roles(
     tools: Sequence[Mapping[str, Any]] | None,
     extra: Mapping[str, Any] | None,
 ) -> None:
-    """Raises InvalidRequest for a role that is not OpenAI's, and whose messages the template leaves out."""
+    """Raise InvalidRequest for a non-standard role whose messages the template omits."""
     marks = {i: f"{OPEN_END}{i}{OPEN_END}" for i, message in enumerate(messages) if message["role"] not in ROLES}
     if not marks:
         return
@@ -69,7 +69,7 @@ def _check_roles(
     if hidden is not None:
         where = f"messages[{hidden}].role"
         role = messages[hidden]["role"]
-        raise InvalidRequest(f"{where}: this model's chat template has no role {role!r}", param=where)
+        raise InvalidRequest(f"{where}: the chat template of this model does not support role {role!r}", param=where)
 
 
 def _open_ended(
@@ -88,5 +88,5 @@ def _open_ended(
     marked = [*messages[:-1], {**messages[-1], "content": content}]
     text, mark, _ = template.render(marked, tools=tools, add_generation_prompt=False, extra=extra).rpartition(OPEN_END)
     if not mark:
-        raise InvalidRequest("the chat template hides the last message: it cannot be continued", param="messages")
+        raise InvalidRequest("the chat template omits the last message, so it cannot be continued", param="messages")
     return text

@@ -1,4 +1,4 @@
-"""Stop strings for answers with thoughts and calls: they apply to content only."""
+"""Stop strings for answers with reasoning and tool calls. They apply to content only."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from router.text.thinking import ThinkingScanner
 
 
 class ContentStops:
-    """Searches content for stop strings, and ignores thoughts, calls and their marks.
+    """Searches content for stop strings, ignoring reasoning, calls and delimiters.
 
-    Returns the answer as the model wrote it, like a `StopScanner`. Holds back text that may be the beginning of a mark
-    or a stop string. Stop strings do not span a call. `calls_from` creates a scanner of calls for an answer that begins
-    at a position; None: the answer has no calls.
+    Returns the raw answer, like a `StopScanner`. Holds back text that may begin a delimiter or a stop string. Stop
+    strings do not match across a call. `calls_from` creates a call scanner for an answer that begins at a position, or
+    is None if the answer has no calls.
     """
 
     def __init__(
@@ -27,12 +27,11 @@ class ContentStops:
         self._stops, self._thinking, self._calls_from = stops, thinking, calls_from
         self._calls: CallScanner | None = None
         self._is_begun = thinking is None
-        """Whether the content has begun."""
         self._unread, self._num_chars = "", 0
-        """Text that has not been returned, and the total number of characters."""
+        """Text that has not been returned, and the number of characters received."""
         self._text_end = self._num_held = self._cut = self._first_end = 0
-        """End of the latest content, number of its characters that the stop scanner holds, position at which a stop
-        string cut the answer, and first position at which one may end."""
+        """End of the latest content, number of its characters held by the stop scanner, position at which a stop
+        string cut the answer, and first position at which a stop string may end."""
 
     @property
     def stop(self) -> str | None:
@@ -52,7 +51,7 @@ class ContentStops:
         return self._read(self._thinking.push(text)[1]), self.stop is not None
 
     def flush(self, *, cut: bool = False) -> str:
-        """Return the held text at the end of an answer, up to a stop string. `cut`: the answer reached its length."""
+        """Return the held text at the end of an answer, up to a stop string. `cut`: the answer was truncated."""
         if self.stop is not None:
             return ""
         said = "" if self._thinking is None else self._thinking.flush(cut=cut)[1]
@@ -62,7 +61,7 @@ class ContentStops:
         return shown if self.stop is not None else shown + self._released(self._num_chars)
 
     def _read(self, said: str) -> str:
-        """Read more of the text after the thought. Returns the text of the answer that can be shown."""
+        """Process more text after the reasoning. Return the text of the answer that can be shown."""
         self._is_begun = self._is_begun or bool(said)
         if not self._is_begun:
             undecided = 0 if self._thinking is None else self._thinking.num_undecided
@@ -75,7 +74,7 @@ class ContentStops:
             parts = self._calls.push(said)
         if self._finds_stop(parts):
             return self._released(self._cut)
-        end = self._num_chars if self._calls is None else self._calls.place
+        end = self._num_chars if self._calls is None else self._calls.position
         return self._released(end - self._num_held if end == self._text_end else end)
 
     def _finds_stop(self, parts: Sequence[Part]) -> bool:
@@ -99,7 +98,7 @@ class ContentStops:
         return False
 
     def _released(self, end: int) -> str:
-        """Return the text up to position `end` of the answer that has not been returned."""
+        """Return the text up to position `end` of the answer that has not been returned yet."""
         length = max(0, end - (self._num_chars - len(self._unread)))
         shown, self._unread = self._unread[:length], self._unread[length:]
         return shown

@@ -1,4 +1,4 @@
-"""Messages in the forms that OpenAI's API allows, made into those that chat templates expect."""
+"""Conversion of messages from the forms of OpenAI's API to those that chat templates expect."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refu
 
 
 class JoinedParts(str):
-    """The texts of several content parts (`parts`), joined by line breaks as in vLLM."""
+    """Texts of several content parts (`parts`), joined by line breaks as in vLLM."""
 
     parts: tuple[str, ...]
 
@@ -31,7 +31,7 @@ class JoinedParts(str):
 def template_messages(messages: Sequence[Mapping[str, Any]], *, has_developer: bool = False) -> list[dict[str, Any]]:
     """Convert messages: content becomes one string (`JoinedParts` for several parts), call arguments become objects.
 
-    A "developer" message becomes a "system" message for a template without that role. Raises InvalidRequest for
+    A "developer" message becomes a "system" message unless the template supports that role. Raises InvalidRequest for
     content that is not text, and for arguments with too many JSON values.
     """
     counter = ValueCounter("messages: the arguments of tool calls have", param="messages")
@@ -39,10 +39,10 @@ def template_messages(messages: Sequence[Mapping[str, Any]], *, has_developer: b
 
 
 def in_content_forms(messages: Sequence[dict[str, Any]], forms: Mapping[str, ContentForm]) -> list[dict[str, Any]]:
-    """Convert messages of `template_messages` to the forms of content that a template renders.
+    """Convert messages from `template_messages` to the content form that a template renders.
 
-    Content of several parts becomes a list for roles for which the template joins parts itself, and stays one string
-    for others. If the template renders only lists, all content becomes a list.
+    Content of several parts becomes a list for roles whose parts the template joins itself, and stays one string for
+    others. If the template supports only lists, all content becomes a list.
     """
     return [_in_form(message, forms.get(message["role"], ContentForm.TEXT)) for message in messages]
 
@@ -75,7 +75,7 @@ def content_text(content: Any, index: int) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
-        raise _refused(index, f"is {type(content).__name__}: send a string or text parts")
+        raise _refused(index, f"is of type {type(content).__name__}: send a string or a list of text parts")
     return JoinedParts.of([_part_text(part, index) for part in content])
 
 
@@ -83,11 +83,11 @@ def _part_text(part: Any, index: int) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
-        raise _refused(index, f"has a part that is {type(part).__name__}: send objects of type 'text'")
+        raise _refused(index, f"has a part of type {type(part).__name__}: send objects of type 'text'")
     kind = str(part.get("type", "text"))
     text = part.get(TEXT_PARTS.get(kind, ""))
     if not isinstance(text, str):
-        raise _refused(index, f"has a part of type {kind[:40]!r}: this model takes text only")
+        raise _refused(index, f"has a part of type {kind[:40]!r}: this model supports only text")
     return text
 
 
@@ -100,12 +100,12 @@ def _tool_calls(calls: Any, index: int, counter: ValueCounter) -> list[dict[str,
         isinstance(call, Mapping) and isinstance(call.get("function"), Mapping) for call in calls
     ):
         param = f"messages[{index}].tool_calls"
-        raise InvalidRequest(f"{param} is not a list of function calls", param=param)
+        raise InvalidRequest(f"{param} must be a list of function calls", param=param)
     return [_tool_call(call, counter) for call in calls]
 
 
 def _tool_call(call: Mapping[str, Any], counter: ValueCounter) -> dict[str, Any]:
-    """Templates write arguments with `tojson`, so parse their JSON text; anything but an object stays text."""
+    """Parse the arguments, which templates render with `tojson`. Anything but a JSON object stays text."""
     function = dict(call["function"])
     arguments = function.get("arguments")
     if isinstance(arguments, str):

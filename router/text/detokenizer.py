@@ -1,4 +1,4 @@
-"""Decodes token ids to text as they arrive. Text that was given out is final, and all of it is the full decode."""
+"""Incremental detokenization. Emitted text is final, and all of it together equals the full decode."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import NamedTuple, Protocol
 from common.model_files import BYTE_TOKEN, Tokenizer
 
 TABLES_KEPT = 4
-"""One for each tokenizer: a router serves few models."""
+"""Number of cached token tables, one per tokenizer."""
 TEXTS_KEPT = 65_536
-"""Token texts kept for log-probabilities, about 300 bytes each."""
+"""Number of cached token texts for log probabilities, about 300 bytes each."""
 REPLACEMENT = "\ufffd"
 MAX_HELD_TOKENS = 16  # far more than the tokens of one character
 new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
@@ -34,16 +34,16 @@ class Joining(Enum):
 
 
 class TokenText(NamedTuple):
-    """One token alone, for log-probabilities: `token` has U+FFFD where its bytes are only part of a character."""
+    """A single token, for log probabilities. `token` contains U+FFFD if its bytes are only part of a character."""
 
     token: str
     byte_values: tuple[int, ...]
 
 
 class TokenTable:
-    """The bytes of each token, filled on first use. Threads may share it.
+    """Bytes of each token, computed on first use. Thread-safe.
 
-    `strips_leading_space`: decoding drops the one space that the tokenizer puts before every text.
+    `strips_leading_space`: decoding drops the space that the tokenizer inserts before every text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -56,7 +56,7 @@ class TokenTable:
         self.strips_leading_space = self.joining is Joining.RUNS and _decodes(tokenizer, ["▁"], "")
 
     def raw(self, token_id: int) -> bytes:
-        """The bytes of a token (a control token's are its name); b"" for an id without a token."""
+        """Return the bytes of a token (for a control token, its name), or b"" for an unused id."""
         if not 0 <= token_id < len(self._raw):
             return b""
         found = self._raw[token_id]
@@ -65,7 +65,7 @@ class TokenTable:
         return found
 
     def whole(self, token_id: int) -> str | None:
-        """The text of a token whose bytes are whole characters; None for one that has part of a character."""
+        """Return the text of a token, or None if its bytes are not whole characters."""
         try:
             return self._whole[token_id]
         except KeyError:
@@ -83,9 +83,9 @@ class TokenTable:
         return len(self.raw(token_id)) == 1 and BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id)) is not None
 
     def name(self, token_id: int) -> str:
-        """The token's text, or its bytes for part of a character: as U+FFFD, two parts would have one name.
+        """Return the token's text, or its bytes for partial characters, which would all be named U+FFFD otherwise.
 
-        An answer may ask for twenty of them with each token, so they are kept.
+        Cached, because an answer may request twenty names per token.
         """
         try:
             return self._names[token_id]
@@ -105,12 +105,12 @@ class TokenTable:
 
 @lru_cache(maxsize=TABLES_KEPT)
 def token_table(tokenizer: Tokenizer) -> TokenTable:
-    """The table of this tokenizer object, made on first use."""
+    """Return the cached table of this tokenizer object."""
     return TokenTable(tokenizer)
 
 
 def _joining(tokenizer: Tokenizer) -> Joining:
-    """Recognised by the decode of the two bytes of "é", which no other scheme joins."""
+    """Detect the scheme by decoding the two bytes of "é", which each scheme joins differently."""
     if _decodes(tokenizer, ["Ã", "©"], "é"):
         return Joining.BYTES
     if _decodes(tokenizer, ["<0xC3>", "<0xA9>"], "é"):
@@ -125,11 +125,11 @@ def _decodes(tokenizer: Tokenizer, tokens: list[str], text: str) -> bool:
 
 
 class Joiner(Protocol):
-    """Turns tokens, one after the other, into final text."""
+    """Converts a stream of tokens to final text."""
 
     @property
     def held_chars(self) -> int:
-        """The number of complete characters that are not given out yet."""
+        """Number of complete characters that have not been emitted yet."""
         ...
 
     def push(self, token_id: int) -> str: ...
@@ -138,10 +138,10 @@ class Joiner(Protocol):
 
 
 class Detokenizer:
-    """The text of one sequence, each character once it is complete; the time per token is constant.
+    """Incremental detokenizer of one sequence. Emits each character once it is complete, in constant time per token.
 
-    All pieces from `push` and `flush` together equal `tokenizer.decode` of all ids. Control tokens are left out unless
-    `skip_special_tokens` is False or they are among `kept`. Ids without a token add nothing.
+    The text from `push` and `flush` together equals `tokenizer.decode` of all ids. Control tokens are omitted unless
+    `skip_special_tokens` is False or they are in `kept`. Unused ids add nothing.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Detokenizer:
         self._given = 0
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens make final."""
+        """Add tokens. Return the text that became final."""
         if len(token_ids) == 1:
             token_id = token_ids[0]
             shown = token_id not in self._skipped and self._table.raw(token_id)
@@ -167,12 +167,12 @@ class Detokenizer:
         return self._count("".join(pieces))
 
     def flush(self) -> str:
-        """The held text at the end of the sequence; an incomplete character becomes U+FFFD."""
+        """Return the held text at the end of the sequence. An incomplete character becomes U+FFFD."""
         return self._count(self._joiner.flush())
 
     @property
     def position(self) -> int:
-        """The character at which the next token's text begins; inside a character, where that character begins."""
+        """Position at which the next token's text begins. Within a character, the position of that character."""
         return self._given + self._joiner.held_chars
 
     def _count(self, text: str) -> str:
@@ -189,13 +189,13 @@ def _joiner(tokenizer: Tokenizer, table: TokenTable) -> Joiner:
 
 
 class ByteJoiner:
-    """Byte-level BPE: the bytes of all tokens are one stream of UTF-8."""
+    """Joiner for byte-level BPE: the bytes of all tokens are one UTF-8 stream."""
 
     held_chars = 0
 
     def __init__(self, table: TokenTable) -> None:
         self._table = table
-        self._held = b""  # the begin of a character
+        self._held = b""  # the beginning of an incomplete character
 
     def push(self, token_id: int) -> str:
         if not self._held and (whole := self._table.whole(token_id)) is not None:
@@ -213,7 +213,8 @@ class ByteJoiner:
 
 
 class RunJoiner:
-    """SentencePiece with byte fallback. A run of byte tokens waits for its end, as one bad byte spoils all of it."""
+    """Joiner for SentencePiece with byte fallback. Holds a run of byte tokens until its end: one invalid byte
+    invalidates the whole run."""
 
     def __init__(self, table: TokenTable) -> None:
         self._table = table
@@ -251,9 +252,9 @@ class RunJoiner:
 
 
 class ContextJoiner:
-    """Any other decoder: a token's text is the text that it adds to the decode of the few tokens before it.
+    """Joiner for any other decoder: emits the text that a token adds to the decoded text of a few tokens before it.
 
-    As in text-generation-inference, text that ends in U+FFFD counts as an incomplete character and is held.
+    As in text-generation-inference, text that ends with U+FFFD is considered incomplete and held.
     """
 
     held_chars = 0

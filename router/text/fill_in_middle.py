@@ -1,4 +1,4 @@
-"""Prompts with a text behind the answer, in the forms that models learn to fill in (Bavarian et al. 2022)."""
+"""Fill-in-the-middle prompts: the model completes the text between a prefix and a suffix (Bavarian et al., 2022)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from common.model_files import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class MiddleMarks:
-    """The tokens around the two texts. `suffix_first`: the text behind the answer comes first, without `middle`."""
+class FimTokens:
+    """Names of a model's fill-in-the-middle tokens. `suffix_first`: the suffix precedes the prefix."""
 
     prefix: str
     suffix: str
@@ -18,19 +18,19 @@ class MiddleMarks:
     suffix_first: bool = False
 
 
-FORMS = (
-    MiddleMarks("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
-    MiddleMarks("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
-    MiddleMarks("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
-    MiddleMarks("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
-    MiddleMarks("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
-    MiddleMarks("[PREFIX]", "[SUFFIX]", suffix_first=True),  # Codestral
+FORMATS = (
+    FimTokens("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
+    FimTokens("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
+    FimTokens("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    FimTokens("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
+    FimTokens("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
+    FimTokens("[PREFIX]", "[SUFFIX]", suffix_first=True),  # Codestral
 )
 
 
 @dataclass(frozen=True, slots=True)
-class MiddleForm:
-    """The ids of a model's marks; `middle` is () for a form without that mark."""
+class FimFormat:
+    """Token ids of a model's fill-in-the-middle format. `middle` is () for a format without that token."""
 
     prefix: int
     suffix: int
@@ -38,17 +38,17 @@ class MiddleForm:
     suffix_first: bool
 
     def prompt(self, before: Sequence[int], after: Sequence[int]) -> list[int]:
-        """The prompt whose answer stands between the tokens `before` and `after`."""
+        """Build the prompt for an answer between the tokens `before` and `after`."""
         if self.suffix_first:
             return [self.suffix, *after, self.prefix, *before]
         return [self.prefix, *before, self.suffix, *after, *self.middle]
 
 
-def middle_form(tokenizer: Tokenizer) -> MiddleForm | None:
-    """The form of the model with this tokenizer; None for one that has no such tokens."""
-    for marks in FORMS:
+def middle_form(tokenizer: Tokenizer) -> FimFormat | None:
+    """Return the fill-in-the-middle format of a tokenizer, or None if it has no such tokens."""
+    for marks in FORMATS:
         names = [marks.prefix, marks.suffix, *filter(None, (marks.middle,))]
         ids = [token_id for name in names if (token_id := tokenizer.token_to_id(name)) is not None]
         if len(ids) == len(names):
-            return MiddleForm(ids[0], ids[1], tuple(ids[2:]), marks.suffix_first)
+            return FimFormat(ids[0], ids[1], tuple(ids[2:]), marks.suffix_first)
     return None

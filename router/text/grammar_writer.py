@@ -1,10 +1,10 @@
-"""The program that writes and compiles the grammars of a router's requests (`common/grammar/compiler.py`).
+"""Subprocess that writes and compiles the grammars of a router's requests (`common/grammar/compiler.py`).
 
     router: demand ──text──> this program ──fork──> a child: writes the grammar of the demand, and compiles it
             verdict with the grammar <──────────────────────┘
 
-A demand is a constraint on an answer: a schema, pattern, choice, set of rules or tool calls. It contains text of a
-client, for which libraries may take unbounded time and memory. The router only encodes it, in linear time, in C.
+A demand is a constraint on an answer: a schema, pattern, choice, grammar or tool calls. It contains client input for
+which libraries may need unbounded time and memory. The router itself only encodes it, in linear time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROGRAM = "router.text.grammar_writer"
 
 
 class JsonDemand(msgspec.Struct, frozen=True, tag="json"):
-    """JSON that matches a schema. `schema` is JSON text."""
+    """Constraint: JSON that matches a schema. `schema` is JSON text."""
 
     schema: str
 
@@ -38,7 +38,7 @@ class JsonDemand(msgspec.Struct, frozen=True, tag="json"):
 
 
 class RegexDemand(msgspec.Struct, frozen=True, tag="regex"):
-    """Full matches of a regular expression."""
+    """Constraint: the full match of a regular expression."""
 
     pattern: str
 
@@ -47,7 +47,7 @@ class RegexDemand(msgspec.Struct, frozen=True, tag="regex"):
 
 
 class ChoiceDemand(msgspec.Struct, frozen=True, tag="choice"):
-    """One of some texts."""
+    """Constraint: one of several texts."""
 
     choices: tuple[str, ...]
 
@@ -56,7 +56,7 @@ class ChoiceDemand(msgspec.Struct, frozen=True, tag="choice"):
 
 
 class RulesDemand(msgspec.Struct, frozen=True, tag="rules"):
-    """Texts of a client's grammar."""
+    """Constraint: a grammar written by the client."""
 
     rules: str
 
@@ -65,7 +65,7 @@ class RulesDemand(msgspec.Struct, frozen=True, tag="rules"):
 
 
 class CallsDemand(msgspec.Struct, frozen=True, tag="calls"):
-    """Tool calls in a format, by its number in `FORMATS`, with the spelling of its marks.
+    """Constraint: tool calls in a format, given by its index in `FORMATS`, with the spelling of its delimiters.
 
     `functions` and `answer` are JSON text: a list of names and parameters, and a schema or null.
     """
@@ -102,18 +102,18 @@ Demand: TypeAlias = JsonDemand | RegexDemand | ChoiceDemand | RulesDemand | Call
 
 
 def text_of(demand: Demand) -> str:
-    """Encode a demand for `GrammarChecks`. Raises ValueError for text that is not Unicode."""
+    """Encode a demand for `GrammarChecks`. Raises ValueError for invalid Unicode."""
     return msgspec.json.encode(demand).decode()
 
 
 def grammar_of(text: str) -> str:
     """Write the grammar of an encoded demand.
 
-    Raises ValueError for a demand that has no grammar, and RecursionError for one that is nested too deeply.
+    Raises ValueError if the demand has no grammar, and RecursionError if it is nested too deeply.
     """
     demand: Demand = msgspec.json.decode(text, type=Demand)
     grammar = bounded(demand.grammar())
-    grammar.encode()  # raises if the text is not Unicode
+    grammar.encode()  # raises for invalid Unicode
     return grammar
 
 

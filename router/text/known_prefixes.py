@@ -1,16 +1,16 @@
-"""Tokens of prompts that were tokenised before: of a prompt that continues one, only the rest is tokenised.
+"""Cache of prompt tokens: for a prompt that extends an earlier one, only the new text is tokenized.
 
     <s>system ...<e>  <s>user ...<e>  <s>assistant ...<e>  <s>user ...
-    └── segment ───┘  └── segment ─┘  └── segment ─────┘   └ tokenised, with the control token before it
+    └── segment ───┘  └── segment ─┘  └── segment ─────┘   └ tokenized, with the control token before it
 
-A tokenizer cuts a text at control tokens before it does anything else, so the tokens up to one do not depend on what
-follows. A segment is known by the digest of all text up to its end, and leads to the segment before it.
+A tokenizer splits a text at control tokens first, so the tokens up to a control token do not depend on the text after
+it. A segment's key is the digest of all text up to its end. Each segment refers to the one before it.
 
-Of a short prompt only its head is known, such as a system message that many prompts share. The text is cut after the
-first control token that occurred in it before, which is where its second message begins:
+For short prompts only the head is cached, such as a system message that many prompts share. The head ends after the
+first control token that occurs for the second time, which is where the second message begins:
 
     <s>system ...<e>  <s>user ...
-    └── head ──────────┘ tokenised, with the control token that ends the head
+    └── head ──────────┘ tokenized, with the control token that ends the head
 """
 
 from __future__ import annotations
@@ -30,26 +30,27 @@ from common.model_files import Tokenizer
 from common.wire import TOKEN_BYTES
 
 MIN_BYTES = 4096
-"""Of shorter texts only the head is known."""
+"""Minimum size of a text for segments. For shorter texts only the head is cached."""
 SEGMENT_BYTES = 1024
-"""A segment has at least so many: for fewer it pays to tokenise them again."""
+"""Minimum size of a segment. Tokenizing less text again is cheaper."""
 MAX_KEPT_BYTES = 32 * 1024 * 1024
-"""What all segments together may take: eight million tokens."""
+"""Maximum size of all segments, enough for eight million tokens."""
 ENTRY_BYTES = 400
-"""What a segment takes beside its tokens."""
+"""Memory of a segment in addition to its tokens, in bytes."""
 
 _Mark = tuple[int, int, int]
+"""Start and end of a control token in a text, in bytes, and its id."""
 MIN_HEAD_CHARS = 64
-"""A shorter head is tokenised as quickly as it is found."""
+"""Minimum length of a cached head. Looking up a shorter one takes as long as tokenizing it."""
 MAX_HEADS = 256
-"""Those that were used last are kept."""
+"""Maximum number of cached heads (LRU)."""
 _SEEN = array("I")
-"""The tokens of a head that came once: most first messages never come again."""
+"""Placeholder for a head that occurred once. Its tokens are cached on the second use, as most never recur."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """`before`: the digest of the text up to its begin, b"" for the first one."""
+    """A cached segment. `before` is the digest of the text up to its beginning, or b"" for the first segment."""
 
     before: bytes
     tokens: array[int]
@@ -61,7 +62,7 @@ class _Segment:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """The end of a segment in a text: behind control token number `number`, which begins at byte `mark`."""
+    """End of a segment: after control token number `number` of the text, which begins at byte `mark`."""
 
     number: int
     mark: int
@@ -69,9 +70,10 @@ class _End:
 
 
 class KnownPrefixes:
-    """Safe to share between threads. `texts` show which control tokens prompts have: the source of a chat template.
+    """Cache of prompt tokens for one tokenizer. Thread-safe.
 
-    At most `max_bytes` are kept; the segments that were not used for longest go first.
+    `texts` contain the control tokens that prompts may have: the source of the chat template. Above `max_bytes`, the
+    least recently used segments are evicted.
     """
 
     def __init__(self, tokenizer: Tokenizer, texts: str, max_bytes: int = MAX_KEPT_BYTES) -> None:
@@ -85,13 +87,13 @@ class KnownPrefixes:
 
     @property
     def num_bytes(self) -> int:
-        """The size of all that is kept."""
+        """Size of the cached segments."""
         return self._num_bytes
 
     def encode(self, text: str, salt: str = "", *, alone: bool = False) -> list[int]:
-        """The token ids of a rendered prompt, as `Tokenizer.encode` without special tokens gives them; so it raises.
+        """Return the token ids of a rendered prompt, like `Tokenizer.encode` without special tokens. Raises as it does.
 
-        Prompts of another `salt` find nothing of it: what is known shows in the time.
+        Prompts with another `salt` share no entries: otherwise response times would reveal cached prompts.
         """
         if self._heads is None:
             return self._tokenizer.encode(text, add_special_tokens=False, alone=alone)
@@ -100,7 +102,7 @@ class KnownPrefixes:
         try:
             data = text.encode()
         except UnicodeEncodeError:
-            return self._tokenizer.encode(text, add_special_tokens=False)  # which raises
+            return self._tokenizer.encode(text, add_special_tokens=False)  # raises InvalidRequest
         marks = sorted(self._found(data))
         ends = _ends(data, marks, salt)
         for number in range(len(ends) - 1, -1, -1):
@@ -116,7 +118,7 @@ class KnownPrefixes:
     # ------------------------------------------------------------ inside
 
     def _found(self, data: bytes) -> Iterable[_Mark]:
-        """Begin, end and id of each control token."""
+        """Yield the start, end and id of each control token."""
         for mark, token_id in self._marks.items():
             at = data.find(mark)
             while at >= 0:
@@ -124,14 +126,14 @@ class KnownPrefixes:
                 at = data.find(mark, at + len(mark))
 
     def _tokens_up_to(self, digest: bytes) -> list[int] | None:
-        """The tokens of the text with this digest; None if they are not all known. They count as used."""
+        """Return the tokens of the text with this digest, or None if some are missing. Marks them as used."""
         chain: list[_Segment] = []
         with self._lock:
             while digest:
                 segment = self._segments.get(digest)
                 if segment is None:
                     return None
-                self._segments.move_to_end(digest)  # the first segment last: without it the others are of no use
+                self._segments.move_to_end(digest)  # the first segment last, because the others depend on it
                 chain.append(segment)
                 digest = segment.before
         tokens: list[int] = []
@@ -140,12 +142,12 @@ class KnownPrefixes:
         return tokens
 
     def _keep(self, ends: Sequence[_End], after: _End | None, tokens: Sequence[int], marks: Sequence[_Mark]) -> None:
-        """Remember the segments with these ends. `tokens` and `marks` begin with the control token of `after`, or are
-        those of the whole text."""
+        """Cache the segments with these ends. `tokens` and `marks` begin with the control token of `after`, or at the
+        beginning of the text if it is None."""
         packed = array("I", tokens)
         found = np.isin(np.frombuffer(packed, np.uint32), list(self._marks.values())).nonzero()[0].tolist()
         if [tokens[place] for place in found] != [token_id for _, _, token_id in marks]:
-            return  # what looks like a control token is part of another one
+            return  # some text that looks like a control token is part of another token
         first = 0 if after is None else after.number
         places = [found[end.number - first] for end in ends]
         before, begun = (b"", 0) if after is None else (after.digest, 1)
@@ -163,7 +165,7 @@ class KnownPrefixes:
 
 
 def _ends(data: bytes, marks: Sequence[_Mark], salt: str) -> list[_End]:
-    """The ends of segments, each of which depends on the salt and the text before it alone."""
+    """Return the ends of segments, each of which depends only on the salt and the text before it."""
     begun, ends = 0, []
     digest = blake2b(blake2b(salt.encode(errors="surrogatepass")).digest(), digest_size=16)
     for number, (mark, end, _) in enumerate(marks):
@@ -175,7 +177,7 @@ def _ends(data: bytes, marks: Sequence[_Mark], salt: str) -> list[_End]:
 
 
 class KnownHeads:
-    """Safe to share between threads. `marks` are the control tokens at which texts are cut, by their names."""
+    """Cache of the tokens of prompt heads. Thread-safe. `marks` are the control tokens that split texts, by name."""
 
     def __init__(self, tokenizer: Tokenizer, marks: Mapping[str, int]) -> None:
         self._tokenizer, self._marks, self._ids = tokenizer, marks, frozenset(marks.values())
@@ -184,9 +186,9 @@ class KnownHeads:
         self._lock = threading.Lock()
 
     def encode(self, text: str, salt: str = "", *, alone: bool = False) -> list[int]:
-        """The token ids of a rendered prompt, as `Tokenizer.encode` without special tokens gives them; so it raises.
+        """Return the token ids of a rendered prompt, like `Tokenizer.encode` without special tokens. Raises as it does.
 
-        Prompts of another `salt` find nothing of it: what is known shows in the time.
+        Prompts with another `salt` share no entries: otherwise response times would reveal cached prompts.
         """
         num_marks, begin, end = self._cut(text)
         if end < MIN_HEAD_CHARS:
@@ -198,7 +200,7 @@ class KnownHeads:
         if head:
             try:
                 rest = self._tokenizer.encode(text[begin:], add_special_tokens=False, alone=alone)
-            except InvalidRequest:  # it says where: in the whole text
+            except InvalidRequest:  # encode the whole text for an error with the right position
                 return self._tokenizer.encode(text, add_special_tokens=False)
             return head.tolist() + rest[1:]
         tokens = self._tokenizer.encode(text, add_special_tokens=False, alone=alone)
@@ -208,7 +210,7 @@ class KnownHeads:
     # ------------------------------------------------------------ inside
 
     def _cut(self, text: str) -> tuple[int, int, int]:
-        """How many control tokens the head has, and begin and end of the last of them; zeros without a head."""
+        """Return the number of control tokens in the head, and start and end of the last one; zeros without a head."""
         before: set[str] = set()
         for number, mark in enumerate(self._mark.finditer(text), 1):
             if mark[0] in before:
@@ -217,10 +219,10 @@ class KnownHeads:
         return 0, 0, 0
 
     def _head_of(self, text: str, tokens: list[int], num_marks: int) -> array[int]:
-        """The tokens of a text up to so many control tokens."""
+        """Return the tokens of a text up to its control token number `num_marks`."""
         places = [place for place, token in enumerate(tokens) if token in self._ids]
         if [tokens[place] for place in places] != [self._marks[mark] for mark in self._mark.findall(text)]:
-            return _SEEN  # what looks like a control token is part of another one
+            return _SEEN  # some text that looks like a control token is part of another token
         return array("I", tokens[: places[num_marks - 1] + 1])
 
     def _keep(self, key: tuple[str, str], head: array[int]) -> None:

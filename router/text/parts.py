@@ -1,4 +1,4 @@
-"""Parts of an answer in the order of its text (thoughts, text, calls of functions), and the marks between them."""
+"""Parts of an answer (reasoning, text and tool calls) in order, and search for the delimiters between them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ThoughtPart:
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """More text for the user; `start` is the place of its first character in the answer as the model wrote it."""
+    """More text for the user. `start` is the position of its first character in the model's raw answer."""
 
     text: str
     start: int = 0
@@ -23,7 +23,7 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class CallPart:
-    """More of call number `index`: only its first part has the `name`, `arguments` are pieces of JSON."""
+    """More of call number `index`. Only its first part has a `name`. `arguments` are pieces of JSON."""
 
     index: int
     name: str = ""
@@ -34,7 +34,7 @@ Part = ThoughtPart | TextPart | CallPart
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:
-    """The parts in their order, with neighbours of one kind, or of one call, joined; texts if nothing parts them."""
+    """Merge adjacent parts of the same kind or call. Texts are merged only if they are contiguous in the answer."""
     groups: list[list[Part]] = []
     end = 0  # of the last text
     for part in parts:
@@ -65,16 +65,16 @@ def _one(neighbours: Sequence[Part]) -> Part:
 
 
 def overlap(text: str, mark: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `mark`."""
+    """Return the length of the longest proper prefix of `mark` that `text` ends with."""
     return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
 
 
 def first_mark(text: str, marks: Iterable[str]) -> tuple[int, str]:
-    """The first of some marks in `text`: where it begins, and which it is.
+    """Find the first of several delimiters in `text`. Return its position and the delimiter.
 
-    Without one: where a mark may begin that is not complete yet, at most the end of the text, and "".
+    Without one, return the position of a possible incomplete delimiter, or the text's length, and "".
     """
-    found = [(place, mark) for mark in marks if (place := text.find(mark)) >= 0]
+    found = [(position, mark) for mark in marks if (position := text.find(mark)) >= 0]
     if found:
         return min(found, key=lambda at: (at[0], -len(at[1])))
     return len(text) - max((overlap(text, mark) for mark in marks), default=0), ""

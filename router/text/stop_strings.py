@@ -1,4 +1,4 @@
-"""Stop strings in text that arrives in pieces: one step per character (Aho and Corasick, 1975)."""
+"""Stop strings in streamed text, found in constant time per character (Aho and Corasick, 1975)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from functools import lru_cache
 from common.errors import InvalidRequest
 
 MAX_STOP_CHARS = 4096
-"""Of all stop strings of a request together: the automaton has a state a character."""
+"""Maximum total length of a request's stop strings. The automaton has one state per character."""
 AUTOMATONS_KEPT = 32
-"""Requests of one client repeat their stop strings."""
+"""Number of cached automatons. Clients usually repeat their stop strings."""
 
 
 @dataclass(slots=True)
 class _Node:
-    """A prefix of a stop string, of `depth` characters. `match` is the longest stop string that ends here."""
+    """A prefix of a stop string, of length `depth`. `match` is the longest stop string that ends here."""
 
     depth: int
     children: dict[str, _Node]
@@ -25,10 +25,10 @@ class _Node:
 
 
 class StopScanner:
-    """Cuts one text at the stop string that is complete first; of those that end together, at the longest.
+    """Cuts a text at the first complete stop string. If several end at the same character, the longest one counts.
 
-    It holds back exactly the characters that may begin a stop string. `include_stop` leaves the string itself in the
-    text. Raises InvalidRequest for an empty stop string, or for more than `MAX_STOP_CHARS` in all.
+    Holds back only text that may begin a stop string. `include_stop` keeps the stop string in the text. Raises
+    InvalidRequest if a stop string is empty or all of them have more than `MAX_STOP_CHARS` characters.
     """
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
@@ -40,7 +40,7 @@ class StopScanner:
 
     @property
     def stop(self) -> str | None:
-        """The stop string that was found."""
+        """The stop string that was found, or None."""
         return self._stop
 
     def push(self, text: str, *, may_end: bool = True) -> tuple[str, bool]:
@@ -64,7 +64,7 @@ class StopScanner:
         return known[:safe], False
 
     def flush(self, *, cut: bool = False) -> str:
-        """The held text, at the end of a text that no stop string cut."""
+        """Return the held text, at the end of a text without a stop string."""
         held, self._held, self._node = self._held, "", self._root
         return held
 
@@ -85,7 +85,7 @@ def _step(node: _Node, char: str) -> _Node:
 
 @lru_cache(maxsize=AUTOMATONS_KEPT)
 def _automaton(stops: tuple[str, ...]) -> _Node:
-    """The trie of all stop strings with its fallback links. Requests share it, so it never changes."""
+    """Build the trie of all stop strings, with fallback links. Requests share it, so it is never modified."""
     _check(stops)
     root = _Node(0, {})
     for stop in stops:
@@ -110,9 +110,9 @@ def _link(parent: _Node, char: str, child: _Node) -> _Node:
 
 def _check(stops: tuple[str, ...]) -> None:
     if not all(stops):
-        raise InvalidRequest("a stop string is empty: leave it out", param="stop")
+        raise InvalidRequest("empty stop string: remove it from stop", param="stop")
     total = sum(map(len, stops))
     if total > MAX_STOP_CHARS:
         raise InvalidRequest(
-            f"the stop strings have {total:,} characters together, at most {MAX_STOP_CHARS:,} are taken", param="stop"
+            f"the stop strings have {total:,} characters in total; the maximum is {MAX_STOP_CHARS:,}", param="stop"
         )

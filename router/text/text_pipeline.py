@@ -1,4 +1,4 @@
-"""Text to tokens and back for the whole router, in threads of its own, so that no prompt stalls the event loop."""
+"""Tokenization, chat templates and detokenization of one model, in threads so that no prompt stalls the event loop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from common.errors import ContextLengthExceeded, InvalidRequest
 from common.grammar import GrammarChecks
 from common.model_files import ChatTemplate, ModelFiles, Tokenizer
 from common.wire import BadWord
-from router.text.answer_grammar import literal, without_place
+from router.text.answer_grammar import literal, without_position
 from router.text.calls import Dialect, Function
 from router.text.chat_prompt import chat_prompt
 from router.text.detokenizer import TokenText, token_table
@@ -22,17 +22,18 @@ from router.text.token_floor import TokenFloor, token_floor
 Result = TypeVar("Result")
 
 CHARS_PER_TOKEN = 8
-"""More than nearly every text has."""
+"""Upper bound on the characters per token of nearly every text."""
 CHARS_PER_VALUE = 16
-"""What a chat template writes for a value in addition to its text, and what it costs to look at an empty one."""
+"""Cost of a JSON value in a chat template in addition to its text, in characters."""
 
 
 class TextPipeline:
-    """A model's tokenizer and chat template behind a bounded pool of threads. One event loop owns it.
+    """A model's tokenizer and chat template, used through a bounded thread pool. Use from one event loop.
 
-    `threads` are those of several pipelines, or the number of its own. `vocab_size` is the number of ids that the model
-    takes (by default the tokenizer's). At most `max_pending` jobs wait or run; one more raises Unavailable.
-    `max_model_len` is 0 when unknown. The pipeline closes its threads and `grammars`; without these it checks none.
+    `threads`: a pool shared with other pipelines, or the number of threads for a new one. `vocab_size`: number of token
+    ids that the model accepts, by default the tokenizer's. At most `max_pending` jobs are queued or running; more raise
+    Unavailable. `max_model_len` is 0 if unknown. Without `grammars`, grammars are not compiled on trial. `close` also
+    closes the threads and `grammars`.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class TextPipeline:
     def from_files(
         cls, files: ModelFiles, *, threads: int | TextThreads = 2, max_pending: int = MAX_PENDING
     ) -> TextPipeline:
-        """The pipeline of a resolved model. Raises ModelError for a damaged tokenizer or template."""
+        """Create the pipeline of a resolved model. Raises ModelError for an invalid tokenizer or template."""
         tokenizer = Tokenizer.from_file(files.tokenizer)
         return cls(
             tokenizer,
@@ -82,12 +83,12 @@ class TextPipeline:
 
     @property
     def chat_template(self) -> str | None:
-        """The template's source; None for a base model, for which every chat is refused."""
+        """Source of the chat template, or None for a base model, which rejects chat requests."""
         return self.template.source
 
     @property
     def num_pending(self) -> int:
-        """How many jobs wait or run."""
+        """Number of queued and running jobs."""
         return self._threads.num_pending
 
     async def encode(
@@ -103,10 +104,11 @@ class TextPipeline:
     ) -> list[int]:
         """Return the token ids of a plain prompt, or of a pair with a `second` text.
 
-        They are truncated on `side` to at most `keep` (0: no limit), as in `Tokenizer.encode_cut`.
-        A text that surely has more than `limit` tokens (0: no limit), or has more than `max_bytes` of UTF-8 (0: no
-        limit), is refused before it is tokenised; the number of tokens is not checked. Raises ContextLengthExceeded,
-        InvalidRequest for too many bytes or text that is not Unicode, Unavailable.
+        They are truncated on `side` to at most `keep` tokens (0: no limit), as in `Tokenizer.encode_cut`.
+
+        A text that certainly has more than `limit` tokens, or has more than `max_bytes` of UTF-8 (0: no limit), is
+        rejected before tokenization. The number of tokens is not checked afterwards. Raises ContextLengthExceeded,
+        Unavailable, and InvalidRequest for too many bytes or invalid Unicode.
         """
         size = len(text) + len(second or "")
         return await self._threads.run(
@@ -127,12 +129,12 @@ class TextPipeline:
         max_bytes: int = 0,
         salt: str | None = None,
     ) -> list[int]:
-        """Token ids of a conversation, rendered by the model's chat template.
+        """Return the token ids of a conversation, rendered by the model's chat template.
 
         `continue_final_message` leaves the last message open for the model to continue; it excludes
-        `add_generation_prompt`. `extra` holds further template variables. The prompt describes `functions`, by the
-        template or in words; `dialect` is that of the template, found out if it is not given. Known parts
-        of conversations of the same `salt` are not tokenised again. Raises as `encode` does.
+        `add_generation_prompt`. `extra` are further template variables. The template or added instructions describe
+        `functions` to the model. `dialect` is detected from the template if it is None. Prefixes of conversations with
+        the same `salt` are cached. Raises as `encode` does.
         """
 
         def job() -> list[int]:
@@ -150,7 +152,7 @@ class TextPipeline:
         return await self._threads.run(job, text_size((messages, [each.as_tool() for each in functions], extra)))
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`. Raises InvalidRequest for an id outside the vocabulary, Unavailable."""
+        """Return the text of `token_ids`. Raises Unavailable, and InvalidRequest for an id outside the vocabulary."""
 
         def job() -> str:
             self.check_ids(token_ids)
@@ -159,7 +161,7 @@ class TextPipeline:
         return await self._threads.run(job, len(token_ids))
 
     async def spellings(self, words: Sequence[str]) -> tuple[BadWord, ...]:
-        """The tokens of each word as it is, and as it follows a space; each once. Raises as `encode` does."""
+        """Return the distinct token sequences of each word, with and without a leading space. Raises as `encode`."""
 
         def job() -> tuple[BadWord, ...]:
             texts = [text for word in words for text in (word, word.lstrip(), " " + word.lstrip()) if text]
@@ -169,27 +171,27 @@ class TextPipeline:
         return await self._threads.run(job, len(words) * max(map(len, words), default=0))
 
     async def grammar(self, demand: Demand, *, salt: str = "", owner: str = "") -> str:
-        """Return the grammar of a demand, after writing it and compiling it on trial; see `GrammarChecks.submit`.
+        """Write the grammar of a demand and compile it on trial; see `GrammarChecks.submit`.
 
-        Raises ValueError, with a message for the client, if workers could not use it, and Unavailable.
+        Raises Unavailable, and ValueError with a message for the client if workers could not use the grammar.
         """
         text = text_of(demand)
         if self.grammars is None:
             return await self.apart(lambda: grammar_of(text))
-        # Shielded, because other requests may wait for the same grammar when this request's client leaves.
+        # Shielded because other requests may wait for the same grammar after this client disconnects.
         verdict = await asyncio.shield(asyncio.wrap_future(self.grammars.submit(text, salt=salt, owner=owner)))
         if verdict.problem:
-            raise ValueError(without_place(verdict.problem))
+            raise ValueError(without_position(verdict.problem))
         return verdict.grammar
 
     async def apart(self, job: Callable[[], Result], size: int = SHORT_TEXT + 1) -> Result:
-        """Run other work on `size` characters in the text threads, and return its result. Raises Unavailable."""
+        """Run other work on `size` characters in the text threads. Raises Unavailable."""
         return await self._threads.run(job, size)
 
     def exceeds(self, prompt: str | Sequence[int], num_tokens: int) -> bool:
-        """Whether a prompt surely has more than `num_tokens`, found quickly from the beginning of a text.
+        """Whether a prompt certainly has more than `num_tokens` tokens. Examines only the beginning of a text.
 
-        False when that is uncertain, as for most texts when `num_tokens` is above a thousand.
+        False if that is uncertain, which includes most texts if `num_tokens` is above a thousand.
         """
         if not isinstance(prompt, str):
             return len(prompt) > num_tokens
@@ -204,24 +206,24 @@ class TextPipeline:
         return len(self.tokenizer.encode(whole_words.rstrip(), add_special_tokens=False)) > num_tokens
 
     def token_text(self, token_id: int) -> TokenText:
-        """The text and the bytes of one token, for log-probabilities."""
+        """Return the text and bytes of one token, for log probabilities."""
         return self._table.text(token_id)
 
     def token_name(self, token_id: int) -> str:
-        """The unambiguous name of one token; see `TokenTable.name`."""
+        """Return the unambiguous name of one token; see `TokenTable.name`."""
         return self._table.name(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token; for a control token, its name."""
+        """Return the bytes of one token, or the name of a control token."""
         return self._table.raw(token_id)
 
     def spell(self, mark: str) -> str:
-        """A mark in a grammar: as its token if that is a special one, which is never part of text, else as text."""
+        """Write a delimiter in a grammar: as a token if it is a special token, otherwise as text."""
         token_id = self._special_id(mark)
         return literal(mark) if token_id is None else f"<[{token_id}]>"
 
     def mark_tokens(self, marks: Iterable[str]) -> frozenset[int]:
-        """The special tokens among some marks, which the text of an answer keeps for the scanners."""
+        """Return the ids of delimiters that are special tokens. Scanners need them in the text of an answer."""
         return frozenset(token_id for mark in marks if (token_id := self._special_id(mark)) is not None)
 
     def _special_id(self, mark: str) -> int | None:
@@ -229,16 +231,16 @@ class TextPipeline:
         return token_id if token_id in self.tokenizer.special_ids else None
 
     def check_ids(self, token_ids: Sequence[int], *, param: str = "tokens") -> None:
-        """Raises InvalidRequest when an id is not in the model's vocabulary."""
-        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):  # a million in milliseconds
+        """Raise InvalidRequest if an id is not in the model's vocabulary."""
+        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):  # 1 million in milliseconds
             return
         bad = next(token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size)
         raise InvalidRequest(
-            f"token id {bad} is not in the vocabulary: ids go from 0 to {self.vocab_size - 1}", param=param
+            f"token id {bad} is not in the vocabulary: must be 0 to {self.vocab_size - 1}", param=param
         )
 
     def close(self) -> None:
-        """Drop waiting jobs; the threads end after their current ones."""
+        """Drop queued jobs. The threads end after their current jobs."""
         self._threads.close()
         if self.grammars is not None:
             self.grammars.close()
@@ -260,7 +262,7 @@ class TextPipeline:
             raise ContextLengthExceeded(floor, limit, where=param, at_least=True)
         if max_bytes and (num_bytes := len((text + (second or "")).encode(errors="surrogatepass"))) > max_bytes:
             raise InvalidRequest(
-                f"{param}: a prompt of {num_bytes:,} bytes, at most {max_bytes:,} are tokenised here", param=param
+                f"{param}: the prompt has {num_bytes:,} bytes; the maximum is {max_bytes:,}", param=param
             )
         if keep:
             ids = self.tokenizer.encode_cut(text, keep, second=second, side=side, add_special_tokens=add_special_tokens)
@@ -276,7 +278,8 @@ class TextPipeline:
 
 
 def text_size(value: object) -> int:
-    """Count the characters of all strings in a JSON value, plus a few for each value. Stops above `HUGE_TEXT`."""
+    """Return the number of characters of all strings in a JSON value, plus a constant per value. Stops above
+    `HUGE_TEXT`."""
     size, left = 0, [value]
     while left and size <= HUGE_TEXT:
         part = left.pop()

@@ -1,4 +1,4 @@
-"""The threads that tokenise for every model of a router: bounded, so that no prompt stalls the event loop."""
+"""Threads that tokenize for all models of a router. Their queue is bounded, and no prompt stalls the event loop."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from common.errors import RETRY_AFTER_S, Unavailable
 Result = TypeVar("Result")
 
 SHORT_TEXT = 8192
-"""Texts of so many characters or tokens take a few milliseconds and never wait behind megabytes."""
+"""Texts up to this number of characters or tokens take a few milliseconds and never wait for longer ones."""
 TINY_TEXT = 1024
-"""These take less time than a thread's turn costs: they have none."""
+"""Texts up to this size are processed on the event loop: that takes less time than switching to a thread."""
 JOB_CHARS = 64
-"""Cost of a tiny text in addition to its characters, in characters."""
+"""Fixed cost of a tiny text, in characters."""
 HUGE_TEXT = 256 * 1024
 """Longer texts take up to seconds. They have a dedicated thread, so that no other text waits for them."""
 MAX_PENDING = 1024
-"""Jobs that wait or run."""
+"""Maximum number of queued and running jobs."""
 
 
 class TextThreads:
-    """Threads for work on texts. With two or more, one is dedicated to short texts, and one more serves huge texts.
+    """Thread pools for text processing. With two or more threads, one is dedicated to short texts, and an additional
+    one processes huge texts.
 
-    At most `max_pending` jobs wait or run; one more raises Unavailable. One event loop owns it.
+    Not thread-safe: use from one event loop. Raises Unavailable above `max_pending` queued and running jobs.
     """
 
     def __init__(self, threads: int, max_pending: int = MAX_PENDING) -> None:
@@ -40,37 +41,37 @@ class TextThreads:
 
     @property
     def num_pending(self) -> int:
-        """How many jobs wait or run."""
+        """Number of queued and running jobs."""
         return self._pending
 
     async def run(self, job: Callable[[], Result], size: int) -> Result:
-        """The result of a job on so many characters or tokens, at once or in a thread. Raises Unavailable."""
+        """Run a job on `size` characters or tokens, directly or in a thread. Raises Unavailable."""
         if self._pending >= self._max_pending:
             raise Unavailable(
-                f"{self._pending:,} texts wait to be tokenised, the bound is {self._max_pending:,}",
+                f"the tokenization queue is full: {self._pending:,} of {self._max_pending:,} texts",
                 retry_after_s=RETRY_AFTER_S,
             )
         if size <= TINY_TEXT and not self._closed:
             self._at_once += size + JOB_CHARS
-            if self._at_once > SHORT_TEXT:  # one request may have thousands of tiny texts
+            if self._at_once > SHORT_TEXT:  # a request may have thousands of tiny texts
                 self._at_once = 0
                 await asyncio.sleep(0)
             return job()
         try:
             pool = self._short if size <= SHORT_TEXT else self._long if size <= HUGE_TEXT else self._huge
             future = pool.submit(job)
-        except RuntimeError as error:  # closed
+        except RuntimeError as error:  # the pool is shut down
             raise Unavailable("the router is shutting down", retry_after_s=RETRY_AFTER_S) from error
         with self._lock:
             self._pending += 1
-        future.add_done_callback(self._done)  # runs in the job's thread, so an abandoned job counts until it ends
+        future.add_done_callback(self._done)  # called in the job's thread: an abandoned job counts until it ends
         try:
             return await asyncio.wrap_future(future)
         finally:
-            del future  # its error refers to this frame, and a cycle keeps the text until garbage is collected
+            del future  # its error refers to this frame; the cycle would keep the text until garbage collection
 
     def close(self) -> None:
-        """Drop waiting jobs; the threads end after their current ones."""
+        """Drop queued jobs. The threads end after their current jobs."""
         self._closed = True
         for pool in (self._short, self._long, self._huge):
             pool.shutdown(wait=False, cancel_futures=True)

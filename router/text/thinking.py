@@ -1,4 +1,4 @@
-"""Splits an answer into the model's reasoning, between `<think>` and `</think>` at its beginning, and the rest."""
+"""Separation of an answer into reasoning, between `<think>` and `</think>` at its beginning, and the rest."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from router.text.parts import overlap
 
 OPEN, CLOSE = "<think>", "</think>"
 MAX_BLANKS = 4096
-"""Maximum held white space, in characters. It is read again for each piece of an answer; more is released."""
+"""Maximum length of held white space. It is scanned again for each piece of an answer; longer runs are released."""
 TAIL_TOKENS = 16
-"""Last tokens of a prompt, whose text shows whether it opens a thought: a tokenizer of bytes needs nine."""
+"""Number of last prompt tokens whose text shows whether the prompt opens the reasoning. A byte tokenizer needs nine."""
 
 
-class _Place(Enum):
+class _State(Enum):
     BEGIN = "begin"
     THOUGHT = "thought"
     GAP = "gap"
@@ -22,25 +22,25 @@ class _Place(Enum):
 
 
 def thinks(template: str | None) -> bool:
-    """Whether the chat template is that of a model that reasons in this form."""
+    """Whether the chat template belongs to a model that reasons in this format."""
     return template is not None and CLOSE in template
 
 
 def begins_inside(prompt_end: str) -> bool:
-    """Whether the prompt itself opens the thought, as some templates do."""
+    """Whether the prompt itself opens the reasoning, as some templates do."""
     return prompt_end.rstrip().endswith(OPEN)
 
 
 def open_thought(text: str) -> str | None:
-    """Return the unfinished thought at the end of `text`, without its mark, or None."""
+    """Return the unfinished reasoning at the end of `text`, without its opening tag, or None."""
     _, mark, thought = text.rpartition(OPEN)
     return thought if mark and CLOSE not in thought else None
 
 
 class ThoughtTokens:
-    """Counts the tokens of a thought at the beginning of an answer, up to and including its closing mark.
+    """Counter for the tokens of reasoning at the beginning of an answer, including the closing tag.
 
-    `raw` returns the bytes of a token. The mark may consist of several tokens, or share a token with other text.
+    `raw` returns the bytes of a token. The tag may consist of several tokens, or share a token with other text.
     """
 
     def __init__(self, raw: Callable[[int], bytes]) -> None:
@@ -59,58 +59,58 @@ class ThoughtTokens:
 
 
 class ThinkingScanner:
-    """Splits an answer into a thought and the text after it as it arrives, without white space around the thought.
+    """Splits an answer into reasoning and the text after it as it arrives. Strips white space around the reasoning.
 
-    `inside`: the prompt opened the thought. `continued`: the prompt ends within its text, so white space at the
-    beginning of the answer belongs to the thought. An answer that does not begin with a thought is not changed.
+    `inside`: the prompt opened the reasoning. `continued`: the prompt ends within it, so white space at the beginning
+    of the answer is kept. An answer that does not begin with reasoning is not changed.
     """
 
     def __init__(self, *, inside: bool, continued: bool = False) -> None:
-        self._place = _Place.THOUGHT if inside or continued else _Place.BEGIN
+        self._state = _State.THOUGHT if inside or continued else _State.BEGIN
         self._held = ""
         self._thought = continued
-        self.is_thought = self._place is _Place.THOUGHT
-        """Whether the answer begins with a thought, or may still do so."""
+        self.is_thought = self._state is _State.THOUGHT
+        """Whether the answer begins with reasoning; False while that is undecided."""
 
     @property
     def num_undecided(self) -> int:
-        """Number of held characters that may begin a thought or the answer."""
-        return len(self._held) if self._place is _Place.BEGIN else 0
+        """Number of held characters that may belong to reasoning or to the answer."""
+        return len(self._held) if self._state is _State.BEGIN else 0
 
     def push(self, text: str) -> tuple[str, str]:
-        """The text that this adds to the thought, and to the answer behind it."""
+        """Process more text. Return what it adds to the reasoning and to the answer."""
         self._held += text
         thought, said = "", ""
-        if self._place is _Place.BEGIN:
+        if self._state is _State.BEGIN:
             self._look_for_begin()
-        if self._place is _Place.THOUGHT:
+        if self._state is _State.THOUGHT:
             thought = self._take_thought()
-        if self._place is _Place.GAP:
+        if self._state is _State.GAP:
             self._held = self._held.lstrip()
-            self._place = _Place.ANSWER if self._held else _Place.GAP
-        if self._place is _Place.ANSWER:
+            self._state = _State.ANSWER if self._held else _State.GAP
+        if self._state is _State.ANSWER:
             said, self._held = self._held, ""
         return thought, said
 
     def flush(self, *, cut: bool) -> tuple[str, str]:
-        """Held text at the end: (thought, answer). If the answer was `cut` off, a possible mark is dropped."""
+        """Return the held text at the end, as (reasoning, answer). If the answer was `cut`, drop a partial tag."""
         held, self._held = self._held, ""
-        if self._place is _Place.THOUGHT:
+        if self._state is _State.THOUGHT:
             return held[: len(held) - (overlap(held, CLOSE) if cut else 0)].rstrip(), ""
-        return "", held if self._place is _Place.BEGIN and not cut else ""
+        return "", held if self._state is _State.BEGIN and not cut else ""
 
     def _look_for_begin(self) -> None:
         begun = self._held.lstrip()
         if begun.startswith(OPEN):
-            self._place, self._held, self.is_thought = _Place.THOUGHT, begun.removeprefix(OPEN), True
+            self._state, self._held, self.is_thought = _State.THOUGHT, begun.removeprefix(OPEN), True
         elif not OPEN.startswith(begun) or len(self._held) > MAX_BLANKS:
-            self._place = _Place.ANSWER
+            self._state = _State.ANSWER
 
     def _take_thought(self) -> str:
-        """The thought so far, without white space at both ends and without a possible part of the closing mark."""
+        """Remove and return the reasoning so far, without outer white space and a possible partial closing tag."""
         before, found, after = self._held.partition(CLOSE)
         if found:
-            self._place, self._held = _Place.GAP, after
+            self._state, self._held = _State.GAP, after
         else:
             before = before[: len(before) - overlap(before, CLOSE)]
         thought = before.rstrip()

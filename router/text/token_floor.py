@@ -1,4 +1,4 @@
-"""A lower bound of a text's tokens by its length, so that huge prompts are refused before they are tokenised."""
+"""Lower bound on the number of tokens of a text, to reject huge prompts before they are tokenized."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ UTF8_BYTES = frozenset((*range(0xC0), *range(0xC2, 0xF5)))
 
 @dataclass(frozen=True, slots=True)
 class TokenFloor:
-    """At most `bytes_per_token` bytes of text make a token; 0 when the tokenizer has no proven bound.
+    """A token covers at most `bytes_per_token` bytes of text; 0 means that no bound is proven.
 
-    `dropped` are bytes that the vocabulary lacks; they do not count, because encoding leaves them out.
+    `dropped` are bytes that are missing from the vocabulary. They do not count, because encoding drops them.
     """
 
     bytes_per_token: int = 0
     dropped: bytes = b""
 
     def of(self, text: str) -> int:
-        """The fewest tokens that `text` can have."""
+        """Return the minimum number of tokens of `text`."""
         if not self.bytes_per_token:
             return 0
         return -(-len(text.encode(errors="surrogatepass").translate(None, self.dropped)) // self.bytes_per_token)
@@ -42,7 +42,7 @@ class _Model(msgspec.Struct):
 
 
 class _Document(msgspec.Struct):
-    """The parts of tokenizer.json that decide whether encoding may lose text, without the vocabulary."""
+    """The parts of tokenizer.json that determine whether encoding can lose text, without the vocabulary."""
 
     model: _Model
     added_tokens: list[_AddedToken] = []
@@ -52,10 +52,10 @@ class _Document(msgspec.Struct):
 
 
 def token_floor(path: Path, tokenizer: Tokenizer) -> TokenFloor:
-    """The bound for the tokenizer.json at `path`, whose `tokenizer` is loaded."""
+    """Compute the bound for the tokenizer.json at `path`, which is loaded as `tokenizer`."""
     try:
         document = msgspec.json.decode(path.read_bytes(), type=_Document)
-    except msgspec.MsgspecError:  # an unknown form proves nothing
+    except msgspec.MsgspecError:  # nothing is proven for an unknown format
         return TokenFloor()
     shrinks = _shrinks(document.normalizer)
     stripped = any(token.lstrip or token.rstrip for token in document.added_tokens)
@@ -69,7 +69,7 @@ def token_floor(path: Path, tokenizer: Tokenizer) -> TokenFloor:
 
 
 def _shrinks(normalizer: dict[str, Any] | None) -> int:
-    """By what factor normalizing may shorten a text; 0 when unknown."""
+    """Return the factor by which normalization may shorten a text, or 0 if it is unknown."""
     if normalizer is None:
         return 1
     kind = normalizer.get("type")
@@ -78,13 +78,13 @@ def _shrinks(normalizer: dict[str, Any] | None) -> int:
         for step in normalizer["normalizers"]:
             product *= _shrinks(step)
         return product
-    if kind == "Replace":  # a space to "▁", which counts as one byte
+    if kind == "Replace":  # replacing a space with "▁" does not shorten: a token's "▁" counts as one byte
         return int(normalizer.get("pattern") == {"String": " "} and normalizer.get("content") == "▁")
     return {"NFC": NFC_SHRINKS, "Prepend": 1}.get(str(kind), 0)
 
 
 def _lossless(pre_tokenizer: dict[str, Any] | None) -> bool:
-    """Whether every character of the text gets into a word."""
+    """Whether every character of the text becomes part of a word."""
     if pre_tokenizer is None:
         return True
     kind = pre_tokenizer.get("type")

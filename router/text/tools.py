@@ -1,4 +1,4 @@
-"""Functions that a model may call, told in words where its chat template has no place for them."""
+"""Tools as text, for models whose chat template does not support tools."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ EXAMPLE = [("first_function", '{"argument": "value"}'), ("second_function", "{}"
 
 
 def uses_tools(message: Message) -> bool:
-    """Whether a message is the result of a call, or makes one."""
+    """Whether a message is a call's result or contains calls."""
     return message["role"] == "tool" or bool(message.get("tool_calls"))
 
 
 def tools_as_text(
     messages: Sequence[Message], functions: Sequence[Function], call_format: CallFormat = HERMES
 ) -> list[dict[str, Any]]:
-    """The conversation with tools, calls and results written as text of the system, the assistant and the user.
+    """Convert tools, calls and results to text in system, assistant and user messages.
 
-    Contents must be strings. Results that follow each other or precede a user message become one message, because some
-    templates demand that user and assistant take turns.
+    Contents must be strings. Consecutive results, and results followed by a user message, are merged into one message,
+    because some templates require that user and assistant messages alternate.
     """
     joined: list[tuple[dict[str, Any], list[str]]] = []  # messages, each with its contents
     before = ""

@@ -106,7 +106,7 @@ def test_a_load_ends_with_the_process_that_should_serve_it(tmp_path: Path) -> No
     engine = Engine("pair", lambda _: Launch(url, (front, worker), model="m"), {})
     options = Namespace(ready_timeout_s=60, request_timeout_s=60, open_loop_s=60, max_s=60, per_user=2, min_requests=2)
     summaries: list[Summary] = []
-    with pytest.raises(PeerError, match=r"worker ended with status 1\nno memory is left"):
+    with pytest.raises(PeerError, match=r"worker exited with status 1\nno memory is left"):
         measure(engine, [Load(4, 3, 2)], (5, 6), options, 1, tmp_path / "logs", lambda _, s: summaries.append(s))
     assert not summaries
 

@@ -25,12 +25,14 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["served"]) == 2
-    assert "it is one of serve, router" in capsys.readouterr().err
+    assert "unknown command served; did you mean serve?; the commands are serve, router" in capsys.readouterr().err
+    assert main(["--port", "3"]) == 2
+    assert "unknown option --port; options follow the command" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_is_a_module(command: str) -> None:
-    assert importlib.util.find_spec(COMMANDS[command][0])
+    assert importlib.util.find_spec(COMMANDS[command].module)
 
 
 @pytest.mark.slow_except("prefill-worker", "top", "keygen", "fetch", "size")
@@ -59,8 +61,8 @@ def test_a_command_without_its_packages_says_what_brings_them(command: str, hidd
     )
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert done.stderr.startswith(f"diptych {command} needs the package {hidden}")
-    assert f"pip install 'diptych[{extra}]', in a checkout with -e '.[{extra}]'" in done.stderr
+    assert done.stderr.startswith(f"diptych {command}: the package {hidden} is not installed")
+    assert f"pip install 'diptych[{extra}]', or in a checkout with -e '.[{extra}]'" in done.stderr
 
 
 FIRST_PROCESS = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child")

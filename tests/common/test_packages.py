@@ -32,17 +32,16 @@ def test_another_package_of_a_name_is_told(tmp_path: Path, repository: Path, nam
     done = diptych(tmp_path, "size", "--help")
     assert done.returncode == 0
     (line,) = done.stderr.splitlines()
-    said = f"diptych: warning: the package {name} comes from {tmp_path / name}, not from {repository / name}: "
-    assert line.startswith(said)
+    places = f"would be imported from {tmp_path / name} instead of {repository / name}, because "
+    assert line.startswith(f"diptych: warning: the package {name} {places}")
 
 
 def test_a_module_of_a_name_is_told_before_the_command_fails(tmp_path: Path) -> None:
     (tmp_path / "router.py").touch()
     done = diptych(tmp_path, "size", "--help")
     assert done.returncode != 0
-    assert done.stderr.startswith(
-        f"diptych: warning: the package router comes from {tmp_path / 'router.py'}, not from "
-    )
+    place = f"would be imported from {tmp_path / 'router.py'} instead of "
+    assert done.stderr.startswith(f"diptych: warning: the package router {place}")
 
 
 def test_a_folder_without_code_is_no_package(tmp_path: Path) -> None:

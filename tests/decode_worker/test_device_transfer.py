@@ -14,7 +14,7 @@ import zmq
 from common.engine.kv.cache import KVCache
 from common.engine.kv.copy_stream import CopyStream
 from common.engine.kv.cuda_driver import driver
-from common.engine.kv.shared_memory import NotShared
+from common.engine.kv.shared_memory import SharedMemoryError
 from common.engine.kv.staging import StagedIncoming, StagedOutgoing
 from common.engine.transfer import peer_memories
 from common.engine.transfer.receiver import (
@@ -138,7 +138,7 @@ def test_blocks_go_from_one_device_to_the_other(
     untouched = [block for block in range(NUM_BLOCKS) if block not in into[1:]]
     assert torch.equal(pair.target.tensor[untouched], before[untouched])
     assert pair.receiver.num_bytes == pair.sender.num_bytes == 4 * pair.source.block_bytes == ended.num_bytes
-    assert "KV from p is copied from GPU to GPU" in caplog.text and "KV to d goes from GPU to GPU" in caplog.text
+    assert "KV transfer from p: GPU to GPU" in caplog.text and "KV transfer to d: GPU to GPU" in caplog.text
     caplog.clear()
     again = pair.ship("b", range(NUM_BLOCKS), range(NUM_BLOCKS))
     pair.complete()
@@ -168,7 +168,7 @@ def test_a_block_that_was_taken_back_is_not_taken_for_what_it_was(
         monkeypatch.setattr(driver(), "copy", overwrite)
     transfer = pair.ship("a", (2,), (4,))
     failed, ended = pair.events.get(timeout=60), pair.ended.get(timeout=60)
-    assert isinstance(failed, TransferFailed) and "block 0 is corrupt, or its sender took it back" in failed.reason
+    assert isinstance(failed, TransferFailed) and "block 0 is corrupt, or its sender reused it" in failed.reason
     assert not transfer.received and "corrupt" in ended.reason
 
 
@@ -180,7 +180,7 @@ def test_a_receiver_that_reads_no_gpu_gets_frames(
     transfer = pair.ship("a", range(3), range(3))
     assert pair.complete().transport == transfer.transport == "tcp"
     assert torch.equal(pair.target.tensor[:3], pair.source.tensor[:3])
-    assert "KV from p comes over TCP: cuda-ipc is not used here (kv_transport)" in caplog.text
+    assert "KV transfer from p: TCP (this worker's --kv-transport does not accept cuda-ipc)" in caplog.text
 
 
 def test_a_gpu_that_cannot_reach_the_other_gets_frames_until_it_can(
@@ -193,7 +193,7 @@ def test_a_gpu_that_cannot_reach_the_other_gets_frames_until_it_can(
     for name in ("a", "b"):
         pair.ship(name, range(3), range(3))
         assert pair.complete().transport == "tcp"
-    assert caplog.text.count("KV from p comes over TCP: cuMemImportFromShareableHandle: pretended error (801)") == 1
+    assert caplog.text.count("KV transfer from p: TCP (cuMemImportFromShareableHandle: pretended error (801)") == 1
     monkeypatch.delenv("PRETENDED_CUDA_FAILS")
     pair.ship("c", range(3), range(3))
     assert pair.complete().transport == "cuda-ipc"
@@ -244,5 +244,5 @@ def test_sums_are_those_of_the_kernel_without_a_sign() -> None:
 
 
 def test_a_cache_that_was_not_exported_is_not_offered() -> None:
-    with pytest.raises(NotShared, match="was not made to be read by other GPUs"):
+    with pytest.raises(SharedMemoryError, match="was not created for export to other GPUs"):
         DeviceBlocks(Frames(lambda index: memoryview(b"")), cache())

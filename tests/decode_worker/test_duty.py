@@ -158,7 +158,7 @@ TRANSPORTS = [
     (config(kv_transport=transport, device=device), says)
     for transport, device, says in (
         ("nixl", "cpu", "pip install nixl"),
-        ("cuda-ipc", "cuda", "CUDA's driver cannot be used"),
+        ("cuda-ipc", "cuda", "cannot load the CUDA driver"),
     )
     for config in (DecodeWorkerConfig, PrefillWorkerConfig)
 ]

@@ -231,9 +231,9 @@ def test_a_lost_router_takes_its_requests_along(engine: Rig) -> None:
     [
         ([], {}, "empty"),
         ([1, 2, 261], {}, "token id 261 is outside of the vocabulary of 261"),
-        ([1] * 512, {}, "512 tokens, this worker takes at most 511"),
+        ([1] * 512, {}, "512 tokens, the maximum is 511"),
         ([1] * 3, {"prompt": b"12345"}, "5 bytes"),
-        ([1] * 3, {"num_output": 3}, "3 of the prompt's 3 tokens"),
+        ([1] * 3, {"num_output": 3}, "invalid num_output_tokens 3 of 3"),
     ],
 )
 @pytest.mark.parametrize("remote", [False, True])
@@ -261,7 +261,7 @@ def test_what_a_decode_worker_does_not_do_is_refused(engine: Rig) -> None:
     engine.tell(PrefillRequest(request_id="a", attempt=0, prompt=b"1234", params=SamplingParams(max_tokens=1)))
     engine.tell(RouterHeartbeat(router_id="r"))
     engine.turn()
-    assert "takes no PrefillRequest" in engine.failures()[0].message and len(engine.sent) == 1
+    assert "does not accept PrefillRequest" in engine.failures()[0].message and len(engine.sent) == 1
 
 
 def test_a_full_queue_is_refused_for_another_worker_to_take(make_engine: Callable[..., Rig]) -> None:

@@ -243,7 +243,7 @@ def test_a_prefill_worker_without_the_required_transport_is_refused(engine: Rig)
     engine.ask(prompt(40), remote=True)
     engine.peer.open("a", blocks=3)
     engine.until(lambda: engine.peer.socket.poll(0))
-    assert "kv_transport is teleport, but this worker cannot read the memory of" in engine.peer.read().reason
+    assert "kv_transport is teleport, but this worker cannot read the memory of p" in engine.peer.read().reason
 
 
 def test_an_impossible_first_token_is_not_believed(engine: Rig) -> None:

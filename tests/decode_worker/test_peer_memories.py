@@ -88,7 +88,7 @@ def test_an_offer_of_a_transport_that_is_not_used_here_is_refused(
     message = msgspec.structs.replace(opened(memory), offer=KVOffer("teleport", b"no msgpack"))
     with caplog.at_level("INFO"):
         assert memories.of(message) is None
-    assert "KV from p comes over TCP: teleport is not used here (kv_transport)" in caplog.text
+    assert "KV transfer from p: TCP (this worker's --kv-transport does not accept teleport)" in caplog.text
 
 
 @pytest.mark.parametrize("details", [b"", b"no msgpack", msgspec.msgpack.encode((0, 1, 1, b"n" * 16))])
@@ -96,7 +96,7 @@ def test_a_malformed_offer_is_no_message(memories: PeerMemories, memory: SharedM
     """It also leaves the memory that the worker offered before."""
     first = memories.of(opened(memory))
     message = msgspec.structs.replace(opened(memory, epoch=2), offer=KVOffer("shm", details))
-    with pytest.raises(WireError, match="not an offer of shm"):
+    with pytest.raises(WireError, match="invalid offer of transport shm"):
         memories.of(message)
     assert isinstance(first, PeerMemory) and not first.closed
 

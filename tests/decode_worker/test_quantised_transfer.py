@@ -175,8 +175,8 @@ def spoilt(make_caches: Callable[..., Caches]) -> tuple[Caches, Peer, list[bytes
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (lambda frame: frame[:-16], "bytes, not"),
-        (lambda frame: frame + bytes(16), "bytes, not"),
+        (lambda frame: frame[:-16], "bytes instead of"),
+        (lambda frame: frame + bytes(16), "bytes instead of"),
         (lambda frame: frame[:5] + bytes([frame[5] ^ 8]) + frame[6:], "is corrupt"),
         (lambda frame: frame[:-20] + bytes([frame[-20] ^ 128]) + frame[-19:], "is corrupt"),
     ],

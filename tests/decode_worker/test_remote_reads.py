@@ -218,7 +218,7 @@ def test_without_nixl_frames_are_asked_for(make_rig: Callable[..., Rig], caplog:
     side = RemoteSide(make_rig(), PretendedNixl(), is_ring=True)
     with caplog.at_level(logging.INFO):
         assert side.expect((7,)).memory is None
-    assert "comes over TCP: nixl is not used here" in caplog.text
+    assert "TCP (this worker's --kv-transport does not accept nixl)" in caplog.text
     side.peer.ship(0, 1)
     side.peer.done()
     assert isinstance(side.peer.read(), KVAck)
@@ -229,7 +229,7 @@ def test_broken_metadata_is_refused(side: RemoteSide, caplog: pytest.LogCaptureF
     broken = offer.__class__("p", b"broken", offer.address, offer.num_bytes, True)
     with caplog.at_level(logging.INFO):
         assert side.rig.expect(side.peer, (7,), offer=KVOffer.of("nixl", broken)).memory is None
-    assert "comes over TCP: NIXL cannot reach p: its metadata is broken" in caplog.text
+    assert "TCP (NIXL cannot reach p: its metadata is broken" in caplog.text
 
 
 def test_a_new_duty_of_a_worker_leaves_its_old_memory(side: RemoteSide) -> None:
@@ -270,7 +270,9 @@ def test_one_memory_does_not_take_all_slots() -> None:
     nixl.deliver(nixl.reads[-1])
     assert [read.peer for read in reads.ended()] == [b"l"]
     clock.now = transport.READ_S + 1
-    assert {(read.peer, read.problem) for read in reads.ended()} == {(b"s", "s cannot be read: no answer for 10 s")}
+    assert {(read.peer, read.problem) for read in reads.ended()} == {
+        (b"s", "reading from s failed: no answer for 10 s")
+    }
     assert reads.poll_ms is None and reads.begin(b"s", header(), silent) == silent.failed
     for _ in range(NUM_SLOTS):  # the slots of the silent one are put aside
         reads.begin(b"l", header(), lively)
@@ -286,7 +288,9 @@ def test_messages_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     source = np.zeros((4, BLOCK_BYTES), np.uint8)
     memory = reads.accept(OfferedMemory(nixl, (source.ctypes.data, source.nbytes), is_ring=False).offer)  # type: ignore[arg-type]
     problems = [reads.begin(b"p", header(), memory) for _ in range(MOST_OF_ONE + 4)]
-    assert problems[:-1] == [""] * (MOST_OF_ONE + 3) and problems[-1] == "3 messages wait to be read already"
+    assert (
+        problems[:-1] == [""] * (MOST_OF_ONE + 3) and problems[-1] == "too many messages waiting to be read (limit 3)"
+    )
     for read in nixl.reads:
         nixl.deliver(read)
     assert sum(1 for _ in reads.ended()) == MOST_OF_ONE and len(nixl.reads) == MOST_OF_ONE + 3

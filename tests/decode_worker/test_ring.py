@@ -143,7 +143,7 @@ def test_a_cache_of_host_memory_reaches_a_device_through_buffers(
     peer.name(1, [2])
     assert isinstance(peer.read(), KVAck)
     assert [bytes(on_device.memory[block]) for block in (7, 3)] == [peer.blocks[9], peer.blocks[2]]
-    assert not device.registered and "a whole cache, too much to pin" in caplog.text
+    assert not device.registered and "a whole cache, too large to pin" in caplog.text
 
 
 def test_a_driver_that_registers_no_read_only_memory(
@@ -157,7 +157,7 @@ def test_a_driver_that_registers_no_read_only_memory(
     peer.name(0, [9])
     assert isinstance(peer.read(), KVTaken)
     assert bytes(rig.memory[7]) == peer.blocks[9] and not device.num_parts
-    assert "through shared memory and this worker's own buffers: this driver registers no memory" in caplog.text
+    assert "shared memory, staged in host buffers: this driver registers no memory" in caplog.text
 
 
 # ---------------------------------------------------------------- how long a ring stays mapped, and registered

@@ -298,7 +298,7 @@ def test_a_block_whose_step_failed_is_not_published() -> None:
     failed, later = launch(plan).chunks[0], launch(plan).chunks[0]
     plan.failed(failed)
     assert (sequence.num_pending, sequence.num_published) == (1, 1)
-    with pytest.raises(BlockError, match="written from slot 0 on|only 3 of its 4 slots"):
+    with pytest.raises(BlockError, match="written from slot 0|only 3 of 4 slots"):
         plan.completed(later)  # had the engine not removed the sequence
 
 
@@ -306,7 +306,7 @@ def test_lent_blocks_cannot_be_released() -> None:
     plan = scheduler()
     sequence = decoding(plan, "a", 7, 0.0)
     sequence.lent = True
-    with pytest.raises(BlockError, match="a transfer reads or writes"):
+    with pytest.raises(BlockError, match="a transfer or disk read uses"):
         plan.remove(sequence)
 
 

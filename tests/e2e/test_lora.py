@@ -225,7 +225,7 @@ def test_an_adapter_that_does_not_fit_is_refused_and_changes_nothing(
     assert answer.status_code == 400 and "--max-lora-rank" in answer.json()["error"]["message"]
     assert post(two_decode_workers, "completions", model="wide", prompt="hi").status_code == 404
     missing = load(two_decode_workers, "missing", tmp_path / "nowhere")
-    assert missing.status_code == 400 and "cannot be read" in missing.json()["error"]["message"]
+    assert missing.status_code == 400 and "cannot read" in missing.json()["error"]["message"]
     taken = load(two_decode_workers, MODEL, adapted.folders["a"])
     assert taken.status_code == 400 and "name of a model" in taken.json()["error"]["message"]
     assert post(two_decode_workers, "unload_lora_adapter", lora_name="missing").status_code == 404
@@ -316,10 +316,10 @@ def test_workers_hold_what_a_file_names(
     name_adapters(followed_file, b=adapted.folders["b"], c=adapted.folders["c"])
     serves("b", "c")
     followed_file.write_text("[[adapter]]")  # refused: what was in force stays
-    wait_until(lambda: "a changed file is refused" in system.stack.router.log.read_text(), "refused", PATIENCE_S)
+    wait_until(lambda: "changed file rejected" in system.stack.router.log.read_text(), "refused", PATIENCE_S)
     serves("b", "c")
     name_adapters(followed_file, a=adapted.folders["a"], c=adapted.folders["c"] / "missing")
-    wait_until(lambda: "is not as the file wants it" in system.stack.router.log.read_text(), "said why", PATIENCE_S)
+    wait_until(lambda: "order failed, will be retried" in system.stack.router.log.read_text(), "said why", PATIENCE_S)
     serves("a", "c")  # the former c
     name_adapters(followed_file)
     serves()

@@ -113,7 +113,7 @@ def test_a_pinned_worker_stays_what_it_is(system_of: Any, random_prompts: Any) -
     (worker,) = system.stack.workers("prefill")
     with orders_to(worker) as socket:
         tell(socket, ChangeRole(role="decode", reason="for a test"))
-        wait_until(lambda: "its role is pinned" in worker.log_tail(), "it refuses", PATIENCE_S)
+        wait_until(lambda: "the role is fixed" in worker.log_tail(), "it refuses", PATIENCE_S)
     prompts = random_prompts((40,), vocab_size=256, seed=3)
     assert system.generate(prompts, max_tokens=4)
     assert is_used(system, worker)

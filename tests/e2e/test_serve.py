@@ -78,7 +78,7 @@ class Served(Program):
         wait_until(lambda: not self.alive, "the parent has ended")
         while any(map(is_alive, members)) and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert not self.said("killed what did not end by itself")
+        assert not self.said("supervisor: killed")
         return set(filter(is_alive, members))
 
 
@@ -115,10 +115,10 @@ def test_a_pool_at_zero_is_started_for_those_who_ask(served: list[Served], tmp_p
 
     def asked_and_planned() -> bool:
         ask(served[0].url)
-        return served[0].said("prefill", "ready: tiny-random") and served[0].said("(prefill) was found")
+        return served[0].said("prefill", "ready: tiny-random") and served[0].said("(prefill): discovered")
 
     wait_until(asked_and_planned, "a prefill worker", PATIENCE_S)
-    assert served[0].said("the plan wants workers", "role=prefill", "workers=1")
+    assert served[0].said("planner: wants 1 prefill workers", "role=prefill", "workers=1")
     assert served[0].end(signal.SIGTERM, whole_group=False) == set()
 
 
@@ -141,8 +141,8 @@ def test_of_two_models_the_one_that_is_asked_for_grows(served: list[Served], tmp
         return workers() == [*at_first, ("prefill-0", "another")]
 
     wait_until(asked_and_started, "a prefill worker of that model", PATIENCE_S)
-    assert served[0].said("workers are started", f"model={folder}", "role=prefill", "workers=1")
-    assert not served[0].said("workers are started", "model=tiny-random")
+    assert served[0].said("supervisor: adding", f"model={folder}", "role=prefill", "workers=1")
+    assert not served[0].said("supervisor: adding", "model=tiny-random")
     assert served[0].end(signal.SIGTERM, whole_group=False) == set()
 
 
@@ -192,7 +192,7 @@ def test_a_worker_that_freezes_while_it_starts_is_not_waited_for_without_end(
     assert frozen in members
     wait_until(lambda: not served[0].alive, "it gave up")
     assert served[0].returncode == 1
-    assert served[0].said("the service did not start", "not ready within 4 s (--start-timeout-s)", "decode-0")
+    assert served[0].said("supervisor: start failed", "not ready within 4 s (--start-timeout-s)", "decode-0")
     wait_until(lambda: not any(map(is_alive, members)), "all of it is gone")
 
 
@@ -226,7 +226,7 @@ def test_what_hangs_is_started_again_and_what_starts_slowly_is_not(served: list[
     (tmp_path / "hang").touch()
     deadline = time.monotonic() + 60
     with ThreadPoolExecutor(6) as pool:
-        while not one.said("a process hangs", "child=decode-1", "it answers 503: stuck"):
+        while not one.said("decode-1 is unresponsive, stopping it", "HTTP 503: stuck"):
             assert time.monotonic() < deadline, "it was left alone"
             answers = pool.map(partial(stream, one.url), (f"{number} {time.monotonic()}" for number in range(6)))
             assert list(answers) == [expected] * 6  # requests that were on it went on elsewhere
@@ -235,8 +235,8 @@ def test_what_hangs_is_started_again_and_what_starts_slowly_is_not(served: list[
     slow = one.pid_of("decode-1")
     os.kill(frozen, signal.SIGSTOP)
     wait_for_another(one, "decode-0", frozen)
-    assert one.said("a process hangs", "child=decode-0", "no answer within")
-    assert one.said("a process ended", "child=decode-0", "killed by signal 9")
+    assert one.said("decode-0 is unresponsive, stopping it", "no answer within")
+    assert one.said("decode-0 exited, restarting it", "child=decode-0", "killed by signal 9")
     assert one.pid_of("decode-1") == slow  # silent for longer than the other, but since its start
     (tmp_path / "slow").unlink()
     assert stream(one.url, "again") == expected

@@ -85,7 +85,7 @@ def test_unknown_models_and_keys(two: TwoModels) -> None:
     refused = two.ask("third", [1, 2, 3])
     assert refused.status_code == 404
     assert refused.json()["error"] == {
-        "message": "there is no model 'third' here, only 'first', 'second'",
+        "message": "The model 'third' does not exist. Available models: 'first', 'second'.",
         "type": "invalid_request_error",
         "param": "model",
         "code": "model_not_found",
@@ -138,7 +138,7 @@ def test_a_worker_that_comes_back_with_another_model_serves_that_one(
             time.sleep(0.05)
         assert two.tokens("first", prompt) == oracles["first"](prompt)
         detail = two.http.get("/ready").json()["detail"]
-        assert detail.startswith("second: no decode worker says that it serves this model")
+        assert detail.startswith("second: no decode worker serves this model")
     finally:
         decode.kill()
         decode.command[place] = second

@@ -75,6 +75,6 @@ def test_a_full_disk_costs_the_tier_and_no_answer(random_prompts: Any, tmp_path:
             answers = system.generate(prompts, max_tokens=4)
             wait_until(lambda worker=worker: samples(worker, "diptych_kv_tier_up") == [0.0], "the tier is off")
             assert system.generate(prompts, max_tokens=4) == answers
-            assert "disk tier is off until the worker restarts" in worker.log_tail()
+            assert "disk tier: disabled until the worker restarts" in worker.log_tail()
             system.settle()
         (tmp_path / "blocks").unlink()

@@ -32,8 +32,8 @@ MANY_TOKENS = 400
 SMALL_STEPS = ("--max-num-batched-tokens", "32")
 TWO_RANKS = ("--tensor-parallel-size", "2")
 LOGGED = {
-    "nixl": {"decode": "is read with NIXL", "prefill": "by reads with NIXL"},
-    "cuda-ipc": {"decode": "is copied from GPU to GPU", "prefill": "goes from GPU to GPU"},
+    "nixl": {"decode": ": NIXL", "prefill": ": NIXL"},
+    "cuda-ipc": {"decode": ": GPU to GPU", "prefill": ": GPU to GPU"},
 }
 
 # NIXL for tests: its packages in a folder of their own, without what they ask for (CUDA's libraries, torch).
@@ -130,7 +130,7 @@ def test_a_worker_of_two_ranks(system_by: Any, tiny_oracle: Any, random_prompts:
     case.check(system.generate(case.prompts, max_tokens=NUM_TOKENS))
     assert system.transfers("nixl") == len(case.prompts)
     if ranks == "prefill":
-        assert "places that are read with NIXL" in system.stack.workers("prefill")[0].log.read_text()
+        assert "NIXL, through a ring of" in system.stack.workers("prefill")[0].log.read_text()
 
 
 def test_a_small_cache_preempts(system_by: Any, tiny_oracle: Any, random_prompts: Any) -> None:
@@ -183,5 +183,5 @@ def test_a_worker_that_leaves_hands_its_streams_over(system_by: Any, random_prom
     assert handovers(system) > 0
     system.stack.restart(victim)
     system.stack.wait_ready(time.monotonic() + 60)
-    assert f"KV from {victim.name} {LOGGED[transport]['decode']}" in other.log.read_text()
+    assert f"KV transfer from {victim.name}{LOGGED[transport]['decode']}" in other.log.read_text()
     wait_for_streams(system, 0)

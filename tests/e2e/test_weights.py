@@ -56,7 +56,7 @@ def test_a_stream_whose_worker_dies_does_not_go_on_with_other_weights(unequal: S
         for line in lines:
             last = line if line != "[DONE]" else last
     error = json.loads(last)["error"]
-    assert "its answer began with weights that no ready decode worker has" in error["message"]
+    assert "no ready decode worker has the weights with which its answer began" in error["message"]
     assert time.monotonic() - began >= QUEUE_S  # for one that comes back
     with httpx.Client(base_url=unequal.url, timeout=60, trust_env=False) as client:
         assert complete(client, prompt=PROMPT, max_tokens=5)["usage"]["completion_tokens"] == 5

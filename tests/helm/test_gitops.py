@@ -1,4 +1,4 @@
-"""The manifests of docs/gitops.md: their values render, and what they name is what `make release` pushes."""
+"""The manifests of docs/guides/gitops.md: their values render, and what they name is what `make release` pushes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.helm
 @pytest.fixture
 def manifests(repository: Path) -> dict[str, Object]:
     """By kind."""
-    page = (repository / "docs" / "gitops.md").read_text(encoding="utf-8")
+    page = (repository / "docs" / "guides" / "gitops.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     found = [yaml.load(block, UniqueKeys) for block in blocks]
     return {item["kind"]: item for item in found}

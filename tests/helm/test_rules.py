@@ -286,7 +286,7 @@ def test_every_expression_parses(helm4: Path) -> None:
 
 @pytest.mark.slow
 def test_every_expression_uses_metrics_that_exist(helm4: Path, repository: Path) -> None:
-    documented = (repository / "docs" / "metrics.md").read_text(encoding="utf-8")
+    documented = (repository / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
     records = {rule["record"] for rule in rules_of(helm4) if "record" in rule}
     expressions = [rule["expr"] for rule in rules_of(helm4)]
     expressions += [expression for _, expression in (*dashboard_expressions(), *scaling_expressions(helm4))]
@@ -300,12 +300,13 @@ def test_every_expression_uses_metrics_that_exist(helm4: Path, repository: Path)
 
 def test_every_alert_has_a_runbook_and_a_case(helm4: Path, repository: Path) -> None:
     alerts = {rule["alert"]: rule for rule in rules_of(helm4) if "alert" in rule}
-    headings = re.findall(r"^#+ (.*)$", (repository / "docs" / "operations.md").read_text(encoding="utf-8"), flags=re.M)
+    runbook = (repository / "docs" / "guides" / "operate.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.*)$", runbook, flags=re.M)
     anchors = {heading.strip().lower().replace(" ", "-") for heading in headings}
     for name, rule in alerts.items():
         page, _, anchor = rule["annotations"]["runbook"].partition("#")
         assert "runbook_url" not in rule["annotations"], "a link that leads nowhere"
-        assert page == "docs/operations.md" and anchor in anchors, f"{name} has no section in docs/operations.md"
+        assert page == "docs/guides/operate.md" and anchor in anchors, f"{name} has no section in {page}"
         assert rule["labels"]["severity"] in ("critical", "warning")
     assert set(CASES) == set(alerts)
     assert set(RECORDS) == {rule["record"] for rule in rules_of(helm4) if "record" in rule}

@@ -301,10 +301,10 @@ def test_a_new_attempt_replaces_the_old_one(engine: Rig) -> None:
         ([], {}, "empty"),
         ([1, 2, 261], {}, "token id 261 is outside of the vocabulary of 261"),
         ([2**32 - 1], {}, "outside of the vocabulary"),
-        ([1] * 513, {}, "513 tokens, this worker takes at most 512"),
+        ([1] * 513, {}, "513 tokens, the maximum is 512"),
         ([1] * 3, {"prompt": b"12345"}, "5 bytes"),
-        ([1] * 3, {"num_output": 3}, "3 of the prompt's 3 tokens"),
-        ([1] * 3, {"num_output": 2**62}, "cannot be output"),
+        ([1] * 3, {"num_output": 3}, "invalid num_output_tokens 3 of 3"),
+        ([1] * 3, {"num_output": 2**62}, "invalid num_output_tokens"),
     ],
 )
 def test_poison_fails_alone(engine: Rig, tokens: list[int], options: dict[str, Any], reason: str) -> None:
@@ -328,7 +328,7 @@ def test_what_a_prefill_worker_does_not_do_is_refused(engine: Rig) -> None:
     engine.tell(DecodeRequest(request_id="a", attempt=0, prompt=b"1234", params=SamplingParams(max_tokens=1)))
     engine.tell(RouterHeartbeat(router_id="r"))
     engine.turn()
-    assert "takes no DecodeRequest" in engine.failures()[0].message and len(engine.sent) == 1
+    assert "does not accept DecodeRequest" in engine.failures()[0].message and len(engine.sent) == 1
 
 
 def test_a_full_queue_is_refused_for_another_worker_to_take(make_engine: Callable[..., Rig]) -> None:

@@ -91,7 +91,7 @@ def test_a_worker_without_grammars_refuses_them(make_engine: Callable[..., Any])
     rig.ask(prompt(30), grammar=AB)
     rig.until(lambda: rig.is_clean)
     (failed,) = rig.failures()
-    assert failed.phase == "queue" and "knows no grammars" in failed.message
+    assert failed.phase == "queue" and "does not support grammars" in failed.message
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_a_decode_worker_that_takes_no_connection_fails_its_transfers_soon(
         rig.sender._curve = Curve(KeyPair.generate())
     rig.sender.open("b", 0, KVTarget("d", 7, router.get_string(zmq.LAST_ENDPOINT)), [0], 1)
     rig.wait(lambda: rig.ended)
-    assert "decode worker d takes no connection" in rig.ended.pop().reason
+    assert "decode worker d rejects connections" in rig.ended.pop().reason
     router.close(linger=0)
     rig.sender._curve = None
     rig.open(num_ready=4)

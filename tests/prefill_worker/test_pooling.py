@@ -110,9 +110,9 @@ def test_what_is_not_finite_fails_its_request_alone(make_pooling_engine: Callabl
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({}, "wants generated text, this worker pools by 'mean'"),
-        ({"pooling": "last"}, "wants pooling by 'last', this worker pools by 'mean'"),
-        ({"pooling": "mean", "remote": True}, "goes to no decode worker"),
+        ({}, "requires generated text, but this worker supports pooling 'mean'"),
+        ({"pooling": "last"}, "requires pooling 'last', but this worker supports pooling 'mean'"),
+        ({"pooling": "mean", "remote": True}, "must not have a decode worker"),
     ],
 )
 def test_other_requests_are_refused(make_pooling_engine: Callable[..., Rig], options: dict[str, Any], why: str) -> None:
@@ -128,4 +128,4 @@ def test_a_worker_that_generates_refuses_to_pool(make_engine: Callable[..., Rig]
     rig.ask(prompt(20), pooling="last")
     rig.until(lambda: rig.is_clean)
     (failed,) = rig.failures()
-    assert "wants pooling by 'last', this worker generates text" in failed.message
+    assert "requires pooling 'last', but this worker generates text" in failed.message

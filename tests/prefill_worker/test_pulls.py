@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from common.engine.transfer import puller as puller_module
-from common.engine.transfer.lender import Lendable, LentBlock
+from common.engine.transfer.lender import LendableBlocks, LentBlock
 from common.latency.step_model import StepModel
 from common.wire.messages import AbortRequest, KVPeer, ResetPrefixCache
 
@@ -134,29 +134,29 @@ def test_nothing_is_pulled_in_frames_where_a_transport_is_required(
     other.puller._required = "teleport"
     with caplog.at_level("INFO"):
         assert ask(other, FIRST, "a", peer=peer_of(holder)) == (other.oracle(FIRST), 0)
-    assert "the memory of holder cannot be read here, and kv_transport is teleport" in caplog.text
+    assert "the memory of holder is not readable, and --kv-transport is teleport" in caplog.text
 
 
 @pytest.mark.parametrize("share", [True, False])
 def test_blocks_that_change_while_they_travel_are_computed(pair: Callable[..., Any], share: bool) -> None:
     """As when they are evicted and written to behind their checksum."""
     holder, other = pair(share=share)
-    lendable: Lendable = holder.lender._blocks
+    lendable: LendableBlocks = holder.lender._blocks
     third = holder.engine.scheduler.pool.match(holder.hashes(FIRST))[2]
 
-    def is_still(block: LentBlock) -> bool:
+    def is_unchanged(block: LentBlock) -> bool:
         if block.source == third:
             holder.kv.block(third)[0] ^= 1
         return True
 
-    lendable.is_still = is_still  # type: ignore[method-assign]
+    lendable.is_unchanged = is_unchanged  # type: ignore[method-assign]
     assert ask(other, FIRST, "a", peer=peer_of(holder)) == (other.oracle(FIRST), 32)
     assert outcomes(other) == {"missing": 1.0}
 
 
 def test_blocks_that_are_evicted_under_the_checksum_are_not_sent(pair: Callable[..., Any]) -> None:
     holder, other = pair()
-    holder.lender._blocks.is_still = lambda block: False
+    holder.lender._blocks.is_unchanged = lambda block: False
     assert ask(other, FIRST, "a", peer=peer_of(holder)) == (other.oracle(FIRST), 0)
     assert holder.lender.num_lent_blocks == 0
 

@@ -78,12 +78,12 @@ def test_host_memory_comes_before_the_disk(make: Callable[..., Rig], monkeypatch
     evicted(rig)
     assert ask(rig, FIRST, "again") == (rig.oracle(FIRST), 64)
     assert rig.tiers.file.num_reads == 0 and tokens_by_tier(rig)["host"] == 64
-    few = make_room(rig)
+    few = allocate(rig)
     assert few and tokens_by_tier(rig)["disk"] > 0
     rig.until(lambda: rig.is_clean)
 
 
-def make_room(rig: Rig) -> bool:
+def allocate(rig: Rig) -> bool:
     """Other prompts push FIRST out of both memories; it is answered from the file. Whether that was right."""
     for seed in (11, 12, 13):
         ask(rig, prompt(160, seed), f"others {seed}")

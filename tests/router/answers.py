@@ -9,12 +9,12 @@ from common.grammar.grammars import Grammars
 from common.model_files.resolve import resolve_model
 from common.model_files.tiny import EOS, VOCAB_SIZE
 from kernels.plain.reference import bits_allowed
-from router.text.answer_grammar import bounded, without_place
+from router.text.answer_grammar import bounded, without_position
 
 
 def checked(grammar: str) -> str:
     """The grammar, if a router would send it to workers. Raises ValueError with what it would say instead."""
-    problem = without_place(_checks().submit(bounded(grammar)).result(60).problem)
+    problem = without_position(_checks().submit(bounded(grammar)).result(60).problem)
     if problem:
         raise ValueError(problem)
     return grammar

@@ -36,7 +36,7 @@ from common.engine.sampling.sampler import Sampler
 from common.engine.transfer.frames import blocks_in_queues, blocks_per_message
 from common.engine.transfer.receiver import KVListener, KVReceiver
 from common.engine.transfer.transports.cuda_ipc import DeviceBlocks, DeviceReads, ImportedMemory
-from common.engine.transfer.transports.interface import IncomingEnd, OutgoingEnd, Reached
+from common.engine.transfer.transports.interface import DeviceCopySource, IncomingEnd, OutgoingEnd
 from common.engine.transfer.transports.shm import ReachedPlaces, SharedBlocks, SharedReads
 from common.engine.transfer.transports.tcp import Frames
 
@@ -154,9 +154,9 @@ class _ShiftedReads(DeviceReads):
 
 
 class _Shifted:
-    """Implements `Reached`: copies into the blocks from `first` on."""
+    """Implements `DeviceCopySource`: copies into the blocks from `first` on."""
 
-    def __init__(self, reached: Reached, first: int) -> None:
+    def __init__(self, reached: DeviceCopySource, first: int) -> None:
         self._reached, self._first, self.block_bytes = reached, first, reached.block_bytes
 
     def copy(self, copies: Iterable[tuple[int, int]]) -> Iterator[int | None]:

@@ -304,7 +304,7 @@ class SimulatedWorker(ABC, Generic[S]):
             request_id=message.request_id,
             attempt=message.attempt,
             phase="queue",
-            message="the worker drains",
+            message="the worker is draining",
             retryable=True,
         )
 

@@ -1,6 +1,6 @@
 """A scenario: pools of workers, links, routers, a load, goals, and what happens meanwhile.
 
-A scenario is a TOML or JSON file; docs/simulator.md describes it with examples.
+A scenario is a TOML or JSON file; docs/guides/simulate.md describes it with examples.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from itertools import repeat
 from typing import SupportsIndex, overload
 
 from common.blocks.block_hash import BlockHasher
-from router.dispatch.prompt import KnownHashes, Prompt
+from router.dispatch.prompt import Prompt, PromptHashCache
 
 _DIGEST = struct.Struct("<QQ")
 _OWN = 1 << 63
@@ -130,7 +130,7 @@ class CountedPrompt(Prompt):
         """Nothing: simulated workers know the request by its id."""
         return b""
 
-    def hasher(self, block_size: int, known: KnownHashes) -> InjectedHasher:
+    def hasher(self, block_size: int, known: PromptHashCache) -> InjectedHasher:
         mine = self._hashers.get(block_size)
         if mine is None:
             mine = self._hashers[block_size] = InjectedHasher(self._content, block_size)

@@ -1,4 +1,4 @@
-"""LoRA adapters: read from disk, checked, and held in the places that a step's rows name."""
+"""LoRA adapters: reading, validation and adapter slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The adapters that a worker holds, each in a place of the model's sites, by the digest of its weights."""
+"""Adapters loaded on a worker, each in a slot of the model's LoRA sites, by the digest of its weights."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kernels import NO_ADAPTER
 
 log = logging.getLogger(__name__)
 PLACE_WAIT_S = 20.0
-"""How long a load waits for requests of an unloaded adapter, whose place it needs."""
+"""Time, in seconds, that a load waits for requests of an unloaded adapter whose slot it needs."""
 POLL_S = 0.02
-"""Between two looks whether the place is free."""
+"""Poll interval, in seconds, while waiting for a slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldAdapter:
-    """`name` is the one that it was loaded under; `num_bytes` those that it takes."""
+    """A loaded adapter. `name`: name under which it was loaded. `num_bytes`: its memory."""
 
     digest: str
     name: str
@@ -31,16 +31,16 @@ class HeldAdapter:
 
 
 class AdapterBank:
-    """Loads and frees adapters. The event loop's threads `load` and `retire`; the engine's thread asks for places, and
-    frees what was retired once no sequence uses it.
+    """Loads and frees adapters.
 
-    An adapter that was retired and is loaded again before it is freed stays.
+    Threads of the event loop call `load` and `retire`. The engine thread looks up slots and frees retired adapters that
+    no sequence uses. A retired adapter that is loaded again before it is freed is kept.
     """
 
     def __init__(self, places: AdapterPlaces) -> None:
         self.max_loras = places.max_loras
         self._places = places
-        self._lock = threading.Lock()  # of the tables below; `_loading` alone writes to places
+        self._lock = threading.Lock()  # protects the tables below; `_loading` serialises writes to slots
         self._loading = threading.Lock()
         self._held: dict[str, HeldAdapter] = {}
         self._retired: set[str] = set()
@@ -48,18 +48,18 @@ class AdapterBank:
 
     @property
     def held(self) -> tuple[HeldAdapter, ...]:
-        """All that take a place, retired ones included."""
+        """All adapters in slots, including retired ones."""
         with self._lock:
             return tuple(self._held.values())
 
     @property
     def retired(self) -> frozenset[str]:
-        """Digests of adapters that wait to be freed."""
+        """Digests of adapters waiting to be freed."""
         with self._lock:
             return frozenset(self._retired)
 
     def place(self, digest: str) -> int | None:
-        """The place of an adapter; None when it is not here, NO_ADAPTER for ""."""
+        """Return the slot of an adapter; None if it is not loaded, NO_ADAPTER for ""."""
         if not digest:
             return NO_ADAPTER
         with self._lock:
@@ -67,24 +67,24 @@ class AdapterBank:
         return held.place if held is not None else None
 
     def load(self, name: str, path: str) -> HeldAdapter:
-        """Read an adapter and put it in a free place; takes seconds. Raises ModelError."""
+        """Load an adapter into a free slot, which takes seconds. Raises ModelError."""
         with self._loading:
             return self._load(name, path)
 
     def retire(self, digest: str) -> None:
-        """Free an adapter once no sequence uses it."""
+        """Mark an adapter to be freed once no sequence uses it."""
         with self._lock:
             if digest in self._held:
                 self._retired.add(digest)
 
     def free(self, used: Collection[str]) -> bool:
-        """Free the retired adapters that are not among those `used`. No step that was launched may read them."""
+        """Free the retired adapters that are not in `used`. No launched step may read them."""
         with self._lock:
             gone = [self._held.pop(digest) for digest in self._retired - set(used)]
             self._retired -= {held.digest for held in gone}
             self._free += [held.place for held in gone]
         for held in gone:
-            log.info("freed the place of adapter %s (%s)", held.name, held.digest)
+            log.info("adapter %s: freed its slot (digest %s)", held.name, held.digest)
         return bool(gone)
 
     def _load(self, name: str, path: str) -> HeldAdapter:
@@ -98,26 +98,26 @@ class AdapterBank:
         try:
             num_bytes = self._places.fill(place, adapter, path)
             held = HeldAdapter(adapter.digest, name, place, adapter.rank, num_bytes)
-        except BaseException:  # such as for lack of memory: the next adapter overwrites all of the place
+        except BaseException:  # for example out of memory; the next adapter overwrites the whole slot
             with self._lock:
                 self._free.append(place)
             raise
         with self._lock:
             self._held[adapter.digest] = held
         log.info(
-            "loaded adapter %s from %s in %.2f s: rank %d, %.1f MiB, digest %s",
+            "adapter %s: loaded from %s in %.2f s: rank %d, %.1f MiB, digest %s",
             *(name, path, time.monotonic() - began, held.rank, held.num_bytes / 2**20, held.digest),
         )
         return held
 
     def _take_place(self, deadline: float) -> int:
-        """A free place, which may still be used by requests of an adapter that was unloaded. Raises ModelError."""
+        """Return a free slot, waiting for requests of unloaded adapters if necessary. Raises ModelError."""
         while True:
             with self._lock:
                 if self._free:
                     return self._free.pop()
                 waits = bool(self._retired)
             if not waits or time.monotonic() > deadline:
-                why = "requests still use one that was unloaded" if waits else "unload one first, or give more"
-                raise ModelError(f"all {self.max_loras} places for adapters are taken (--max-loras): {why}")
+                why = "requests still use an unloaded adapter" if waits else "unload an adapter, or increase the limit"
+                raise ModelError(f"all {self.max_loras} adapter slots (--max-loras) are in use: {why}")
             time.sleep(POLL_S)

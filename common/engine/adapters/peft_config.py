@@ -1,4 +1,4 @@
-"""An adapter's `adapter_config.json`, as PEFT writes it: its ranks and scales, and what is refused. No torch."""
+"""Reader of PEFT's `adapter_config.json`: ranks, scales and unsupported features. Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from common.machine import read_regular_file
 V = TypeVar("V")
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1024 * 1024
-"""A configuration has a few KiB; a larger file is another one."""
+"""Maximum size of a configuration, which usually has a few KiB."""
 MAX_PATTERNS = 1024
-"""Names of modules with a rank or a factor of their own."""
+"""Maximum number of module names with a separate rank or alpha."""
 SUPPORTED = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj"
 UNCHANGED_BASE = (None, True, False, "gaussian", "orthogonal", "eva")
-"""Values of `init_lora_weights` that leave the base model's weights as they are."""
+"""Values of `init_lora_weights` that do not change the base model's weights."""
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "bias": ((None, "none"), "biases of adapters are not supported: train with bias none"),
     "lora_bias": ((None, False), "biases of adapters are not supported: train without lora_bias"),
@@ -33,14 +33,14 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "use_qalora": ((None, False), "QALoRA is not supported"),
     "alora_invocation_tokens": ((None,), "adapters that an invocation turns on (aLoRA) are not supported"),
     "layer_replication": ((None,), "replicated layers are not supported"),
-    "target_parameters": ((None, []), "adapters of single parameters, such as experts, are not supported"),
+    "target_parameters": ((None, []), "adapters of individual parameters, such as experts, are not supported"),
     "init_lora_weights": (
         UNCHANGED_BASE,
-        "adapters that change the base model's weights at their start are not supported: convert it with PEFT's "
+        "adapters that modify the base model's weights at initialisation are not supported: convert it with PEFT's "
         "path_initial_model_for_weight_conversion",
     ),
 }
-"""By field, the values that are taken, and what is said of others."""
+"""Supported values by field, and the error message for other values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +68,11 @@ class PeftConfig:
 
 
 def read_peft_config(folder: Path, max_rank: int) -> PeftConfig:
-    """Reads and checks the file in `folder`. ModelError, with the field and what is taken, for what is refused."""
+    """Read and check the file in `folder`. Raises ModelError, with the field and supported values, if not supported."""
     path = folder / CONFIG_NAME
     fields = _fields(path)
     if (kind := fields.get("peft_type", "LORA")) != "LORA":
-        raise ModelError(f"{path}: peft_type {kind!r} is not supported: only LORA")
+        raise ModelError(f"{path}: unsupported peft_type {kind!r}: must be LORA")
     for name, (taken, why) in REFUSED.items():
         if name in fields and not any(fields[name] is one or fields[name] == one for one in taken):
             raise ModelError(f"{path}: {name} is {_shown(fields[name])}: {why}")
@@ -95,11 +95,11 @@ def _fields(path: Path) -> dict[str, Any]:
     try:
         fields = json.loads(read_regular_file(path, MAX_CONFIG_BYTES))
     except OSError as error:
-        raise ModelError(f"{path} cannot be read ({error.strerror}): give a folder in PEFT's layout") from error
+        raise ModelError(f"cannot read {path} ({error.strerror}): must be in a folder in PEFT's layout") from error
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise ModelError(f"{path} is no JSON object")
+        raise ModelError(f"{path} must contain a JSON object")
     return fields
 
 
@@ -115,16 +115,16 @@ def _patterns(path: Path, fields: Mapping[str, Any], name: str, checked: Callabl
 
 def _rank(path: Path, name: str, value: object, max_rank: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(f"{path}: {name} has {_shown(value)}, a rank is a whole number from 1")
+        raise ModelError(f"{path}: invalid {name} {_shown(value)}: must be a positive integer")
     if value > max_rank:
         shown = _shown(value)
-        raise ModelError(f"{path}: {name} has {shown}, the worker takes ranks up to {max_rank} (--max-lora-rank)")
+        raise ModelError(f"{path}: invalid {name} {shown}: the maximum is {max_rank} (--max-lora-rank)")
     return value
 
 
 def _alpha(path: Path, name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
-        raise ModelError(f"{path}: {name} has {_shown(value)}, which is not a finite number")
+        raise ModelError(f"{path}: invalid {name} {_shown(value)}: must be a finite number")
     return float(value)
 
 

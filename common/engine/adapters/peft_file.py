@@ -1,4 +1,4 @@
-"""An adapter's `adapter_model.safetensors`: names and shapes are checked against the base before a tensor is read."""
+"""Reader of `adapter_model.safetensors`. Names and shapes are checked against the base model before use."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from common.model_files import ModelConfig
 from kernels import LoraPart
 
 Site = Literal["qkv", "output", "gate_up", "down"]
-"""A matrix of a layer: see `LayerSites`."""
+"""A LoRA site of a layer: see `LayerSites`."""
 NAME = re.compile(
     r"base_model\.model\.(?P<module>(?:.*\.)?layers\.(?P<layer>\d+)\.(?P<part>(?:self_attn|mlp)\.\w+))"
     r"\.lora_(?P<which>[AB])(?:\.\w+)?\.weight"
 )
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST_FLOAT = 4
-"""Bytes."""
+"""Size of the largest supported float type, in bytes."""
 DIGEST_BYTES = 16
 """Size of an adapter's digest, the same as of block hashes."""
 MAX_NAME = 512
 """Maximum length of a tensor's name, in characters."""
 HEADER_LENGTH_BYTES, MAX_HEADER_BYTES = 8, 8 << 20
-"""A safetensors file begins with the length of its header, which takes about 150 bytes for each tensor."""
+"""A safetensors file starts with the length of its header, which has about 150 bytes per tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a module's change goes: outputs (first, count) of a site, each a part of their own. `rotated`: q or k."""
+    """Target of a module's change: outputs (first, count, rotated) of a site. `rotated`: q or k."""
 
     site: Site
     columns: int
@@ -66,7 +66,7 @@ class _Module:
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """An adapter that fits the base model. Equal `digest`: the same weights, ranks and scales. `rank`: the largest."""
+    """An adapter that fits the base model. `digest` identifies weights, ranks and scales. `rank`: the largest."""
 
     digest: str
     rank: int
@@ -97,7 +97,7 @@ def read_adapter(folder: Path, config: ModelConfig, max_rank: int) -> AdapterWei
 
 
 def places_of(config: ModelConfig, layer: int) -> dict[str, _Place]:
-    """By the end of its name, where the change of each supported module of a layer goes."""
+    """Return the target of each supported module of a layer, by the end of its name."""
     dim, hidden, inner = config.head_dim, config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * dim, config.num_kv_heads * dim
     inputs = ((0, q, True), (q, kv, True), (q + kv, kv, False))
@@ -129,14 +129,14 @@ def _tensors(data: bytearray) -> dict[str, Tensor]:
     """Parse a safetensors file into tensors by name. Raises ValueError for a damaged file."""
     try:
         return safetensors.torch.load(bytes(data))
-    except (SafetensorError, KeyError, TypeError, RuntimeError) as error:  # some types are not torch's
+    except (SafetensorError, KeyError, TypeError, RuntimeError) as error:  # some types do not exist in torch
         raise ValueError(str(error)) from error
 
 
 def _checked(
     tensors: Mapping[str, Tensor], path: Path, peft: PeftConfig, places: list[dict[str, _Place]]
 ) -> Iterator[_Module]:
-    """The modules of the file, whose names, shapes and types fit."""
+    """Yield the modules of the file after checking names, shapes and types."""
     found: dict[tuple[int, str], dict[str, str]] = {}
     modules: dict[tuple[int, str], str] = {}
     for name in tensors:
@@ -157,7 +157,7 @@ def _checked(
         if place is None:
             raise ModelError(f"{path}: {module} is not supported in this base model: only {SUPPORTED}, not of experts")
         if len(names) < 2:
-            raise ModelError(f"{path}: {module} lacks its lora_A or its lora_B")
+            raise ModelError(f"{path}: {module} has no lora_A or no lora_B")
         rank, scale = peft.rank_and_scale(module)
         for which, shape in (("A", (rank, place.columns)), ("B", (place.rows, rank))):
             tensor = tensors[names[which]]
@@ -166,18 +166,18 @@ def _checked(
                     f"{path}: tensor {names[which]} has shape {list(tensor.shape)}, expected {list(shape)}"
                 )
             if tensor.dtype not in FLOATS:
-                raise ModelError(f"{path}: tensor {names[which]} is of {tensor.dtype}, expected 16- or 32-bit floats")
+                raise ModelError(f"{path}: tensor {names[which]} has type {tensor.dtype}, must be 16- or 32-bit float")
         yield _Module(module, layer, place, rank, scale, tensors[names["A"]], tensors[names["B"]])
 
 
 def _parts(module: _Module, config: ModelConfig) -> Iterator[LoraPart]:
     a, b = module.a.float(), module.b.float() * module.scale
     if not (a.isfinite().all() and b.isfinite().all()):
-        raise ModelError(f"{module.name} of the adapter holds numbers that are not finite")
+        raise ModelError(f"adapter module {module.name} contains numbers that are not finite")
     order, at = rotation_order(config.layer_ropes[module.layer], config.head_dim), 0
     for first, count, rotated in module.place.parts:
         rows: Tensor = b[at : at + count]
-        if rotated and order is not None:  # as the base model's own rows
+        if rotated and order is not None:  # like the base model's rows
             heads = torch.arange(count // config.head_dim)[:, None] * config.head_dim
             rows = rows[(heads + order).flatten()]
         yield LoraPart(first, a, rows)
@@ -185,7 +185,7 @@ def _parts(module: _Module, config: ModelConfig) -> Iterator[LoraPart]:
 
 
 def _digest(data: bytearray, modules: list[_Module]) -> str:
-    """Of all that the adapter's change depends on."""
+    """Return the digest of everything that determines the adapter's change."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for module in modules:
         digest.update(f"{module.name} {module.scale!r}\n".encode())

@@ -1,7 +1,7 @@
 """A rank's part of an adapter. Pure.
 
-q, k, v, gate, up    B's rows of the rank's outputs      the change of what the rank computes
-o and down           A's columns of the rank's inputs    the ranks' changes are added up with their products
+q, k, v, gate, up    rows of B for the rank's outputs      the change of the rank's outputs
+o and down           columns of A for the rank's inputs    summed over ranks with their products
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kernels import LoraPart
 
 
 def shard_of(adapter: AdapterWeights, config: ModelConfig, shard: Shard) -> AdapterWeights:
-    """The rank's part of an adapter of a model with the (whole) `config`. Digest and rank stay."""
+    """Return the rank's part of an adapter of a model with the whole `config`. Keeps digest and rank."""
     layers = {
         index: {site: tuple(_parts(site, parts, config, shard)) for site, parts in sites.items()}
         for index, sites in adapter.layers.items()

@@ -4,11 +4,11 @@ from common.engine.kv.block_ring import BlockRing, ring_for
 from common.engine.kv.cache import SMALL_DTYPES, KVCache, block_bytes, torch_dtype
 from common.engine.kv.checksums import checksum
 from common.engine.kv.copy_stream import CopyStream
-from common.engine.kv.cuda_driver import DriverError, NotGiven, driver
+from common.engine.kv.cuda_driver import DescriptorError, DriverError, driver
 from common.engine.kv.device_memory import ExportedMemory, KVDevice, map_exported
 from common.engine.kv.quantised_staging import quantised_incoming, quantised_outgoing
 from common.engine.kv.sharded_cache import ShardedCache, blocks_at_once, segments
-from common.engine.kv.shared_memory import KVMemory, NotShared, map_shared
+from common.engine.kv.shared_memory import KVMemory, SharedMemoryError, map_shared
 from common.engine.kv.staging import (
     BlocksInPlace,
     GatheredOutgoing,
@@ -19,7 +19,7 @@ from common.engine.kv.staging import (
     incoming_blocks,
     outgoing_blocks,
 )
-from common.engine.kv.unread import in_words
+from common.engine.kv.window_usage import in_words
 
 __all__ = [
     "BlockCounts",
@@ -35,8 +35,8 @@ __all__ = [
     "KVCache",
     "KVDevice",
     "KVMemory",
-    "NotGiven",
-    "NotShared",
+    "DescriptorError",
+    "SharedMemoryError",
     "OutgoingBlocks",
     "SMALL_DTYPES",
     "ShardedCache",

@@ -1,4 +1,4 @@
-"""What the prefix cache of one worker and its tiers hold, and what changed since routers were last told."""
+"""Records the contents of a worker's prefix cache and tiers, and the changes that routers have not yet received."""
 
 from __future__ import annotations
 
@@ -7,62 +7,62 @@ import threading
 from common.wire.messages import MAX_SHORT_HASHES, SHORT_HASH_BYTES, BlockEvents, BlockSnapshot
 
 MAX_CHANGES = 65_536
-"""Changes that wait to be told. With more, routers find a gap and ask for a snapshot."""
+"""Maximum number of unsent changes. On overflow, routers see a sequence gap and request a snapshot."""
 
 
 class BlockLog:
-    """The block pool's thread notes every change; another thread takes them as messages to all routers.
+    """Collects changes on the block pool's thread; another thread takes them as messages for all routers.
 
-    Of a block that comes and goes between two `take`s only the last is told, so the lists of an event have no order.
-    A snapshot that is taken meanwhile may hold changes that the next event tells once more.
+    If a block enters and leaves between two `take` calls, only its last state is reported. The lists of an event are
+    therefore unordered. A snapshot may include changes that the next event repeats.
     """
 
     def __init__(self, epoch: int = 0, max_changes: int = MAX_CHANGES) -> None:
-        """`epoch` is the worker's."""
+        """`epoch`: the worker's epoch."""
         self.epoch, self._max_changes = epoch, max_changes
         self._lock = threading.Lock()
         self._held: set[bytes] = set()
-        self._below: set[bytes] = set()  # in a tier, also while they are held
+        self._below: set[bytes] = set()  # in a tier, including blocks that are also in the prefix cache
         self._changed: dict[bytes, None] = {}
         self._cleared = self._overflowed = False
         self._sequence = 0
 
     @property
     def sequence(self) -> int:
-        """The number of the last event that `take` returned, or that overflowed."""
+        """Number of the last event that `take` returned, or that was lost to an overflow."""
         return self._sequence
 
     def stored(self, block_hash: bytes) -> None:
-        """The block entered the prefix cache."""
+        """Record that the block entered the prefix cache."""
         short = block_hash[:SHORT_HASH_BYTES]
         with self._lock:
             self._held.add(short)
             self._change(short)
 
     def removed(self, block_hash: bytes) -> None:
-        """The block was evicted."""
+        """Record that the block was evicted."""
         short = block_hash[:SHORT_HASH_BYTES]
         with self._lock:
             self._held.discard(short)
             self._change(short)
 
-    def in_tier(self, block_hash: bytes, is_there: bool) -> None:
-        """The block entered or left the tiers below the prefix cache. Callable from any thread."""
+    def in_tier(self, block_hash: bytes, present: bool) -> None:
+        """Record that the block entered or left the tiers below the prefix cache. Thread-safe."""
         short = block_hash[:SHORT_HASH_BYTES]
         with self._lock:
-            (self._below.add if is_there else self._below.discard)(short)
+            (self._below.add if present else self._below.discard)(short)
             if short not in self._held:
                 self._change(short)
 
     def cleared(self) -> None:
-        """The prefix cache forgot every block, and so will the tiers."""
+        """Record that the prefix cache dropped every block. The tiers are cleared as well."""
         with self._lock:
             self._held.clear()
             self._changed.clear()
             self._cleared, self._overflowed = True, False
 
     def take(self) -> list[BlockEvents]:
-        """The changes since the last call, for all routers. Callable from any thread, but from one only."""
+        """Return the changes since the last call. Must always be called from the same thread, any thread."""
         with self._lock:
             changed, self._changed = self._changed, {}
             cleared, self._cleared = self._cleared, False
@@ -74,13 +74,13 @@ class BlockLog:
             hashes = list(changed)
             for first in range(0, len(hashes) or int(cleared), MAX_SHORT_HASHES):
                 self._sequence += 1
-                told = hashes[first : first + MAX_SHORT_HASHES]
-                gone = [short for short in told if short not in self._held]
+                chunk = hashes[first : first + MAX_SHORT_HASHES]
+                gone = [short for short in chunk if short not in self._held]
                 events.append(
                     BlockEvents(
                         epoch=self.epoch,
                         sequence=self._sequence,
-                        stored=b"".join(short for short in told if short in self._held),
+                        stored=b"".join(short for short in chunk if short in self._held),
                         removed=b"".join(gone),
                         cleared=cleared and not first,
                         below=b"".join(short for short in gone if short in self._below),
@@ -89,7 +89,7 @@ class BlockLog:
             return events
 
     def snapshot(self) -> list[BlockSnapshot]:
-        """All blocks of the prefix cache and of tiers, in pieces. At least one piece. Callable from any thread."""
+        """Return all blocks of the prefix cache and tiers, in one or more pieces. Thread-safe."""
         with self._lock:
             parts = [b"".join(self._held), b"".join(self._below - self._held)]
             sequence = self._sequence

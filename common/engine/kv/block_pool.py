@@ -1,6 +1,6 @@
-"""The KV blocks of one worker and their owners: free, cached (hashed, unowned, evictable) or owned (reference-counted).
+"""KV block allocation: each block is free, cached (hashed, unowned, evictable) or owned (reference-counted).
 
-One engine loop owns a pool; nothing here locks. Blocks are plain indices into the KV cache tensor.
+Not thread-safe: a pool belongs to one engine loop. Blocks are indices into the KV cache tensor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from common.errors import BlockError
 
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
-    """free + cached + owned == total, always."""
+    """Number of blocks per state. free + cached + owned == total, always."""
 
     free: int
     cached: int
@@ -28,13 +28,14 @@ class BlockCounts:
 
 
 class BlockPool:
-    """Allocation, reference counts and an LRU prefix cache over hashed blocks.
+    """Allocator with reference counts and an LRU prefix cache over hashed blocks.
 
-    `allocate` takes the block that became free last: its memory is mapped, while a block that was never used costs a
-    page fault for every 4 KiB. `on_published` hears of each block that enters the prefix cache.
-    A block can be published under its hash once `wrote` has named every slot of it since its allocation: completed
-    steps or a verified transfer wrote them. A published block stays in the cache after its release until the pool
-    needs it, least recently released first.
+    `allocate` prefers the most recently freed block: its memory is already mapped, while the first use of a block
+    costs a page fault per 4 KiB. `on_published` is called for each block that enters the prefix cache.
+
+    A block can be published under its hash once `wrote` has covered every slot since its allocation, that is, after
+    completed steps or a verified transfer filled it. After its release, a published block stays cached until the pool
+    needs it. Eviction order is least recently released first.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class BlockPool:
         enable_prefix_caching: bool = True,
         log: BlockLog | None = None,
     ) -> None:
-        """`block_size` is the number of slots of a block, one a token. `log` hears what the prefix cache holds."""
+        """`block_size`: slots per block, one per token. `log` records changes of the prefix cache."""
         if num_blocks < 1:
             raise BlockError(f"a pool needs at least one block, not {num_blocks}")
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -61,7 +62,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` could hand out now: free ones and evictable cached ones."""
+        """Blocks that `allocate` can return now: free blocks and evictable cached blocks."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -70,9 +71,9 @@ class BlockPool:
         return BlockCounts(free, cached, self.num_blocks - free - cached)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks, owned once by the caller. Raises BlockError when there are not that many."""
+        """Return `count` blocks with one reference each. Raises BlockError if fewer are available."""
         if count > self.num_available:
-            raise BlockError(f"{count} blocks wanted, {self.num_available} of {self.num_blocks} available")
+            raise BlockError(f"cannot allocate {count} blocks: {self.num_available} of {self.num_blocks} available")
         blocks = []
         for _ in range(count):
             block = self._free.pop() if self._free else self._evict()
@@ -81,7 +82,7 @@ class BlockPool:
         return blocks
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """Blocks that hold the longest cached prefix of `hashes`. Call `acquire` to own them, before `allocate`."""
+        """Return the blocks of the longest cached prefix of `hashes`. Call `acquire` on them before `allocate`."""
         blocks: list[int] = []
         for block_hash in hashes:
             block = self._block_of.get(block_hash)
@@ -91,9 +92,9 @@ class BlockPool:
         return blocks
 
     def match_window(self, hashes: Sequence[bytes], window: Window) -> CachedPrefix:
-        """The longest prefix of `hashes` that a sequence can go on from: of its blocks, those in the window are cached.
+        """Return the longest prefix of `hashes` whose blocks within the window are all cached.
 
-        A hash stands for all tokens before it too, so the blocks before need not be looked at.
+        A hash covers all preceding tokens too, so blocks before the window are not checked.
         """
         if not window:
             return CachedPrefix(0, self.match(hashes))
@@ -106,23 +107,23 @@ class BlockPool:
         return CachedPrefix(first, [self._block_of[block_hash] for block_hash in hashes[first:end]])
 
     def num_reclaimed(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` count as available now and would not after `acquire`."""
+        """Return how many of `blocks` count as available now but would not after `acquire`."""
         return sum(1 for block in blocks if self._refs[block] == 0)
 
     def acquire(self, blocks: Iterable[int]) -> None:
-        """Own published blocks once more (a prefix hit)."""
+        """Add a reference to each published block (a prefix hit)."""
         for block in blocks:
             if self._refs[block] == 0:
                 if block not in self._cached:
-                    raise BlockError(f"block {block} is free: it cannot be acquired")
+                    raise BlockError(f"cannot acquire block {block}: it is free")
                 del self._cached[block]
             self._refs[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give up one ownership of each block. The last blocks of a sequence are evicted first."""
+        """Drop one reference to each block. The last blocks of a sequence are evicted first."""
         for block in reversed(blocks):
             if block < 0 or self._refs[block] < 1:
-                raise BlockError(f"block {block} is released but has no owner")
+                raise BlockError(f"cannot release block {block}: it has no owner")
             self._refs[block] -= 1
             if self._refs[block] == 0:
                 if block in self._hash_of:
@@ -131,27 +132,30 @@ class BlockPool:
                     self._free.append(block)
 
     def wrote(self, blocks: Sequence[int], begin: int, end: int) -> None:
-        """Note that the KV of tokens `begin` to `end` of the sequence that owns `blocks` is in their slots.
+        """Record that the KV of tokens `begin` to `end` of the sequence that owns `blocks` has been written.
 
-        Call it once the step that computed them has completed, or the transfer that brought them is verified, not
-        before. Raises BlockError when slots before `begin` were not written: blocks are filled in order.
+        Call it only after the step that computed them has completed, or the transfer has been verified. Raises
+        BlockError if slots before `begin` were not written, because blocks are filled in order.
         """
         while begin < end:
             index, slot = divmod(begin, self.block_size)
             block, num_slots = blocks[index], min(self.block_size - slot, end - begin)
             if block < 0 or self._refs[block] < 1 or slot > self._num_written[block]:
-                known = f"{self._num_written[block]} of {self.block_size} slots, {self._refs[block]} owners"
-                raise BlockError(f"block {block} was written from slot {slot} on, but it has {known}")
+                state = f"{self._num_written[block]} of {self.block_size} slots written, {self._refs[block]} owners"
+                raise BlockError(f"block {block} was written from slot {slot} but has {state}")
             self._num_written[block] = max(self._num_written[block], slot + num_slots)
             begin += num_slots
 
     def publish(self, block: int, block_hash: bytes) -> None:
-        """Offer an owned, complete block to later requests. A second block of the same hash stays private."""
+        """Make an owned, complete block available to later requests. A second block with the same hash stays private.
+
+        Raises BlockError if the block has no owner or has unwritten slots.
+        """
         if block < 0 or self._refs[block] < 1:
-            raise BlockError(f"block {block} is published but has no owner")
+            raise BlockError(f"cannot publish block {block}: it has no owner")
         if self._num_written[block] < self.block_size:
-            written = f"{self._num_written[block]} of its {self.block_size} slots"
-            raise BlockError(f"block {block} is published but only {written} were written")
+            written = f"{self._num_written[block]} of {self.block_size} slots"
+            raise BlockError(f"cannot publish block {block}: only {written} are written")
         if not self.enable_prefix_caching or block_hash in self._block_of or block in self._hash_of:
             return
         self._hash_of[block] = block_hash
@@ -160,19 +164,19 @@ class BlockPool:
         self.on_published(block, block_hash)
 
     def is_published(self, block: int, block_hash: bytes) -> bool:
-        """Whether the block holds what the hash says. Callable from any thread.
+        """Return whether the block is published under this hash. Thread-safe.
 
-        If so before and after another thread copied the block, nothing was written to it meanwhile: to be written it
-        would have to be evicted first.
+        If this is true both before and after another thread copied the block, the copy is consistent: a block must be
+        evicted before it can be written again.
         """
         return self._hash_of.get(block) == block_hash
 
     def find(self, block_hash: bytes) -> int | None:
-        """The block that was published under a hash. Callable from any thread, like `is_published`, which follows."""
+        """Return the block published under a hash. Thread-safe. Verify with `is_published` after reading it."""
         return self._block_of.get(block_hash)
 
     def reset_cache(self) -> None:
-        """Forget every published block; the unowned ones become free."""
+        """Drop every published block. Unowned ones become free."""
         self._free.extend(self._cached)
         self._cached.clear()
         self._hash_of.clear()
@@ -180,7 +184,7 @@ class BlockPool:
         self.log.cleared()
 
     def check_integrity(self, owners: Iterable[Sequence[int]]) -> BlockCounts:
-        """Check that the blocks `owners` hold are exactly the owned ones, and that published ones are complete.
+        """Check that the blocks of `owners` are exactly the owned ones and that published blocks are complete.
 
         Raises BlockError with the numbers.
         """
@@ -191,18 +195,18 @@ class BlockPool:
         wrong = [block for block in range(self.num_blocks) if expected[block] != self._refs[block]]
         if wrong:
             sample = ", ".join(f"{b}: {self._refs[b]} refs, {expected[b]} owners" for b in wrong[:8])
-            raise BlockError(f"{len(wrong)} of {self.num_blocks} blocks have owners that do not match ({sample})")
+            raise BlockError(f"{len(wrong)} of {self.num_blocks} blocks have mismatched reference counts ({sample})")
         idle = set(self._free) | set(self._cached)
         if len(idle) != len(self._free) + len(self._cached) or any(self._refs[block] for block in idle):
-            raise BlockError(f"free and cached lists overlap or hold owned blocks: {self.counts}")
+            raise BlockError(f"free and cached lists overlap or contain owned blocks: {self.counts}")
         counts = self.counts
         owned = sum(1 for refs in self._refs if refs)
         if owned != counts.owned:
             raise BlockError(f"{owned} blocks have references but {counts.owned} are neither free nor cached")
         if set(self._hash_of.values()) != set(self._block_of) or not set(self._cached) <= set(self._hash_of):
-            raise BlockError("the prefix cache's two tables disagree")
+            raise BlockError("the two tables of the prefix cache are inconsistent")
         if unwritten := [block for block in self._hash_of if self._num_written[block] < self.block_size]:
-            raise BlockError(f"{len(unwritten)} published blocks have slots that were not written: {unwritten[:8]}")
+            raise BlockError(f"{len(unwritten)} published blocks have unwritten slots: {unwritten[:8]}")
         return counts
 
     def _evict(self) -> int:

@@ -1,9 +1,9 @@
-"""Places in shared memory that blocks pass through on their way to workers of the same host.
+"""Ring of shared-memory slots through which blocks pass to workers of the same host.
 
-A cache that others cannot map (a GPU's, or one in the memories of several ranks) has such a ring. Its owner copies a
-block into a place, the receiver copies it out of there and says so.
+A cache that other processes cannot map (a GPU's, or one split across ranks) uses a ring. The owner copies a block into
+a slot. The receiver copies it out and acknowledges.
 
-    free ──put: filled and lent to a transfer──> lent ──KVTaken, or the transfer's end──> free
+    free ──put: filled and lent to a transfer──> lent ──KVTaken, or the end of the transfer──> free
 """
 
 from __future__ import annotations
@@ -15,46 +15,48 @@ from dataclasses import dataclass, field
 import torch
 
 from common.engine.kv.copy_stream import NotRegistered
-from common.engine.kv.shared_memory import KVMemory, NotShared, SharedMemory
+from common.engine.kv.shared_memory import KVMemory, SharedMemory, SharedMemoryError
 from common.engine.kv.staging import StagedOutgoing
 from common.errors import BlockError
 
 RING_BYTES = 128 * 2**20
-"""Memory for places: several messages to several receivers."""
-LEAST_PLACES = 8
-"""The fewest places, however large a block is: copies in and out then overlap."""
+"""Size of a ring: enough for several messages to several receivers."""
+MIN_SLOTS = 8
+"""Minimum number of slots, however large a block is, so that copies in and out overlap."""
 
 Key = tuple[str, int]  # request_id and attempt of a transfer
 
 
 @dataclass(slots=True)
 class _Loan:
-    """The places that a transfer holds, and the address that it goes to."""
+    """Slots lent to a transfer, and the address of its receiver."""
 
     receiver: str
     places: set[int] = field(default_factory=set)
 
 
 class BlockRing:
-    """The writer's side, used by the sender's thread alone. Every place is free, or lent to one transfer."""
+    """Writer side of the ring, used only by the sender's thread. Each slot is free or lent to one transfer."""
 
-    def __init__(self, blocks: StagedOutgoing, num_places: int) -> None:
-        """Raises NotShared where there is no such memory, or the device cannot reach it."""
-        self.block_bytes, self.num_places = blocks.block_bytes, num_places
+    def __init__(self, blocks: StagedOutgoing, num_slots: int) -> None:
+        """Raises SharedMemoryError if shared memory is unavailable or the device cannot access it."""
+        self.block_bytes, self.num_slots = blocks.block_bytes, num_slots
         self._blocks = blocks
         try:
-            self._memory = SharedMemory(num_places * self.block_bytes, is_ring=True)
+            self._memory = SharedMemory(num_slots * self.block_bytes, is_ring=True)
         except OSError as error:
-            raise NotShared(f"no room for {num_places} places of {self.block_bytes:,} bytes: {error}") from error
-        num_bytes = num_places * self.block_bytes
-        with torch.inference_mode(False):  # else a sender's thread without that mode might not write to it
+            raise SharedMemoryError(
+                f"no memory for {num_slots} slots of {self.block_bytes:,} bytes: {error}"
+            ) from error
+        num_bytes = num_slots * self.block_bytes
+        with torch.inference_mode(False):  # otherwise a sender thread outside inference mode may not write to it
             self._flat = torch.frombuffer(self._memory.pages, dtype=torch.uint8, count=num_bytes)
         try:
             blocks.stream.register(self._flat)
         except NotRegistered as error:
-            raise NotShared(str(error)) from error
-        self._places = list(self._flat.view(num_places, self.block_bytes))
-        self._free = deque(range(num_places))  # freed longest ago first: a late reader has the most time
+            raise SharedMemoryError(str(error)) from error
+        self._places = list(self._flat.view(num_slots, self.block_bytes))
+        self._free = deque(range(num_slots))  # least recently freed first, which gives a slow reader the most time
         self._loans: dict[Key, _Loan] = {}
 
     @property
@@ -63,7 +65,7 @@ class BlockRing:
 
     @property
     def region(self) -> tuple[int, int]:
-        """Address and bytes of the places."""
+        """Address and size in bytes of the slots."""
         return self._flat.data_ptr(), self._flat.nbytes
 
     @property
@@ -71,9 +73,9 @@ class BlockRing:
         return len(self._free)
 
     def put(self, key: Key, receiver: str, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Copy the first of `blocks`, as many as places are free, and lend these places to the transfer `key`.
+        """Copy blocks, in order, until no slot is free, and lend the slots to transfer `key`.
 
-        The places, and the checksum of the bytes in each.
+        Returns the slots used and a checksum of the bytes in each.
         """
         loan = self._loans.setdefault(key, _Loan(receiver))
         places = [self._free.popleft() for _ in range(min(len(blocks), len(self._free)))]
@@ -81,8 +83,8 @@ class BlockRing:
         copies = [(block, self._places[place]) for block, place in zip(blocks, places, strict=False)]
         return places, self._blocks.copy_all(copies) if copies else []
 
-    def give_back(self, key: Key, places: Sequence[int]) -> bool:
-        """The transfer holds these places no more. False, and nothing is freed, unless it held all of them."""
+    def release(self, key: Key, places: Sequence[int]) -> bool:
+        """Release slots of the transfer. Returns False and frees nothing unless the transfer holds all of them."""
         loan = self._loans.get(key)
         if loan is None or not loan.places.issuperset(places):
             return False
@@ -91,27 +93,27 @@ class BlockRing:
         return True
 
     def end(self, key: Key) -> None:
-        """The transfer is over: all its places are free."""
+        """End the transfer and free all its slots."""
         if (loan := self._loans.pop(key, None)) is not None:
             self._free.extend(loan.places)
 
-    def waits_for(self, receiver: str) -> bool:
-        """Whether the transfers to this address hold places, some of which it is going to give back."""
+    def holds_slots(self, receiver: str) -> bool:
+        """Return whether transfers to this address hold slots, so that some will be released."""
         return any(loan.places for loan in self._loans.values() if loan.receiver == receiver)
 
     def check_integrity(self) -> None:
-        """Raises BlockError unless every place is free, or lent to one transfer."""
+        """Raise BlockError unless every slot is free or lent to one transfer."""
         lent = [place for loan in self._loans.values() for place in loan.places]
-        if sorted([*self._free, *lent]) != list(range(self.num_places)):
-            raise BlockError(f"{len(self._free)} free and {len(lent)} lent places of {self.num_places}")
+        if sorted([*self._free, *lent]) != list(range(self.num_slots)):
+            raise BlockError(f"{len(self._free)} free and {len(lent)} lent slots of {self.num_slots}")
 
     def close(self) -> None:
-        """Nothing is put any more: unmaps the memory. Receivers keep their maps until they have copied."""
+        """Unmap the memory. No `put` may follow. Receivers keep their mappings until they have copied."""
         self._blocks.stream.unregister(self._flat)
         self._places.clear()
         del self._flat, self._memory
 
 
 def ring_for(blocks: StagedOutgoing, num_blocks: int) -> BlockRing:
-    """A ring of the usual size for a cache of `num_blocks`. Raises NotShared."""
-    return BlockRing(blocks, min(num_blocks, max(LEAST_PLACES, RING_BYTES // blocks.block_bytes)))
+    """Create a ring of the default size for a cache of `num_blocks`. Raises SharedMemoryError."""
+    return BlockRing(blocks, min(num_blocks, max(MIN_SLOTS, RING_BYTES // blocks.block_bytes)))

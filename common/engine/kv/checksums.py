@@ -1,4 +1,4 @@
-"""The checksum of a block: of its bytes in a frame, or in memory that another process may write to."""
+"""Checksum of a block, in a frame or in memory that another process may write to."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import xxhash
 
 
 def checksum(block: memoryview) -> int:
-    """xxh3-64 of one block's bytes."""
+    """Return the xxh3-64 of the block's bytes."""
     return xxhash.xxh3_64_intdigest(block)
 
 
 def checksum_of_parts(parts: Iterable[memoryview]) -> int:
-    """`checksum` of the parts one behind the other. Each is read before the next one is asked for."""
+    """Return the `checksum` of the concatenated parts. Each part is read before the next is requested."""
     state = xxhash.xxh3_64()
     for part in parts:
         state.update(part)

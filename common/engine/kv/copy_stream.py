@@ -1,4 +1,4 @@
-"""Copies between a device and host memory: all that transfers ask of CUDA. On the CPU they are plain copies."""
+"""Copies between device and host memory for transfers. On the CPU they are plain copies."""
 
 from __future__ import annotations
 
@@ -12,37 +12,40 @@ from common.errors import DiptychError
 from kernels.interface import PIECE_ALIGN_BYTES, pinned
 
 PART_BYTES = 2**20
-"""A block is read in parts of this size, each while the next ones are still copied."""
+"""Copy granularity: each part of a block is read while the following parts are still being copied."""
 READ_ONLY = 8
-"""cudaHostRegisterReadOnly: the device reads the memory, and never writes it."""
+"""cudaHostRegisterReadOnly: the device only reads the memory."""
 
 
 class NotRegistered(DiptychError):
-    """The device cannot reach memory of the host directly. The message says why."""
+    """The device cannot access host memory directly. The message gives the reason."""
 
 
 class CopyStream:
-    """A stream of the device for copies alone, used by one thread."""
+    """Device stream dedicated to copies, used by one thread."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream: torch.cuda.Stream | None = None
-        self._registered: dict[int, int] = {}  # address -> number in the count of pinned memory
+        self._registered: dict[int, int] = {}  # address -> entry in the account of pinned memory
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @property
     def handle(self) -> int:
-        """The stream in the driver's calls; 0 on a CPU."""
+        """Stream handle for driver calls; 0 on a CPU."""
         return self._stream.cuda_stream if self._stream is not None else 0
 
     @property
     def pins(self) -> bool:
-        """Whether the device reaches host memory directly only where that is pinned."""
+        """Whether the device can directly access host memory only if it is pinned."""
         return self._stream is not None
 
     def buffers(self, num_bytes: int, count: int) -> list[Tensor]:
-        """`count` buffers, uint8 [num_bytes] each, that the device reaches directly. Pins memory: at a start alone."""
+        """Return `count` buffers, uint8 [num_bytes] each, that the device can access directly.
+
+        Pins memory, so call it only at startup.
+        """
         if not self.pins:
             return [self.spare(num_bytes) for _ in range(count)]
         stride = -(-num_bytes // PIECE_ALIGN_BYTES) * PIECE_ALIGN_BYTES
@@ -50,11 +53,11 @@ class CopyStream:
         return [memory[begin : begin + num_bytes] for begin in range(0, count * stride, stride)]
 
     def spare(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes] that is not pinned: a GPU's driver copies through memory of its own, and blocks."""
+        """Return an unpinned buffer, uint8 [num_bytes]. The GPU driver stages copies to it, which blocks the caller."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def run(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copy (target, source) pairs and wait for them; other threads may run meanwhile."""
+        """Copy (target, source) pairs and wait for completion, without blocking other threads."""
 
         def copy() -> None:
             for target, source in copies:
@@ -63,7 +66,7 @@ class CopyStream:
         self.wait_for(copy)
 
     def wait_for(self, work: Callable[[], None]) -> None:
-        """Call `work`, and wait for what it launches on this stream."""
+        """Call `work` and wait for what it launches on this stream."""
         if self._stream is None:
             work()
             return
@@ -72,7 +75,7 @@ class CopyStream:
         self._stream.synchronize()
 
     def in_parts(self, target: Tensor, source: Tensor) -> Iterator[slice]:
-        """Copy uint8 [n] to uint8 [n]; yields each part once it is copied, while those behind it still are."""
+        """Copy uint8 [n] to uint8 [n] and yield each part once it is copied, while later parts are in flight."""
         if self._stream is None:
             target.copy_(source)
             yield slice(0, len(target))
@@ -88,28 +91,27 @@ class CopyStream:
             yield part
 
     def register(self, memory: Tensor, *, read_only: bool = False) -> None:
-        """Let the device reach `memory`, uint8 [n] in whole pages that this process mapped, until `unregister`.
+        """Give the device access to `memory`, uint8 [n] in whole pages mapped by this process, until `unregister`.
 
-        `read_only`: the pages are mapped so. Raises NotRegistered.
+        Set `read_only` if the pages are mapped read-only. Raises NotRegistered.
         """
         if self._stream is not None:
             flags = READ_ONLY if read_only else 0
             code = self._call("cudaHostRegister", memory.data_ptr(), len(memory), flags)
             if code:
-                raise NotRegistered(f"CUDA does not register {len(memory):,} bytes: {torch.cuda.CudaError(code)}")
+                raise NotRegistered(f"CUDA cannot register {len(memory):,} bytes: {torch.cuda.CudaError(code)}")
             self._registered[memory.data_ptr()] = pinned().add(len(memory))
 
     def unregister(self, memory: Tensor) -> None:
-        """Ends the device's access. Call it after the last copy and before `memory` is unmapped."""
+        """End the device's access. Call it after the last copy and before unmapping `memory`."""
         if self._stream is not None:
             self._call("cudaHostUnregister", memory.data_ptr())
             pinned().remove(self._registered.pop(memory.data_ptr()))
 
     def _call(self, function: str, *arguments: int) -> int:
-        """What a function of CUDA's runtime returns, called in a thread of its own.
+        """Call a CUDA runtime function in a new thread and return its result.
 
-        CUDA remembers a failure for the thread that called, and torch would take it for that of the thread's next
-        kernel.
+        CUDA stores the last error per thread, and torch would attribute it to the thread's next kernel.
         """
 
         def call() -> int:

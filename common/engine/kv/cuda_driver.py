@@ -1,7 +1,7 @@
-"""What shared memory of GPUs asks of CUDA's driver: its virtual memory management, which torch does not offer.
+"""CUDA driver bindings for shared GPU memory: virtual memory management, which torch does not expose.
 
-Memory that was created this way is exported as a file descriptor. It lives as long as anyone has a handle or a mapping
-of it (`cuMemRelease` in the driver's documentation), so a mapping outlives the process that allocated it.
+The memory is exported as a file descriptor. It lives as long as any handle or mapping exists (`cuMemRelease` in the
+driver's documentation), so a mapping outlives the process that allocated the memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EXPORTS_DESCRIPTORS = 103
 
 
 class DriverError(DiptychError):
-    """The driver is missing, or refused a call. The message says which."""
+    """The driver is missing or rejected a call. The message gives the reason."""
 
 
 class _Location(ctypes.Structure):
@@ -70,15 +70,15 @@ CALLS: Final = {
     "cuMemSetAccess": (_ADDRESS, _SIZE, _POINTER, _SIZE),
     "cuMemcpyAsync": (_ADDRESS, _ADDRESS, _SIZE, _POINTER),
 }
-"""Arguments, as in cuda.h. Each returns 0, or the number of its error."""
+"""Argument types, as in cuda.h. Each function returns 0 or an error code."""
 
 
-class NotGiven(DiptychError):
-    """A descriptor does not come from, or cannot go to, another process. The message says why."""
+class DescriptorError(DiptychError):
+    """A descriptor cannot be received from, or offered to, another process. The message gives the reason."""
 
 
 class CudaDriver:
-    """Any thread may call it, with its device's context current, as torch makes it."""
+    """Thread-safe. The context of the device must be current, as torch makes it."""
 
     def __init__(self) -> None:
         """Raises DriverError."""
@@ -88,36 +88,36 @@ class CudaDriver:
                 function = getattr(self._library, name)
                 function.argtypes, function.restype = arguments, ctypes.c_int
         except (OSError, AttributeError) as error:
-            raise DriverError(f"CUDA's driver cannot be used: {error}") from error
+            raise DriverError(f"cannot load the CUDA driver: {error}") from error
         self._call("cuInit", 0)
 
     def check(self, device: int) -> None:
-        """Raises DriverError unless memory of this device can be exported."""
+        """Raise DriverError unless memory of this device can be exported."""
         exports = ctypes.c_int()
         self._call("cuDeviceGetAttribute", ctypes.byref(exports), EXPORTS_DESCRIPTORS, device)
         if not exports.value:
-            raise DriverError(f"the driver exports no memory of cuda:{device} as a file descriptor")
+            raise DriverError(f"the driver cannot export memory of cuda:{device} as a file descriptor")
 
     def whole_pages(self, num_bytes: int, device: int) -> int:
-        """`num_bytes`, rounded up to what the device allocates."""
+        """Round `num_bytes` up to the device's allocation granularity."""
         page = ctypes.c_size_t()
         self._call("cuMemGetAllocationGranularity", ctypes.byref(page), ctypes.byref(_properties(device)), 0)
         return -(-num_bytes // page.value) * page.value
 
     def create(self, num_bytes: int, device: int) -> int:
-        """A handle of new memory in whole pages."""
+        """Allocate memory in whole pages and return its handle."""
         handle = ctypes.c_uint64()
         self._call("cuMemCreate", ctypes.byref(handle), num_bytes, ctypes.byref(_properties(device)), 0)
         return handle.value
 
     def export(self, handle: int) -> int:
-        """A file descriptor of the memory, the caller's to close."""
+        """Return a file descriptor of the memory. The caller must close it."""
         descriptor = ctypes.c_int(-1)
         self._call("cuMemExportToShareableHandle", ctypes.byref(descriptor), handle, FILE_DESCRIPTOR, 0)
         return descriptor.value
 
     def take(self, descriptor: int) -> int:
-        """A handle of another process's memory. The descriptor stays the caller's."""
+        """Return a handle of another process's memory. The caller still owns the descriptor."""
         handle = ctypes.c_uint64()
         self._call("cuMemImportFromShareableHandle", ctypes.byref(handle), ctypes.c_void_p(descriptor), FILE_DESCRIPTOR)
         return handle.value
@@ -126,7 +126,7 @@ class CudaDriver:
         self._call("cuMemRelease", handle)
 
     def map(self, handle: int, num_bytes: int, device: int, *, read_only: bool = False) -> int:
-        """The address at which `device` reaches the memory; read-only as far as the driver knows such maps."""
+        """Map the memory for `device` and return its address. Read-only where the driver supports such mappings."""
         address = ctypes.c_uint64()
         self._call("cuMemAddressReserve", ctypes.byref(address), num_bytes, 0, 0, 0)
         try:
@@ -146,7 +146,7 @@ class CudaDriver:
         self._call("cuMemAddressFree", address, num_bytes)
 
     def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        """Copy between two addresses that the current device reaches, behind what is on `stream`."""
+        """Copy between two addresses that the current device can access, in stream order."""
         self._call("cuMemcpyAsync", target, source, num_bytes, stream)
 
     def _allow(self, address: int, num_bytes: int, device: int, *, read_only: bool) -> None:

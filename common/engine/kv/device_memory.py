@@ -1,8 +1,8 @@
-"""A GPU's KV memory that its owner exports to other processes of its user, and their maps of it.
+"""GPU KV memory that its owner exports to other processes of the same user, and their mappings of it.
 
-The memory travels as a file descriptor, over a socket without a name in any file system. Opening the descriptor through
-/proc, as memory files are, would open the driver's device and not the memory; and the system call that copies
-descriptors out of another process (pidfd_getfd) asks for the rights of a debugger, which containers lack.
+The memory is passed as a file descriptor over an abstract Unix socket. Opening the descriptor through /proc, as for
+memory files, would open the driver's device instead of the memory. pidfd_getfd requires ptrace rights, which containers
+do not have.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from common.engine.kv.cuda_driver import CudaDriver, DriverError, NotGiven, driver
+from common.engine.kv.cuda_driver import CudaDriver, DescriptorError, DriverError, driver
 
 log = logging.getLogger(__name__)
 WAIT_S = 1.0
-"""How long either side waits for the other: the giver does nothing else, so it answers at once."""
+"""Timeout of either side, in seconds. The owner has a dedicated thread, so it answers at once."""
 BACKLOG = 64
-"""Processes that may ask at once: more than a host has workers."""
-_WHO = struct.Struct("3i")  # of a peer: process, user, group
+"""Pending connections: more than the number of workers on a host."""
+_WHO = struct.Struct("3i")  # ucred of a peer: process, user, group
 
 
 class KVDevice(msgspec.Struct, frozen=True, array_like=True):
-    """Where a GPU of the same host reads a worker's blocks: process `pid` gives a descriptor of its GPU's memory,
-    `num_bytes` in all, to processes of its user that ask for `name`, a secret.
+    """Offer of GPU memory to workers of the same host.
+
+    Process `pid` passes a descriptor of its `num_bytes` of GPU memory to processes of the same user that present the
+    secret `name`.
     """
 
     pid: Annotated[int, Meta(ge=1, lt=2**31)]
@@ -42,13 +44,13 @@ class KVDevice(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DeviceMap:
-    """Memory in the address space of a device, unmapped with the last reference to this.
+    """Mapping of memory into a device's address space, unmapped with the last reference to this object.
 
-    numpy and torch make arrays of it without a copy, which refer to it: their common interface is of attributes.
+    numpy and torch create arrays over it without a copy, through the array-interface attributes.
     """
 
     def __init__(self, cuda: CudaDriver, handle: int, num_bytes: int, device: int, *, read_only: bool) -> None:
-        """`num_bytes` in whole pages. The handle stays the caller's. Raises DriverError."""
+        """`num_bytes` is in whole pages. The caller still owns the handle. Raises DriverError."""
         self._cuda, self.num_bytes = cuda, num_bytes
         self.address = cuda.map(handle, num_bytes, device, read_only=read_only)
         self.__array_interface__: dict[str, Any] = {
@@ -61,17 +63,17 @@ class DeviceMap:
 
     def __del__(self) -> None:
         if hasattr(self, "address"):
-            with contextlib.suppress(DriverError):  # as a process ends, the driver may have ended before
+            with contextlib.suppress(DriverError):  # at process exit the driver may already be shut down
                 self._cuda.unmap(self.address, self.num_bytes)
 
 
 class ExportedMemory:
-    """The owner's side. What is in it at first is not known."""
+    """Owner side of exported GPU memory. The initial contents are undefined."""
 
     def __init__(self, num_bytes: int, device: int) -> None:
-        """Raises DriverError, NotGiven where the system gives no descriptors."""
+        """Raises DriverError, or DescriptorError if the system cannot pass descriptors."""
         if sys.platform != "linux":
-            raise NotGiven(f"{sys.platform} gives no descriptors of GPU memory")
+            raise DescriptorError(f"{sys.platform} does not support descriptors of GPU memory")
         cuda = driver()
         size = cuda.whole_pages(num_bytes, device)
         handle = cuda.create(size, device)
@@ -79,25 +81,25 @@ class ExportedMemory:
             self.map = DeviceMap(cuda, handle, size, device, read_only=False)
             descriptor = cuda.export(handle)
         finally:
-            cuda.release(handle)  # the map and the descriptor keep the memory
+            cuda.release(handle)  # the mapping and the descriptor keep the memory alive
         try:
-            self._given = GivenDescriptor(descriptor)
+            self._given = DescriptorServer(descriptor)
         except OSError as error:
-            raise NotGiven(f"GPU memory cannot be given to other processes: {error}") from error
+            raise DescriptorError(f"cannot offer GPU memory to other processes: {error}") from error
         self.offer = KVDevice(os.getpid(), self._given.name, size)
 
     def close(self) -> None:
-        """No other process gets the memory any more. Those that map it keep it."""
+        """Stop offering the memory. Existing mappings remain valid."""
         self._given.close()
 
 
 def map_exported(offer: KVDevice, device: int) -> DeviceMap:
-    """Map another process's `ExportedMemory` for this process's `device`, read-only where the driver supports that.
+    """Map another process's `ExportedMemory` for `device`, read-only where the driver supports that.
 
-    Raises DriverError, and NotGiven unless the process that offers it gives it to this one.
+    Raises DriverError, or DescriptorError if the owner does not pass its descriptor.
     """
     cuda = driver()
-    descriptor = take_descriptor(offer.name, offer.pid)
+    descriptor = receive_descriptor(offer.name, offer.pid)
     try:
         handle = cuda.take(descriptor)
     finally:
@@ -108,11 +110,11 @@ def map_exported(offer: KVDevice, device: int) -> DeviceMap:
         cuda.release(handle)
 
 
-class GivenDescriptor:
-    """Gives `descriptor` to each process of this user that asks, from a thread of its own, until `close`."""
+class DescriptorServer:
+    """Passes `descriptor` to each process of this user that asks, from a dedicated thread, until `close`."""
 
     def __init__(self, descriptor: int) -> None:
-        """Owns the descriptor from now on, also when it raises OSError."""
+        """Takes ownership of the descriptor, even if it raises OSError."""
         self._descriptor, self._closed = descriptor, False
         self.name = f"diptych-kv-{secrets.token_hex(16)}"
         try:
@@ -127,8 +129,8 @@ class GivenDescriptor:
 
     def close(self) -> None:
         self._closed = True
-        with contextlib.suppress(OSError):  # the thread has ended already
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes it
+        with contextlib.suppress(OSError):  # the thread has already ended
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._thread.join(2 * WAIT_S)
         self._socket.close()
         os.close(self._descriptor)
@@ -138,46 +140,49 @@ class GivenDescriptor:
             try:
                 peer, _ = self._socket.accept()
             except OSError as error:
-                if not self._closed:  # as without a free descriptor: later there may be one
-                    log.warning("no worker of this host gets access to this one's GPU memory now: %s", error)
+                if not self._closed:  # for example out of file descriptors, which may be temporary
+                    log.warning(
+                        "cannot accept requests of other workers on this host for GPU memory: %s; retrying in %g s",
+                        *(error, WAIT_S),
+                    )
                     time.sleep(WAIT_S)
                 continue
             with peer:
                 try:
                     self._give(peer)
                 except OSError as error:
-                    log.warning("a worker of this host got no access to this one's GPU memory: %s", error)
+                    log.warning("did not share GPU memory with a worker on this host: %s", error)
 
     def _give(self, peer: socket.socket) -> None:
         peer.settimeout(WAIT_S)
         process, user = _who(peer)
         if user != os.geteuid():
-            raise PermissionError(f"process {process} is user {user}'s, not {os.geteuid()}'s")
+            raise PermissionError(f"process {process} belongs to user {user}, not {os.geteuid()}")
         socket.send_fds(peer, [b"\0"], [self._descriptor])
 
 
-def take_descriptor(name: str, process: int) -> int:
-    """The descriptor that `process` gives under this name, the caller's to close. Raises NotGiven."""
+def receive_descriptor(name: str, process: int) -> int:
+    """Receive the descriptor that `process` offers under `name`. The caller must close it. Raises DescriptorError."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
             asking.settimeout(WAIT_S)
             asking.connect(_address(name))
             if (giver := _who(asking)) != (process, os.geteuid()):
-                raise NotGiven(f"process {giver[0]} of user {giver[1]} answers for process {process}")
+                raise DescriptorError(f"process {giver[0]} of user {giver[1]} answered instead of process {process}")
             _, descriptors, _, _ = socket.recv_fds(asking, 1, 1, socket.MSG_CMSG_CLOEXEC)
     except OSError as error:
-        raise NotGiven(f"process {process} gives no descriptor of its memory: {error}") from error
+        raise DescriptorError(f"cannot receive the memory descriptor of process {process}: {error}") from error
     if not descriptors:
-        raise NotGiven(f"process {process} gives no descriptor of its memory to this user")
+        raise DescriptorError(f"process {process} did not pass its memory descriptor to this user")
     return descriptors[0]
 
 
 def _address(name: str) -> bytes:
-    """In the abstract namespace, which is the host's, or the pod's where that has a network of its own."""
+    """Return the address in the abstract namespace, which is per host, or per pod with its own network."""
     return b"\0" + name.encode()
 
 
 def _who(peer: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end."""
+    """Return the process and user IDs of the peer."""
     process, user, _ = _WHO.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _WHO.size))
     return process, user

@@ -1,7 +1,7 @@
-"""KV blocks as 8-bit numbers in host memory, for the wire: half the bytes of bfloat16, a quarter of float32's.
+"""KV blocks as 8-bit integers for the wire: half the bytes of bfloat16, a quarter of float32.
 
-They pass through buffers even if the cache is in host memory. A GPU quantises before the copy to host memory and
-dequantises after the copy from it. The format is that of `kernels.blocks`.
+Blocks are staged in buffers even if the cache is in host memory. A GPU quantises before the copy to host memory and
+dequantises after the copy from it. See `kernels.blocks` for the format.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kernels import gather_blocks, scatter_blocks, wire_bytes
 
 
 class QuantisedOutgoing(StagedOutgoing):
-    """`view` quantises a block into a buffer. All its numbers must be finite, in unused slots too."""
+    """`view` quantises a block into a buffer. All elements must be finite, including those of unused slots."""
 
     def __init__(self, kv: KVCache, stream: CopyStream) -> None:
         super().__init__(kv, stream)
@@ -27,7 +27,7 @@ class QuantisedOutgoing(StagedOutgoing):
         self.block_bytes = self._row.num_bytes
 
     def views(self, indices: Sequence[int]) -> list[memoryview]:
-        """`view` of each: the device is waited for once, and ranks of other hosts are asked for a group at once."""
+        """Return a `view` of each block, with one device synchronisation and one request per group to other hosts."""
         buffers = [self._take() for _ in indices]
         self.stream.wait_for(lambda: self._row.gather(list(zip(indices, buffers, strict=True))))
         return [self._lent(buffer) for buffer in buffers]
@@ -49,10 +49,10 @@ class QuantisedIncoming(StagedIncoming):
 
 
 class _Row:
-    """Quantises between blocks and buffers in host memory: on a GPU through one quantised block of its memory, which
-    serves one block after the other in the stream's order.
+    """Quantises between blocks and buffers in host memory.
 
-    A block of several ranks is quantised as a whole. There is memory for as many as ranks give or take together.
+    On a GPU, data passes through one quantised block of device memory, reused in stream order. A block split across
+    ranks is quantised as a whole. There is memory for one group of blocks exchanged with other hosts.
     """
 
     def __init__(self, kv: KVCache) -> None:
@@ -64,10 +64,10 @@ class _Row:
         self.num_bytes = wire_bytes(block[None], quantised=True)
         on_host = kv.device.type == "cpu"
         self._row = None if on_host else torch.empty(1, self.num_bytes, dtype=torch.uint8, device=kv.device)
-        self._only = torch.tensor([0]).to(kv.device)  # waits, because another stream reads it
+        self._only = torch.tensor([0]).to(kv.device)  # blocking, because another stream reads it
 
     def gather(self, wanted: Sequence[tuple[int, Tensor]]) -> None:
-        """Blocks into buffers, (index, buffer) pairs."""
+        """Quantise blocks into buffers, given (index, buffer) pairs."""
         if not isinstance(self._kv, ShardedCache):
             for index, buffer in wanted:
                 self._quantise(self._kv.block_tensor(index), buffer)
@@ -79,7 +79,7 @@ class _Row:
                 self._quantise(whole, buffer)
 
     def scatter(self, received: Sequence[tuple[int, Tensor]]) -> None:
-        """Buffers into blocks, (index, buffer) pairs."""
+        """Dequantise buffers into blocks, given (index, buffer) pairs."""
         if not isinstance(self._kv, ShardedCache):
             for index, buffer in received:
                 self._dequantise(buffer, self._kv.block_tensor(index))
@@ -107,17 +107,19 @@ def _bytes_of(block: Tensor) -> Tensor:
 
 
 def quantised_outgoing(kv: KVCache, at_once: int = 1) -> QuantisedOutgoing:
-    """Quantises one block now, so that a GPU's kernel is compiled before a transfer needs it. `at_once` as
-    `outgoing_blocks`."""
+    """Create the sending side. Quantises one block, so that a GPU kernel is compiled before the first transfer.
+
+    `at_once`: as for `outgoing_blocks`.
+    """
     blocks = QuantisedOutgoing(kv, CopyStream(kv.device)).reserve(at_once)
     blocks.view(0)
     return blocks
 
 
 def quantised_incoming(kv: KVCache, at_once: int = 1) -> QuantisedIncoming:
-    """Dequantises a block of zeros now, so that a GPU's kernel is compiled before a transfer needs it.
+    """Create the receiving side. Dequantises one block, so that a GPU kernel is compiled before the first transfer.
 
-    Call it while the cache is empty: it writes block 0.
+    Writes zeros to block 0: call it while the cache is empty.
     """
     blocks = QuantisedIncoming(kv, CopyStream(kv.device)).reserve(at_once)
     blocks.view(0)[:] = bytes(blocks.block_bytes)

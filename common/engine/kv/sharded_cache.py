@@ -1,11 +1,10 @@
-"""The KV cache of a worker whose ranks each hold some of its KV heads, as rank 0 sees it.
+"""KV cache of a worker whose ranks each store some of its KV heads, as seen by rank 0.
 
     block of the worker   [layer][head 0 | head 1 | head 2 | head 3][slot][K|V][head_dim]
     block of rank 0       [layer][head 0 | head 1] ...       of rank 1   [layer][head 2 | head 3] ...
 
-Rank 0 maps the memory of ranks of its own host. Those of other hosts are asked.
-
-On the wire and in checksums there are blocks of the worker alone, so another worker may have another number of ranks.
+Rank 0 maps the memory of ranks on its own host and sends requests to ranks on other hosts. The wire format and the
+checksums use whole blocks, so the number of ranks may differ between workers.
 """
 
 from __future__ import annotations
@@ -30,43 +29,43 @@ if TYPE_CHECKING:
     from common.model_files import ModelConfig
 
 GROUP_BYTES = 4 * 2**20
-"""Of blocks that another host is asked for, or sent, in one order with one answer; at least one block."""
-TURN_S = 60.0
-"""How long a thread waits for others that talk to ranks of other hosts, each of whose orders has a deadline."""
+"""Size of a group: blocks requested from, or sent to, another host in one message (at least one block)."""
+EXCHANGE_TIMEOUT_S = 60.0
+"""Timeout, in seconds, for other threads to finish their exchange with ranks on other hosts."""
 
 Item = TypeVar("Item")
 
 
 class RemoteHeads(Protocol):
-    """The cache of a rank on another host. One thread at a time gives orders, and takes what each asks for in order.
+    """Cache of a rank on another host. One thread at a time sends requests and reads the replies in order.
 
-    Raises RankLost at deadlines.
+    Methods raise RankLost when a deadline passes.
     """
 
     def ask(self, indices: Sequence[int], heads: range) -> None:
-        """Ask for heads of some blocks; `take` gets them in this order."""
+        """Request `heads` of the blocks `indices`. `take` receives them in this order."""
 
     def take(self, parts: Sequence[memoryview]) -> None:
-        """Fill `parts` with the next block that was asked for."""
+        """Fill `parts` with the next requested block."""
 
     def put(self, indices: Sequence[int]) -> None:
-        """Write some blocks, all heads of the rank: `give` follows for each, and `confirm` waits for all of them."""
+        """Start writing the blocks `indices`, all heads of the rank. Call `give` for each, then `confirm`."""
 
     def give(self, parts: Sequence[memoryview]) -> None:
-        """The bytes of the next block of `put`."""
+        """Send the bytes of the next block of `put`."""
 
     def clear(self, index: int, first_slot: int) -> None:
-        """Zero the slots of a block from `first_slot` on, which `confirm` waits for."""
+        """Zero the slots of a block from `first_slot`. `confirm` waits for completion."""
 
     def confirm(self) -> None:
-        """The first `put` or `clear` that was not confirmed is done."""
+        """Wait for the oldest unconfirmed `put` or `clear`."""
 
     def cut(self) -> None:
-        """Some order has failed: end the connection, and with it the worker."""
+        """Close the connection after a failed request, which also ends the worker."""
 
 
 class ShardedCache(KVCache):
-    """Rank 0's own cache, which its steps use, and the memory of the others'. Blocks are for `gather` and `scatter`."""
+    """Rank 0's own cache, used by its steps, plus the memory of other ranks. `gather` and `scatter` access blocks."""
 
     def __init__(
         self,
@@ -80,36 +79,39 @@ class ShardedCache(KVCache):
     ) -> None:
         super().__init__(Shard(0, num_ranks).of(whole), num_blocks, block_size, dtype, device, scales=scales)
         self._num_heads, self._size = whole.num_kv_heads, num_ranks
-        self._parts: list[Tensor] = [self.tensor]  # of the ranks of this host, which are the first
+        self._parts: list[Tensor] = [self.tensor]  # ranks of this host, which come first
         self._remotes: list[RemoteHeads] = []
         self._order = StepOrder(self.tensor.device)
-        self._turn = threading.Lock()
-        self._on_host: Tensor | None = None  # a block on its way between another host and a GPU
+        self._exchange_lock = threading.Lock()
+        self._on_host: Tensor | None = None  # staging for a block between another host and a GPU
 
     def attach(self, part: Tensor) -> None:
-        """The cache of the next rank, in memory that this process reaches. Raises ModelError if it is another's."""
-        if part.shape != self.tensor.shape or part.dtype != self.dtype:  # all ranks have as many heads
+        """Add the cache of the next rank, in memory that this process can access.
+
+        Raises ModelError if its shape or dtype differs.
+        """
+        if part.shape != self.tensor.shape or part.dtype != self.dtype:  # all ranks have the same number of heads
             found, wanted = (f"{list(each.shape)} of {each.dtype}" for each in (part, self.tensor))
-            raise ModelError(f"the KV cache of rank {len(self._parts)} is {found}, that of rank 0 {wanted}")
+            raise ModelError(f"the KV cache of rank {len(self._parts)} is {found}, but that of rank 0 is {wanted}")
         self._parts.append(part)
 
     def attach_file(self, descriptor: int) -> None:
-        """Maps the memory file of the next rank. Raises ModelError for one that is too small, or OSError."""
+        """Map the memory file of the next rank. Raises ModelError if it is too small, or OSError."""
         num_bytes = self.tensor.numel() * self.dtype.itemsize
         try:
             pages = mmap.mmap(descriptor, num_bytes)
         except ValueError as error:
-            raise ModelError(f"the KV memory of rank {len(self._parts)} is below {num_bytes} bytes") from error
+            raise ModelError(f"the KV memory of rank {len(self._parts)} is smaller than {num_bytes} bytes") from error
         self.attach(torch.frombuffer(memoryview(pages), dtype=self.dtype).view(self.tensor.shape))
 
     def attach_remote(self, heads: RemoteHeads) -> None:
-        """The cache of the next rank, on another host. None of this host can follow."""
+        """Add the cache of the next rank, on another host. All ranks of this host must have been attached."""
         if self.device.type == "cuda" and self._on_host is None:
             self._on_host = torch.from_numpy(pinned().allocate(self.wire_bytes))
         self._remotes.append(heads)
 
     def block(self, index: int) -> memoryview:
-        raise BlockError("a block of several ranks lies in several places: gather it")
+        raise BlockError("a block split across ranks has no contiguous bytes: use gather")
 
     @property
     def wire_heads(self) -> int:
@@ -120,14 +122,17 @@ class ShardedCache(KVCache):
         return self.block_bytes // self.config.num_kv_heads * self._num_heads
 
     def new_block(self) -> Tensor:
-        """Memory of one block of all ranks on rank 0's device: [layers, all KV heads, block_size, 2, width]."""
+        """Allocate one whole block on rank 0's device: [layers, all KV heads, block_size, 2, width]."""
         _, layers, _, *rest = self.tensor.shape
         return torch.empty(layers, self._num_heads, *rest, dtype=self.dtype, device=self.device)
 
     def clear_slots(self, index: int, first: int) -> None:
-        """On every rank, before the next step runs. By the thread that launches steps. Also raises RankLost."""
+        """Zero the slots on every rank, before the next step runs. Call it on the thread that launches steps.
+
+        Also raises RankLost.
+        """
         self._check(index)
-        with self._turn_with_remotes():
+        with self._remote_exchange():
             for remote in self._remotes:
                 remote.clear(index, first)
             self._order.run([(part.device, partial(clear_slots, part[index], first)) for part in self._parts])
@@ -135,15 +140,15 @@ class ShardedCache(KVCache):
                 remote.confirm()
 
     def gather(self, index: int, block: Tensor) -> None:
-        """Copies a block of all ranks into `block`, uint8 [wire_bytes] anywhere, and waits for that where it is host
-        memory.
+        """Copy a block of all ranks into `block`, uint8 [wire_bytes] on any device.
 
-        BlockError out of range, RankLost when another host does not answer.
+        Waits for the copy if `block` is in host memory. Raises BlockError if the index is out of range, RankLost if
+        another host does not answer.
         """
         self.gather_all([(index, block)])
 
     def gather_all(self, blocks: Sequence[tuple[int, Tensor]]) -> None:
-        """`gather`, for several blocks: other hosts are asked for a group of them at once."""
+        """Call `gather` for several blocks, with one request per group to other hosts."""
         for index, _ in blocks:
             self._check(index)
         owners = kv_owners(self._num_heads, self._size)
@@ -153,7 +158,7 @@ class ShardedCache(KVCache):
             for rank, (remote, owned) in enumerate(zip(self._remotes, owners[local:], strict=True), local)
             if owned
         ]
-        with self._turn_with_remotes():
+        with self._remote_exchange():
             for group in in_groups(blocks, self.wire_bytes):
                 for remote, owned, first in lenders:
                     remote.ask([index for index, _ in group], range(first, first + len(owned)))
@@ -162,14 +167,14 @@ class ShardedCache(KVCache):
                     self._take(block, [(remote, owned) for remote, owned, _ in lenders])
 
     def scatter(self, block: Tensor, index: int) -> None:
-        """Copies `block`, as `gather` makes it, to all ranks. Also raises RankLost."""
+        """Copy `block`, in the format of `gather`, to all ranks. Also raises RankLost."""
         self.scatter_all([(index, block)])
 
     def scatter_all(self, blocks: Sequence[tuple[int, Tensor]]) -> None:
-        """`scatter`, for several blocks: other hosts confirm a group of them at once."""
+        """Call `scatter` for several blocks, with one confirmation per group from other hosts."""
         for index, _ in blocks:
             self._check(index)
-        with self._turn_with_remotes():
+        with self._remote_exchange():
             for group in in_groups(blocks, self.wire_bytes):
                 for remote in self._remotes:
                     remote.put([index for index, _ in group])
@@ -187,7 +192,7 @@ class ShardedCache(KVCache):
                 whole[:, owned.start : owned.stop] = self._parts[rank][index][:, first : first + len(owned)]
 
     def _take(self, block: Tensor, lenders: Sequence[tuple[RemoteHeads, range]]) -> None:
-        """What remotes were asked for, straight into a block of host memory."""
+        """Receive the requested heads, directly into a block in host memory."""
         if not lenders:
             return
         on_host = self._in_host_memory_of(block)
@@ -218,20 +223,22 @@ class ShardedCache(KVCache):
         return segments(block.numpy().data, self.config.num_layers, self._num_heads, heads)
 
     def _in_host_memory_of(self, block: Tensor) -> Tensor:
-        """The block itself, or the memory for one of a GPU."""
+        """Return the block itself, or the staging memory for a GPU block."""
         if block.device.type == "cpu":
             return block
-        assert self._on_host is not None  # since the first rank of another host came
+        assert self._on_host is not None  # set by attach_remote
         return self._on_host
 
     @contextlib.contextmanager
-    def _turn_with_remotes(self) -> Iterator[None]:
-        """One thread at a time talks to other hosts. After an error answers would be to other orders: cut then."""
+    def _remote_exchange(self) -> Iterator[None]:
+        """Serialise access to other hosts. After an error, pending replies would be misread, so disconnect."""
         if not self._remotes:
             yield
             return
-        if not self._turn.acquire(timeout=TURN_S):
-            raise RankLost(f"other hosts were busy with other blocks for {TURN_S:g} s")
+        if not self._exchange_lock.acquire(timeout=EXCHANGE_TIMEOUT_S):
+            raise RankLost(
+                f"timed out after {EXCHANGE_TIMEOUT_S:g} s waiting for other threads' exchange with other hosts"
+            )
         try:
             yield
         except BaseException:
@@ -239,28 +246,28 @@ class ShardedCache(KVCache):
                 remote.cut()
             raise
         finally:
-            self._turn.release()
+            self._exchange_lock.release()
 
     def _heads_of(self, block: Tensor) -> Tensor:
-        """[layers, all KV heads, block_size, 2, width] over the bytes of a block."""
+        """View a block's bytes as [layers, all KV heads, block_size, 2, width]."""
         _, layers, _, *rest = self.tensor.shape
         return block.view(self.dtype).view(layers, self._num_heads, *rest)
 
 
 def in_groups(blocks: Sequence[Item], wire_bytes: int) -> Iterator[Sequence[Item]]:
-    """Of blocks that cross to other hosts together."""
+    """Split `blocks` into groups that are exchanged with other hosts in one message."""
     size = blocks_at_once(wire_bytes)
     for begin in range(0, len(blocks), size):
         yield blocks[begin : begin + size]
 
 
 def blocks_at_once(wire_bytes: int) -> int:
-    """How many blocks of so many bytes, of all ranks, are in a group."""
+    """Return the number of blocks per group, given the bytes of a block of all ranks."""
     return max(1, GROUP_BYTES // wire_bytes)
 
 
 def segments(block: memoryview, layers: int, total: int, heads: range) -> list[memoryview]:
-    """Where the bytes of some of `total` heads are in a block: in one place, or in one of each layer."""
+    """Return where the bytes of `heads`, of `total`, are in a block: one segment, or one per layer."""
     if len(heads) == total:
         return [block]
     layer_bytes, head_bytes = len(block) // layers, len(block) // layers // total

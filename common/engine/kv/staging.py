@@ -1,9 +1,9 @@
-"""KV blocks as bytes in host memory, for the wire, wherever the cache is.
+"""KV blocks as bytes in host memory, for the wire, independent of the cache's device.
 
-A cache in host memory is read and written in place. Blocks of a GPU pass through buffers that were pinned when the
-worker started: a stream of their own copies them beside the kernels of the next step. The engine lends only blocks that
-no step in flight touches, so the copies need not wait for any. More blocks at once pass through memory that is not
-pinned, because pinning would hold up the launches of steps.
+A cache in host memory is read and written in place. Blocks of a GPU are staged in buffers pinned at startup and copied
+on a separate stream, concurrently with the kernels of the next step. The engine passes only blocks that no step in
+flight uses, so copies do not wait for steps. When more blocks are in flight, they use unpinned memory, because pinning
+would delay step launches.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from common.engine.kv.sharded_cache import ShardedCache
 
 
 class OutgoingBlocks(Protocol):
-    """A sender reads blocks from this, in one thread."""
+    """Source of the blocks that a sender reads, on one thread."""
 
     def view(self, index: int) -> memoryview:
-        """The bytes of a block. They do not change while the view, or a frame made of it, lives."""
+        """Return the bytes of a block. They do not change while the view, or a frame made of it, exists."""
 
 
 class IncomingBlocks(Protocol):
-    """A receiver writes blocks to this, in one thread."""
+    """Target of the blocks that a receiver writes, on one thread."""
 
     def view(self, index: int) -> memoryview:
-        """The memory that the bytes of a block arrive in."""
+        """Return the memory to receive a block into."""
 
     def commit(self, indices: Sequence[int]) -> None:
-        """Copy these blocks, all received whole, into the cache. Invalidates all views."""
+        """Copy these completely received blocks into the cache. Invalidates all views."""
 
 
 class BlocksInPlace:
-    """Blocks of a cache in host memory, both ways: the views are the cache itself."""
+    """Blocks of a cache in host memory, for both directions: the views are the cache itself."""
 
     def __init__(self, kv: KVCache) -> None:
         self._kv = kv
@@ -53,10 +53,10 @@ class BlocksInPlace:
 
 
 class StagedOutgoing:
-    """`view` copies a block into a buffer, which is used again once its view is gone.
+    """`view` copies a block into a buffer, which is reused once its view is dropped.
 
-    There are as many buffers as blocks that were sent at once, which the sockets' high-water marks bound, or as were
-    reserved.
+    The number of buffers is the number reserved or, if greater, the number of blocks in flight, which the sockets'
+    high-water marks bound.
     """
 
     def __init__(self, kv: KVCache, stream: CopyStream) -> None:
@@ -66,7 +66,7 @@ class StagedOutgoing:
         self.block_bytes = kv.block_bytes
 
     def reserve(self, count: int) -> Self:
-        """Pins buffers for `count` blocks, where a device needs them pinned."""
+        """Pin buffers for `count` blocks if the device requires pinned memory."""
         if self.stream.pins:
             for buffer in self.stream.buffers(self.block_bytes, count):
                 self._free.put(buffer)
@@ -79,20 +79,20 @@ class StagedOutgoing:
         return self._lent(buffer)
 
     def copy(self, index: int, place: Tensor) -> int:
-        """Copy a block into `place`, uint8 [block_bytes] of host memory; the checksum of the bytes there."""
+        """Copy a block into `place`, uint8 [block_bytes] of host memory. Returns the checksum of the bytes there."""
         view = place.numpy().data
         parts = self.stream.in_parts(place, block_bytes_of(self._kv, index))
         return checksum_of_parts(view[part] for part in parts)
 
     def copy_all(self, copies: Sequence[tuple[int, Tensor]]) -> list[int]:
-        """`copy`, for the blocks of a message."""
+        """Call `copy` for the blocks of a message."""
         return [self.copy(index, place) for index, place in copies]
 
     def _fill(self, buffer: Tensor, index: int) -> None:
         self.stream.run([(buffer, block_bytes_of(self._kv, index))])
 
     def _lent(self, buffer: Tensor) -> memoryview:
-        """The bytes of a buffer, which is free again once nothing refers to them."""
+        """Return the bytes of a buffer, which is free again once nothing references them."""
         exporter = buffer.numpy()
         weakref.finalize(exporter, self._free.put, buffer).atexit = False
         return exporter.data
@@ -106,9 +106,10 @@ class StagedOutgoing:
 
 
 class StagedIncoming:
-    """Blocks arrive in buffers; `commit` copies them into the cache together.
+    """Blocks are received in buffers; `commit` copies them into the cache together.
 
-    There are as many buffers as blocks in one message, because the receiver commits after each, or as were reserved.
+    The number of buffers is the number reserved or, if greater, the number of blocks per message, because the receiver
+    commits after each message.
     """
 
     def __init__(self, kv: KVCache, stream: CopyStream) -> None:
@@ -118,7 +119,7 @@ class StagedIncoming:
         self.block_bytes = kv.block_bytes
 
     def reserve(self, count: int) -> Self:
-        """Pins buffers for `count` blocks, where a device needs them pinned."""
+        """Pin buffers for `count` blocks if the device requires pinned memory."""
         if self.stream.pins:
             self._free += self.stream.buffers(self.block_bytes, count)
         return self
@@ -134,17 +135,17 @@ class StagedIncoming:
         self._in_use.clear()
 
     def copy(self, place: Tensor, index: int) -> int:
-        """Copy `place`, uint8 [block_bytes] that `stream` registered, into the cache without a buffer.
+        """Copy `place`, uint8 [block_bytes] registered with `stream`, into the cache without a buffer.
 
-        The checksum is of the bytes that are in the place after they were copied: if it is the sender's, no other bytes
-        were copied, even if another process writes there meanwhile.
+        Returns the checksum of the bytes in `place` after the copy. If it equals the sender's, the copy is correct,
+        even if another process may write to `place` concurrently.
         """
         view = place.numpy().data
         parts = self.stream.in_parts(block_bytes_of(self._kv, index), place)
         return checksum_of_parts(view[part] for part in parts)
 
     def copy_all(self, copies: Iterable[tuple[Tensor | None, int]]) -> Iterator[int | None]:
-        """`copy`, one after the other as they are asked for; None where there is no place."""
+        """Call `copy` lazily for each pair; yields None for a pair without a place."""
         for place, index in copies:
             yield None if place is None else self.copy(place, index)
 
@@ -160,7 +161,7 @@ class GatheredOutgoing(StagedOutgoing):
         self._sharded, self.block_bytes = kv, kv.wire_bytes
 
     def views(self, indices: Sequence[int]) -> list[memoryview]:
-        """`view` of each: ranks of other hosts are asked for all blocks before the first has come."""
+        """Return a `view` of each block, requesting all blocks from ranks on other hosts before the first arrives."""
         buffers = [self._take() for _ in indices]
         self.stream.wait_for(lambda: self._sharded.gather_all(list(zip(indices, buffers, strict=True))))
         return [self._lent(buffer) for buffer in buffers]
@@ -169,7 +170,7 @@ class GatheredOutgoing(StagedOutgoing):
         return self.copy_all([(index, place)])[0]
 
     def copy_all(self, copies: Sequence[tuple[int, Tensor]]) -> list[int]:
-        """Gathered together: other hosts are asked for all blocks of the message at once."""
+        """Gather all blocks of a message together: other hosts receive one request."""
         self.stream.wait_for(lambda: self._sharded.gather_all(copies))
         return [checksum(place.numpy().data) for _, place in copies]
 
@@ -178,14 +179,14 @@ class GatheredOutgoing(StagedOutgoing):
 
 
 class ScatteredIncoming(StagedIncoming):
-    """Blocks arrive in buffers; `commit` scatters them over the caches of all ranks."""
+    """Blocks are received in buffers; `commit` scatters them to the caches of all ranks."""
 
     def __init__(self, kv: ShardedCache, stream: CopyStream) -> None:
         super().__init__(kv, stream)
         self._sharded, self.block_bytes = kv, kv.wire_bytes
 
     def copy_all(self, copies: Iterable[tuple[Tensor | None, int]]) -> Iterator[int | None]:
-        """Scattered together: other hosts confirm all blocks of the message at once."""
+        """Scatter all blocks of a message together: other hosts confirm once."""
         known = list(copies)
         found = [(index, place) for place, index in known if place is not None]
         self.stream.wait_for(lambda: self._sharded.scatter_all(found))
@@ -197,19 +198,19 @@ class ScatteredIncoming(StagedIncoming):
 
 
 def outgoing_blocks(kv: KVCache, at_once: int = 1) -> OutgoingBlocks:
-    """For a worker that usually sends up to `at_once` blocks while others wait in its sockets."""
+    """Create the sending side for a worker that usually has up to `at_once` blocks in its sockets."""
     if isinstance(kv, ShardedCache):
         return GatheredOutgoing(kv, CopyStream(kv.device)).reserve(at_once)
     return BlocksInPlace(kv) if kv.in_host_memory else StagedOutgoing(kv, CopyStream(kv.device)).reserve(at_once)
 
 
 def incoming_blocks(kv: KVCache, at_once: int = 1) -> IncomingBlocks:
-    """For messages of up to `at_once` blocks."""
+    """Create the receiving side for messages of up to `at_once` blocks."""
     if isinstance(kv, ShardedCache):
         return ScatteredIncoming(kv, CopyStream(kv.device)).reserve(at_once)
     return BlocksInPlace(kv) if kv.in_host_memory else StagedIncoming(kv, CopyStream(kv.device)).reserve(at_once)
 
 
 def block_bytes_of(kv: KVCache, index: int) -> Tensor:
-    """One block as uint8 [block_bytes] on its device, no copy. BlockError when it is out of range."""
+    """View one block as uint8 [block_bytes] on its device. Raises BlockError if the index is out of range."""
     return kv.block_tensor(index).view(-1).view(torch.uint8)

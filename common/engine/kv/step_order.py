@@ -1,14 +1,14 @@
-"""Work on several devices of one process, between two steps of one of them.
+"""Orders work on several devices of one process between two steps of one of them.
 
     steps     step N ─ mark                            wait ─ step N+1 ─ end of N+1
     others            └──> wait ─ work ─ mark ──────────^
 
-So the work comes behind all that the steps before have done, and the end of the next step is also the end of the work:
-what is read or given to others after that step finds it done. The host waits for nothing.
+The work runs after all previous steps and before the next one. The end of the next step therefore implies the end of
+the work: data read or released after that step is complete. The host does not wait.
 
-Steps of ranks in other processes come in the same order. A rank writes KV of a step behind its first sum (of embedded
-tokens, or the broadcast of sampled ones), to which rank 0 comes behind the work. Rank 0 ends a step with a sum to which
-the others come behind all that they wrote.
+Steps of ranks in other processes keep the same order. A rank writes the KV of a step only after its first collective
+(the sum of embedded tokens, or the broadcast of sampled ones), which rank 0 joins after the work. Rank 0 ends a step
+with a sum that the others join after all their writes.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Work = tuple[torch.device, Callable[[], None]]
 
 
 class StepOrder:
-    """`device` is that of the steps. Used by the thread that launches them."""
+    """`device` runs the steps. Use only from the thread that launches them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def run(self, work: Sequence[Work]) -> None:
-        """Call each piece, which launches on its device. On a CPU, where it has ended then, they follow each other."""
+        """Call each piece of work, which launches on its device. On a CPU, the pieces run sequentially."""
         if self._device.type != "cuda":
             for _, launch in work:
                 launch()
@@ -48,7 +48,7 @@ class StepOrder:
             steps.wait_event(end)
 
     def _stream(self, device: torch.device) -> Any:
-        """The one that this thread launches on."""
+        """Return the stream on which this thread launches."""
         return torch.cuda.current_stream(device)
 
     def _on(self, stream: Any) -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""Decoders in torch, one file per forward pass, and how a model is loaded."""
+"""Decoders in torch, one file per forward pass, and model loading."""
 
 from __future__ import annotations
 

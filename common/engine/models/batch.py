@@ -1,4 +1,4 @@
-"""One step's work as tensors: everything that all layers share, computed once."""
+"""One step's inputs as tensors, computed once and shared by all layers."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ if TYPE_CHECKING:
     from common.wire import SamplingParams
 
 NO_PLACE, ROW_BEFORE = -1, -2
-"""Where a hidden state is that is nowhere, or that the row before makes in the same step."""
+"""Special indices of a hidden state: none, or the state that the preceding row produces in the same step."""
 
 
 class SequenceChunk(NamedTuple):
-    """Asks to run `token_ids`, which follow the `start` tokens whose KV the cache holds.
+    """Request to run `token_ids`, which follow the `start` tokens whose KV is cached.
 
-    `block_table` names the sequence's blocks in order, and may be longer than needed. Its entries that are out of the
-    window of every layer may be holes (`common/blocks/window.py`). With `sample`, the runner
-    returns the logits that follow the chunk's last token, with `all_logits` those that follow each of its tokens.
-    `adapter` is the slot of the adapter that its tokens use. A step that samples on the device uses `params`; without
-    `params` it samples greedily.
+    `block_table` lists the sequence's blocks in order and may be longer than needed. Entries outside the windows of all
+    layers may be holes (`common/blocks/window.py`). With `sample`, the runner returns the logits after the chunk's last
+    token; with `all_logits`, those after each token. `adapter` is the adapter slot of the tokens. A step that samples
+    on the device uses `params`; without `params` it samples greedily.
 
-    For a model with a draft head, `before` is the place of the hidden state of the token before the chunk, or
-    ROW_BEFORE, and `kept` where that of its last token goes.
+    For a model with a draft head, `before` is the slot of the hidden state of the token before the chunk, or
+    ROW_BEFORE. `kept` is the slot that receives the hidden state of the chunk's last token.
     """
 
     token_ids: Sequence[int]
@@ -48,9 +47,9 @@ class SequenceChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HiddenRows:
-    """Of each row of a step, int64 [T]: the place of the hidden state before it, or ROW_BEFORE, and where its own goes.
+    """Hidden-state slots per row of a step, int64 [T]: the slot (or ROW_BEFORE) to read, and the slot to write.
 
-    NO_PLACE: zeros stand for the one, and the other is not kept.
+    NO_PLACE means zeros as input, and no output.
     """
 
     before: Tensor
@@ -62,11 +61,11 @@ class ForwardBatch:
     """All chunks of a step, flattened: T tokens, n sampled rows.
 
     token_ids, positions   int64 [T]
-    slots                  int64 [T], block * block_size + slot within the block: where each token's KV goes
-    sampled                int64 [n], rows of [T] whose logits are wanted, or None when those are all T rows
-    plan                   of attention, shared by all layers
-    adapters               int64 [T], places of the adapters that rows use; None where none uses one
-    hidden                 places of hidden states; None for a model without a draft head
+    slots                  int64 [T], block * block_size + slot within the block, where each token's KV is written
+    sampled                int64 [n], rows of [T] whose logits are needed; None for all T rows
+    plan                   attention plan, shared by all layers
+    adapters               int64 [T], adapter slots of the rows; None if no row uses one
+    hidden                 hidden-state slots; None for a model without a draft head
     """
 
     num_tokens: int
@@ -80,9 +79,9 @@ class ForwardBatch:
 
     @classmethod
     def build(cls, chunks: Sequence[SequenceChunk], config: ModelConfig, kv: KVCache) -> ForwardBatch:
-        """Flattens `chunks`. Raises BlockError, InvalidRequest or ContextLengthExceeded; touches no KV.
+        """Flatten `chunks`. Raises BlockError, InvalidRequest or ContextLengthExceeded; does not access KV.
 
-        The host waits for no step that the device runs.
+        The host does not wait for steps in flight on the device.
         """
         if not chunks:
             raise BlockError("a step has no chunks")
@@ -121,18 +120,18 @@ class ForwardBatch:
 
 
 def _hidden(chunks: Sequence[SequenceChunk], spans: Sequence[QuerySpan], num_tokens: int) -> dict[str, np.ndarray]:
-    """As `HiddenRows`."""
+    """Build the arrays of `HiddenRows`."""
     before = np.full(num_tokens, ROW_BEFORE, dtype=np.int64)
     kept = np.full(num_tokens, NO_PLACE, dtype=np.int64)
     for chunk, span in zip(chunks, spans, strict=True):
         before[span.row] = chunk.before
         kept[span.row + span.num_rows - 1] = chunk.kept
-    before[0] = max(before[0], NO_PLACE)  # no row is before it
+    before[0] = max(before[0], NO_PLACE)  # there is no preceding row
     return {"before": before, "kept": kept}
 
 
 def _adapters(chunks: Sequence[SequenceChunk]) -> np.ndarray | None:
-    """The adapter of each row, int64 [T]; None where none has one."""
+    """Return the adapter slot of each row, int64 [T]; None if no row uses one."""
     places = [chunk.adapter for chunk in chunks]
     if all(place == NO_ADAPTER for place in places):
         return None
@@ -140,24 +139,24 @@ def _adapters(chunks: Sequence[SequenceChunk]) -> np.ndarray | None:
 
 
 def check_chunk(chunk: SequenceChunk, config: ModelConfig, kv: KVCache) -> None:
-    """Raises BlockError or ContextLengthExceeded for a chunk whose KV has no room."""
+    """Raise BlockError or ContextLengthExceeded if there is no space for the chunk's KV."""
     length = chunk.start + len(chunk.token_ids)
     needed = -(-length // kv.block_size)
     if not chunk.token_ids or chunk.start < 0:
-        raise BlockError(f"a chunk of {len(chunk.token_ids)} tokens at {chunk.start} has nothing to run")
+        raise BlockError(f"invalid chunk: {len(chunk.token_ids)} tokens at position {chunk.start}")
     if length > config.max_model_len:
         raise ContextLengthExceeded(length, config.max_model_len, 0)
     if len(chunk.block_table) < needed:
         raise BlockError(
-            f"{length} tokens need {needed} blocks of {kv.block_size}, the table has {len(chunk.block_table)}"
+            f"{length} tokens require {needed} blocks of {kv.block_size}, but the table has {len(chunk.block_table)}"
         )
     used = chunk.block_table[Window(config.window, kv.block_size).first_block(chunk.start) : needed]
     if min(used) < 0 or max(used) >= kv.num_blocks:
-        raise BlockError(f"block table names {min(used)} to {max(used)}, the cache has {kv.num_blocks} blocks")
+        raise BlockError(f"invalid block table: blocks {min(used)} to {max(used)} of a cache of {kv.num_blocks}")
 
 
 def _place(spans: Sequence[QuerySpan], block_size: int, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Positions and slots of every token, int64 [T] each."""
+    """Return the positions and slots of all tokens, int64 [T] each."""
     positions = np.empty(num_tokens, dtype=np.int64)
     slots = np.empty(num_tokens, dtype=np.int64)
     for first, count, start, table in spans:

@@ -1,4 +1,4 @@
-"""The parts that all decoder families share: embedding, paged attention, gated MLP, final norm, and head if any."""
+"""Base class of decoders: embedding, paged attention, gated MLP, final norm, and the head if there is one."""
 
 from __future__ import annotations
 
@@ -36,33 +36,33 @@ from kernels import (
 
 
 class LayerStates:
-    """Of one step: the inputs of the layers `wanted`, [T, hidden_size] each, before any norm of theirs.
+    """Collects the inputs of the layers `wanted` during a step, [T, hidden_size] each, before their norms.
 
-    A draft head may read them. The number of layers stands for the input of the final norm, of which there may be the
-    sampled rows alone.
+    Draft heads may read them. The index `num_layers` denotes the input of the final norm, which may contain only the
+    sampled rows.
     """
 
     def __init__(self, wanted: Sequence[int]) -> None:
         self._wanted = wanted
         self._found: dict[int, Tensor] = {}
 
-    def pass_by(self, layer: int, hidden: Tensor) -> None:
-        """`hidden` is the layer's input."""
+    def record(self, layer: int, hidden: Tensor) -> None:
+        """Record `hidden`, the input of a layer, if it is wanted."""
         if layer in self._wanted:
             self._found[layer] = hidden
 
     def in_order(self) -> tuple[Tensor, ...]:
-        """As they were wanted."""
+        """Return the inputs in the order of `wanted`."""
         return tuple(self._found[layer] for layer in self._wanted)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward pass: see `ForwardBatch`; the cache, and the scales of each layer in it; cos / sin [T, head_dim / 2]
-    of each rotary embedding.
+    """Shared state of one forward pass.
 
-    `growth` [T, 1, 1] multiplies queries, by rotary embedding, where one grows them. `changes` are those of adapters,
-    None where no row has one.
+    See `ForwardBatch` for `slots`, `sampled` and `plan`. `kv` is the cache, `scales` its scales per layer. `ropes` has
+    cos and sin, [T, head_dim / 2], of each rotary embedding. `growth`, [T, 1, 1], multiplies the queries of rotary
+    embeddings that scale them. `changes` are those of adapters, None if no row uses one.
     """
 
     slots: Tensor
@@ -77,42 +77,42 @@ class Step:
 
 
 class Decoder(ABC):
-    """A decoder-only model: configuration and weights, no state. Hidden states are flat, [T, hidden_size]."""
+    """Decoder-only model: configuration and weights, without state. Hidden states are flat, [T, hidden_size]."""
 
     def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
         self.config, self.weights = config, weights
         self.dtype, self.device = weights.embedding.dtype, weights.embedding.device
         self._embedding_scale = config.embedding_scale
-        if config.family.embeds_by_width:  # rounded as transformers does
+        if config.family.embeds_by_width:  # round like transformers
             self._embedding_scale = float(torch.tensor(config.embedding_scale).to(self.dtype))
         self._ropes = {
             rope: RopeTable(rope, config.rope_dim, config.max_model_len, self.device, weights.rope_factors)
             for rope in set(config.layer_ropes)
         }
         self._program: Program | Literal[False] | None = None
-        self._adapted: Program | Literal[False] | None = None  # the same with what adapters add
-        self._recorded_scales: Sequence[KVScales] = ()  # of the cache that they are for
+        self._adapted: Program | Literal[False] | None = None  # the program with adapters
+        self._recorded_scales: Sequence[KVScales] = ()  # of the cache for which the programs were recorded
         self._sites: tuple[LayerSites, ...] = ()
         self._ranks: TensorParallel | None = None
         self._states_of: tuple[int, ...] = ()
         if any(table.growth is not None for table in self._ropes.values()):
-            self.run_by_operation()  # a program has no product of queries and what grows with their positions
+            self.run_by_operation()  # programs cannot scale queries by position
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
-        """Writes the KV of the batch's tokens into their slots; returns logits float32 [num sampled, vocab_size].
+        """Write the KV of the batch's tokens and return logits, float32 [num sampled, vocab_size].
 
         A model without a head returns its normed hidden states instead, float32 [num sampled, hidden_size].
         """
         return self._finished(self.rows(batch, kv))
 
     def rows(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
-        """As `forward`, but hidden states in the model's type, and logits before they are capped."""
+        """Like `forward`, but with hidden states in the model's dtype and logits before soft-capping."""
         return self.rows_and_states(batch, kv)[0]
 
     def rows_and_states(self, batch: ForwardBatch, kv: KVCache) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """As `rows`, and the hidden states that `keep_states` asked for, in its order."""
+        """Like `rows`, and also return the hidden states requested by `keep_states`, in its order."""
         if batch.adapters is not None and not self._sites:
-            raise ModelError("a step names adapters, and this model has none")
+            raise ModelError("the step uses adapters, but no adapters are enabled for this model")
         program = self._program_for(batch, kv)
         if program and isinstance(batch.plan, NativePlan):
             index = (batch.token_ids, batch.positions, batch.slots, batch.sampled)
@@ -124,7 +124,7 @@ class Decoder(ABC):
         return self._headed(self.layers(hidden, step)), step.states.in_order()
 
     def step(self, batch: ForwardBatch, kv: KVCache) -> Step:
-        """What all layers share in a step that runs operation by operation."""
+        """Build the state shared by all layers, for a step that runs operation by operation."""
         ropes = {rope: table.at(batch.positions) for rope, table in self._ropes.items()}
         growth = {
             rope: table.growth[batch.positions].to(self.dtype)[:, None, None]
@@ -136,29 +136,29 @@ class Decoder(ABC):
 
     @property
     def quantization(self) -> str:
-        """One of `Quantization`."""
+        """Value of `Quantization`."""
         return self.weights.quantization.value
 
     @property
     def program(self) -> Program | None:
-        """The program of a step, recorded in the first one; None where steps run operation by operation."""
+        """The step program recorded in the first step; None if steps run operation by operation."""
         return self._program or None
 
     def keep_states(self, layers: Sequence[int]) -> None:
-        """Makes steps keep the inputs of `layers`, see `LayerStates`. Call it before the first step."""
+        """Make steps keep the inputs of `layers`; see `LayerStates`. Call it before the first step."""
         self._states_of = tuple(layers)
 
     def run_by_operation(self) -> None:
-        """Makes later steps run operation by operation, as on devices without programs."""
+        """Make later steps run operation by operation, as on devices without programs."""
         self._program = self._adapted = False
 
     def join_ranks(self, ranks: TensorParallel) -> None:
-        """Makes this one rank's part of a model, whose other parts compute the same steps at the same time."""
+        """Make this decoder one rank's part of a model. All ranks compute the same steps concurrently."""
         self._ranks = ranks
-        self.run_by_operation()  # a program is one call, without room for sums over ranks
+        self.run_by_operation()  # a program is a single call and cannot include sums over ranks
 
     def add_sites(self, max_loras: int, max_rank: int) -> tuple[LayerSites, ...]:
-        """Makes places for `max_loras` adapters: what is put into these sites is added for rows that name a place."""
+        """Create slots for `max_loras` adapters. Their contents are added for rows that name the slot."""
         self._sites = tuple(
             layer_sites(self.config, layer, max_loras, max_rank, self.dtype, self.device)
             for layer in self.weights.layers
@@ -166,7 +166,7 @@ class Decoder(ABC):
         return self._sites
 
     def _program_for(self, batch: ForwardBatch, kv: KVCache) -> Program | Literal[False] | None:
-        """The program of such a step. Steps without adapters keep theirs, whatever adapters there are."""
+        """Return the program for this step. Steps without adapters use a separate program."""
         if not isinstance(batch.plan, NativePlan):
             return None
         if self._recorded_scales is not kv.scales:
@@ -181,7 +181,7 @@ class Decoder(ABC):
         return self._adapted
 
     def _forget_programs(self, scales: Sequence[KVScales]) -> None:
-        """Programs hold the scales of the cache that they were recorded for, and serve others that have the same."""
+        """Drop recorded programs if the cache's scales changed, because they contain the scales."""
         if scales != self._recorded_scales:
             if self._program:
                 self._program = None
@@ -196,7 +196,7 @@ class Decoder(ABC):
         return StepChanges(self._sites, rows, rows if batch.sampled is None else rows.select(batch.sampled))
 
     def _record(self, recorder: ProgramRecorder, kv: KVCache, changes: StepChanges | None = None) -> Tensor:
-        """Runs the layers on a recorder's slots; returns the slot of the logits, or of the hidden states."""
+        """Run the layers on a recorder's slots. Returns the slot of the logits or hidden states."""
         ropes = {rope: recorder.rope(table.cos, table.sin) for rope, table in self._ropes.items()}
         states = LayerStates(self._states_of)
         step = Step(recorder.open, recorder.open, AttentionPlan(), kv.tensor, kv.scales, ropes, states, changes)
@@ -207,10 +207,10 @@ class Decoder(ABC):
 
     @abstractmethod
     def layers(self, hidden: Tensor, step: Step) -> Tensor:
-        """All layers: embedded tokens [T, hidden_size] to the normed hidden states of the sampled rows."""
+        """Run all layers: embedded tokens [T, hidden_size] to the normed hidden states of the sampled rows."""
 
     def attention(self, index: int, weights: LayerWeights, normed: Tensor, step: Step) -> Tensor:
-        """Projections, rotary embedding, KV write and attention of one layer: [T or sampled, hidden_size]."""
+        """Run projections, rotary embedding, KV write and attention of one layer: [T or sampled, hidden_size]."""
         config, scales = self.config, step.scales[index]
         q = self.write_kv(index, weights, normed, step)
         growth = step.growth.get(config.layer_ropes[index])
@@ -231,7 +231,7 @@ class Decoder(ABC):
         return self._summed(weights.output(rows, change=self._change(step, index, "output")))
 
     def write_kv(self, index: int, weights: LayerWeights, normed: Tensor, step: Step) -> Tensor:
-        """The first half of one layer's attention: keys and values go into the cache; returns the queries."""
+        """Run the first half of one layer's attention: write keys and values to the cache and return the queries."""
         config, scales = self.config, step.scales[index]
         qkv = weights.qkv(normed, change=self._change(step, index, "qkv"))
         is_normed = config.wide_qk_norm and self._ranks is not None
@@ -251,28 +251,28 @@ class Decoder(ABC):
         )
 
     def _normed_over_ranks(self, qkv: Tensor, weights: LayerWeights) -> Tensor:
-        """qkv with the query heads of all ranks normalised as one, and their key heads."""
+        """Normalise the query heads of all ranks together, likewise the key heads. Returns qkv."""
         assert self._ranks is not None and weights.q_norm is not None and weights.k_norm is not None
         eps, kv_width = self.config.rms_norm_eps, len(weights.k_norm)
         q, k, v = torch.split(qkv, [len(weights.q_norm), kv_width, kv_width], dim=1)
         return torch.cat((self._ranks.normed(q, weights.q_norm, eps), self._ranks.normed(k, weights.k_norm, eps), v), 1)
 
     def mlp(self, index: int, weights: LayerWeights, normed: Tensor, step: Step) -> Tensor:
-        """Gated MLP of normed rows, or experts."""
+        """Run the gated MLP, or the experts, on normed rows."""
         if step.changes is None or not isinstance(weights.mlp, MLP):
             return self._summed(weights.mlp(normed, self.config.activation))
         changes = (self._change(step, index, site) for site in ("gate_up", "down"))
         return self._summed(weights.mlp(normed, self.config.activation, *changes))
 
     def _change(self, step: Step, index: int, name: Literal["qkv", "output", "gate_up", "down"]) -> LoraChange | None:
-        """What adapters change at one matrix in this step."""
+        """Return the adapter change at one matrix in this step."""
         if step.changes is None:
             return None
         site: LoraSite | None = getattr(self._sites[index], name)
         return step.changes.at(site, index, after_attention=name != "qkv")
 
     def wanted(self, index: int, rows: Tensor, step: Step) -> Tensor:
-        """The rows that are computed further: after the last layer's attention only the sampled ones."""
+        """Return the rows that are computed further: only the sampled ones after the last layer's attention."""
         if index + 1 < self.config.num_layers or step.sampled is None:
             return rows
         return rows.index_select(0, step.sampled)
@@ -289,11 +289,11 @@ class Decoder(ABC):
         return embedding(token_ids) if self._ranks is None else self._ranks.embedded(embedding, token_ids)
 
     def _summed(self, rows: Tensor) -> Tensor:
-        """The sum of all ranks' parts of `rows`."""
+        """Sum the parts of all ranks."""
         return rows if self._ranks is None else self._ranks.summed(rows)
 
     def capped(self, logits: Tensor) -> Tensor:
-        """Logits as the model says them, if something else than `forward` made them of its hidden states."""
+        """Apply the model's logit soft-capping, for logits that were not computed by `forward`."""
         cap = self.config.final_softcap
         return torch.tanh(logits / cap) * cap if cap else logits
 

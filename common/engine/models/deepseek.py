@@ -1,8 +1,8 @@
-"""DeepSeek V2 and V3, Mistral Small 4: attention over latents, which alone are cached.
+"""DeepSeek V2 and V3, Mistral Small 4: multi-head latent attention. Only latents are cached.
 
-Keys and values are products of a token's latent c: k = W_uk c, v = W_uv c. So q.k = (W_uk^T q).c, and a sum of values
-is W_uv times the same sum of latents: queries are taken to the latents' space and sums of latents out of it, and keys
-and values of heads are never made (DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
+Keys and values are linear in a token's latent c: k = W_uk c, v = W_uv c. So q.k = (W_uk^T q).c, and a weighted sum of
+values is W_uv times the same sum of latents. Queries are mapped to latent space and sums of latents out of it, so that
+keys and values of heads are never materialised (DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from kernels import paged_attention, rms_norm, write_latents
 
 
 class DeepSeek(Llama):
-    """Llama's layers with other attention. Chunks and single rows take the same way, so they have the same bits."""
+    """Llama layers with latent attention. Chunks and single rows use the same operations, for bitwise equal results."""
 
     def attention(self, index: int, weights: LayerWeights, normed: Tensor, step: Step) -> Tensor:
         config, latent = self.config, _latent(index, weights)
         queries = self.write_kv(index, weights, normed, step)
-        growth = step.growth.get(config.layer_ropes[index])  # of Mistral Small 4
+        growth = step.growth.get(config.layer_ropes[index])  # Mistral Small 4
         queries = queries if growth is None else queries * growth
-        scale = step.scales[index].key  # latents are keys and values
+        scale = step.scales[index].key  # latents serve as keys and values
         summed = paged_attention(
             queries,
             step.kv,
@@ -61,5 +61,5 @@ class DeepSeek(Llama):
 
 def _latent(index: int, weights: LayerWeights) -> LatentWeights:
     if weights.latent is None:
-        raise ModelError(f"layer {index} lacks the matrices of latent attention: load it again")
+        raise ModelError(f"layer {index} has no weights for latent attention: load it again")
     return weights.latent

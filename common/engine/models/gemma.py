@@ -14,12 +14,12 @@ class Gemma(Decoder):
     def layers(self, hidden: Tensor, step: Step) -> Tensor:
         eps, layers = self.config.rms_norm_eps, self.weights.layers
         following = [*(layer.norms["before_attention"] for layer in layers[1:]), self.weights.norm]
-        step.states.pass_by(0, hidden)
+        step.states.record(0, hidden)
         normed = rms_norm(hidden, layers[0].norms["before_attention"], eps)
         for index, (layer, next_norm) in enumerate(zip(layers, following, strict=True)):
             mixed = rms_norm(self.attention(index, layer, normed, step), layer.norms["after_attention"], eps)
             hidden, normed = add_rms_norm(self.wanted(index, hidden, step), mixed, layer.norms["before_mlp"], eps)
             change = rms_norm(self.mlp(index, layer, normed, step), layer.norms["after_mlp"], eps)
             hidden, normed = add_rms_norm(hidden, change, next_norm, eps)
-            step.states.pass_by(index + 1, hidden)
+            step.states.record(index + 1, hidden)
         return normed

@@ -1,4 +1,4 @@
-"""Loads a model from its files."""
+"""Model loading."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 DECODERS: Mapping[DecoderName, type[Decoder]] = {"llama": Llama, "deepseek": DeepSeek, "gemma": Gemma, "olmo": Olmo}
-"""Forward passes by the `decoder` of a family."""
+"""Decoder classes by the `decoder` of a family."""
 
 
 def load_model(
@@ -45,13 +45,13 @@ def load_model(
     with_head: bool = True,
     batch_invariant: bool = False,
 ) -> Decoder:
-    """Loads a model in `dtype`, "float32" or "bfloat16", on `device`; converts files of another dtype.
+    """Load a model in `dtype`, "float32" or "bfloat16", on `device`. Files of another dtype are converted.
 
-    Without `with_head` it gives hidden states in place of logits. `batch_invariant`: a row's bits do not depend on what
-    else is in its step.
+    Without `with_head`, the model returns hidden states instead of logits. With `batch_invariant`, a row's bits do not
+    depend on the other rows of its step. `quantization` is a value of `Quantization`.
 
-    `quantization` is one of `Quantization`. ModelError, with the remedy, when a file is missing, damaged or truncated,
-    a tensor is missing or has a wrong shape, or architecture or dtype are not supported.
+    Raises ModelError, with the remedy, if a file is missing, damaged or truncated, a tensor is missing or has a wrong
+    shape, or the architecture or dtype is not supported.
     """
     kind, place = torch_dtype(dtype), torch_device(device)
     if batch_invariant:
@@ -61,7 +61,7 @@ def load_model(
     if config.extra_layers:
         first = config.num_layers
         log.info(
-            "%s: layers %d to %d of the file, if it has them, predict further tokens (MTP) and are not read",
+            "%s: layers %d to %d of the file, if present, predict further tokens (MTP) and are not loaded",
             *(files.model_id, first, first + config.extra_layers - 1),
         )
     assembler = Assembler(config, source, kind, place, wanted, batch_invariant=batch_invariant)
@@ -73,11 +73,11 @@ def load_model(
 
 @contextmanager
 def reading(files: ModelFiles, assembler: Assembler, source: StoredWeights, config: ModelConfig) -> Iterator[None]:
-    """Shows how far `assembler` is with the weights that a model of that configuration has in its files."""
+    """Log the progress of `assembler` in reading the weights of a model with this configuration."""
     total = sum(tensor.num_bytes for tensor in source.stored() if tensor.is_of(config.num_layers))
     place = files.weights[0] if len(files.weights) == 1 else f"{len(files.weights)} files in {files.weights[0].parent}"
-    prepare(assembler.device.type)  # to compile them may take longer than to read the weights
-    log.info("reads the weights of %s, %s, from %s", files.model_id, in_bytes(total), place)
+    prepare(assembler.device.type)  # compiling kernels may take longer than reading the weights
+    log.info("model %s: loading %s of weights from %s", files.model_id, in_bytes(total), place)
     seen: set[str] = set()
 
     def count(name: str) -> None:
@@ -88,55 +88,56 @@ def reading(files: ModelFiles, assembler: Assembler, source: StoredWeights, conf
     with ByteProgress("weights", "read", total, log) as progress:
         assembler.on_read = count
         yield
-    log.info("has read the weights of %s in %.1f s", files.model_id, progress.seconds)
+    log.info("model %s: loaded weights in %.1f s", files.model_id, progress.seconds)
 
 
 def log_treated(files: ModelFiles, assembler: Assembler) -> None:
-    """Says what has become of quantised weights."""
+    """Log how quantised weights were converted."""
     if assembler.source.has_quantised:
-        treated = ", ".join(f"{count} are {how}" for how, count in sorted(assembler.treated.items()))
-        log.info("%s holds quantised weights; of its matrices %s", files.model_id, treated)
+        treated = ", ".join(f"{count} {how}" for how, count in sorted(assembler.treated.items()))
+        log.info("model %s: quantised weights, matrices: %s", files.model_id, treated)
 
 
 def effective_quantization(quantization: str, source: WeightSource, place: torch.device) -> Quantization:
-    """What it means there. ModelError where it cannot be had."""
+    """Resolve a quantization for this file and device. Raises ModelError if it is not supported."""
     wanted = Quantization(quantization).effective(quantised_file=source.has_quantised)
     if place.type != "cpu" and wanted in (Quantization.INT8, Quantization.INT4):
-        raise ModelError(f"quantization {quantization!r} runs on the CPU only: use auto or none on {place}")
+        raise ModelError(f"quantization {quantization!r} is supported only on CPUs: use auto or none on {place}")
     return wanted
 
 
 def check_batch_invariant(place: torch.device) -> None:
-    """ModelError where only plain torch computes: its products and its attention depend on the batch."""
+    """Raise ModelError if only plain torch is available, whose products and attention depend on the batch."""
     if not has_own_kernels(place.type):
         wanted = "a C++ compiler or a wheel with kernels" if place.type == "cpu" else "Triton and a C compiler"
-        raise ModelError(f"--batch-invariant needs kernels of our own on {place}: install {wanted}, or leave it out")
+        raise ModelError(f"--batch-invariant requires Diptych's kernels on {place}: install {wanted}, or omit it")
 
 
 def load_score(files: ModelFiles, answers: tuple[int, int] | None = None, device: str = "cpu") -> Tensor:
-    """The head of a model that scores, float32 [1, hidden_size]: its own, or the difference of those of two `answers`.
+    """Load the head of a scoring model, float32 [1, hidden_size].
 
-    ModelError when it is missing or of another shape.
+    It is the model's own, or the difference of the head rows of two `answers`. Raises ModelError if it is missing or
+    has another shape.
     """
     config, source = open_model(files)
     if answers is None:
         weight = source.read("score.weight")
     elif config.final_softcap:
-        raise ModelError(f"{source.label}: capped logits are not supported for scores: use a model without a softcap")
+        raise ModelError(f"{source.label}: scores of models with logit soft-capping are not supported")
     else:
         rows = source.read("model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight").float()
         weight = rows[answers[0]][None] - rows[answers[1]][None]
     if tuple(weight.shape) != (1, config.hidden_size):
         raise ModelError(
-            f"{source.label}: tensor score.weight is {list(weight.shape)}, a score is made by [1, {config.hidden_size}]"
+            f"{source.label}: tensor score.weight is {list(weight.shape)}, must be [1, {config.hidden_size}]"
         )
     return weight.to(device=torch_device(device), dtype=torch.float32)
 
 
 def open_model(files: ModelFiles) -> tuple[ModelConfig, StoredWeights]:
-    """Configuration and still unread weights of a model's files. ModelError as `load_model`."""
+    """Open a model's files: configuration and weights, not read yet. Raises ModelError like `load_model`."""
     if not files.weights:
-        raise ModelError(f"model {files.model_id} has no weights file: fetch the model again")
+        raise ModelError(f"model {files.model_id} has no weights file: download the model again")
     if files.format == "gguf":
         file = GGUFFile(*files.weights)
         facts = TensorFacts.of(file.names, file.shape("token_embd.weight")[0], rope_factors(file.path, file.head))
@@ -153,7 +154,7 @@ def open_model(files: ModelFiles) -> tuple[ModelConfig, StoredWeights]:
 
 
 def kv_form(files: ModelFiles, setting: str, dtype: str) -> KVForm:
-    """What `--kv-cache-dtype` means for a model of `dtype`. ModelError as `load_model`, and as `KVForm.of`."""
+    """Resolve `--kv-cache-dtype` for a model of `dtype`. Raises ModelError like `load_model` and `KVForm.of`."""
     config, source = open_model(files)
     described = None
     if files.format == "hf":
@@ -162,7 +163,7 @@ def kv_form(files: ModelFiles, setting: str, dtype: str) -> KVForm:
 
 
 def torch_device(name: str) -> torch.device:
-    """The device of that name. ModelError when this torch cannot use it."""
+    """Return the torch device. Raises ModelError if this torch cannot use it."""
     try:
         device = torch.device(name)
         torch.empty(1, device=device)

@@ -1,4 +1,4 @@
-"""What adapters change in a decoder: the sites of each layer, made of the shapes of its weights."""
+"""LoRA sites of a decoder's layers, with the shapes of their weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kernels import Linear, LoraChange, LoraRows, LoraSite
 
 @dataclass(frozen=True, slots=True)
 class LayerSites:
-    """The matrices of a layer that adapters may change. A layer of experts has no MLP of its own."""
+    """Matrices of a layer that adapters may change. A layer of experts has no MLP sites."""
 
     qkv: LoraSite
     output: LoraSite
@@ -24,9 +24,9 @@ class LayerSites:
 
 @dataclass(frozen=True, slots=True)
 class StepChanges:
-    """The sites of all layers, and the adapters of a step's rows, None while a program is recorded.
+    """Sites of all layers, and the adapters of a step's rows (None while a program is recorded).
 
-    `sampled`: those of the rows that are computed after the last layer's attention.
+    `sampled`: adapters of the rows computed after the last layer's attention.
     """
 
     layers: tuple[LayerSites, ...]
@@ -34,7 +34,7 @@ class StepChanges:
     sampled: LoraRows | None
 
     def at(self, site: LoraSite | None, layer: int, *, after_attention: bool) -> LoraChange | None:
-        """The change of one product."""
+        """Return the change at one product."""
         if site is None:
             return None
         is_sampled = after_attention and layer + 1 == len(self.layers)
@@ -49,7 +49,7 @@ def layer_sites(
     dtype: torch.dtype,
     device: torch.device,
 ) -> LayerSites:
-    """Empty sites of one layer."""
+    """Create the empty sites of one layer."""
     kv = config.num_kv_heads * config.head_dim
 
     def site(linear: Linear, parts: tuple[int, ...]) -> LoraSite:

@@ -1,4 +1,4 @@
-"""What follows attention in a layer: rows of hidden states in, rows of their change out."""
+"""Feed-forward part of a layer: rows of hidden states in, rows of changes out."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from kernels import Experts, GatedLinear, Linear, LoraChange, Routing, add_gated
 
 
 class FeedForward(Protocol):
-    """One MLP, or several of which each row uses some."""
+    """An MLP, or a mixture of experts."""
 
     def __call__(self, rows: Tensor, activation: str) -> Tensor:
-        """[T, hidden] to [T, hidden]; `activation` as `kernels.gated` names it."""
+        """Map [T, hidden] to [T, hidden]. See `kernels.gated` for the values of `activation`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class MLP:
-    """A gated MLP: gate_up makes 2 * intermediate of hidden, gate first."""
+    """Gated MLP: gate_up maps hidden to 2 * intermediate, gate first."""
 
     gate_up: GatedLinear
     down: Linear
@@ -28,13 +28,13 @@ class MLP:
     def __call__(
         self, rows: Tensor, activation: str, gate_up: LoraChange | None = None, down: LoraChange | None = None
     ) -> Tensor:
-        """With what adapters change at either matrix."""
+        """Apply the MLP with the adapters' changes at either matrix."""
         return self.down(self.gate_up.activated(rows, activation, gate_up), change=down)
 
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """An MLP that every row uses, times the sigmoid of its gate, [hidden] to [1], where it has one."""
+    """MLP that every row uses, scaled by the sigmoid of its gate, [hidden] to [1], if there is one."""
 
     mlp: MLP
     gate: Linear | None
@@ -42,7 +42,7 @@ class SharedExpert:
 
 @dataclass(frozen=True, slots=True)
 class MixtureOfExperts:
-    """Each row goes to the experts that `routing` chooses by the router's logits, and to the shared one if any."""
+    """Each row uses the experts that `routing` selects from the router's logits, and the shared expert if any."""
 
     router: Linear
     experts: Experts

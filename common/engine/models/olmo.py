@@ -1,4 +1,4 @@
-"""OLMo 2, OLMo 3 and EXAONE 4: norms of what attention and MLP make, and none of what they read."""
+"""OLMo 2, OLMo 3 and EXAONE 4: norms on the outputs of attention and MLP, none on their inputs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Olmo(Decoder):
     def layers(self, hidden: Tensor, step: Step) -> Tensor:
         eps, final = self.config.rms_norm_eps, self.weights.norm
         normed = hidden
-        step.states.pass_by(0, hidden)
+        step.states.record(0, hidden)
         for index, layer in enumerate(self.weights.layers):
             mixed = rms_norm(self.attention(index, layer, hidden, step), layer.norms["after_attention"], eps)
-            # A sum comes with a norm, which only the last layer needs: backends have no sum alone.
+            # Backends have no plain sum, so a norm is computed too. Only the last layer uses it.
             hidden, _ = add_rms_norm(self.wanted(index, hidden, step), mixed, final, eps)
             change = rms_norm(self.mlp(index, layer, hidden, step), layer.norms["after_mlp"], eps)
             hidden, normed = add_rms_norm(hidden, change, final, eps)
-            step.states.pass_by(index + 1, hidden)
+            step.states.record(index + 1, hidden)
         return normed

@@ -1,4 +1,4 @@
-"""Rotary position embedding: tables of cosines and sines for every position a model takes."""
+"""Rotary position embedding: tables of cosines and sines for all positions of a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.model_files.architecture import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, factors: Tensor | None = None) -> Tensor:
-    """Angles per position, float32 [rotated elements / 2]. `factors` of the file (GGUF's rope_freqs) divide them."""
+    """Return the angles per position, float32 [rotated elements / 2], divided by `factors` (GGUF's rope_freqs)."""
     dim = rope.rotary_dim or head_dim
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     frequencies = 1.0 / (rope.theta**exponents)
@@ -31,7 +31,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, factors: Tensor | None 
 
 
 def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
-    """Llama 3.1: slows long waves by `factor`, keeps short ones, interpolates between them."""
+    """Llama 3.1: slow long waves by `factor`, keep short ones and interpolate between them."""
     wavelengths = 2 * math.pi / frequencies
     longest = rope.original_max_len / rope.low_freq_factor
     shortest = rope.original_max_len / rope.high_freq_factor
@@ -45,11 +45,11 @@ def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, frequencies: Tensor) -> Tensor:
-    """YaRN (section 3.2): keeps waves that turn more than `beta_fast` times, slows those below `beta_slow`."""
+    """YaRN (section 3.2): keep waves that turn more than `beta_fast` times and slow those below `beta_slow`."""
     half = len(frequencies)
 
     def place(turns: float) -> float:
-        """Of the frequency, counted from the fastest, that turns so often within the original context."""
+        """Return the index, from the fastest, of the frequency with this many turns in the original context."""
         return half * math.log(rope.original_max_len / (turns * 2 * math.pi)) / math.log(rope.theta)
 
     low, high = place(rope.beta_fast), place(rope.beta_slow)
@@ -63,11 +63,11 @@ def _yarn(rope: RopeConfig, frequencies: Tensor) -> Tensor:
 
 
 def rotation_order(rope: RopeConfig, head_dim: int) -> Tensor | None:
-    """The order of a head's elements in which all of them are rotated, int64 [head_dim]; None where they are.
+    """Return the permutation of a head's elements for the kernels, int64 [head_dim]; None if it is the identity.
 
-    The kernels rotate element i with element i + head_dim / 2, a file those two or neighbours. Elements without a
-    rotation are dealt to both halves, behind those with one, and get an angle of zero. Queries and keys in the same
-    order have the same products.
+    The kernels rotate element i with element i + head_dim / 2, while files may rotate neighbours. Elements that are not
+    rotated are distributed to the ends of both halves, with an angle of zero. Products of queries and keys do not
+    change if both use the same order.
     """
     if not rope.rotary_dim and not rope.interleaved:
         return None
@@ -79,9 +79,9 @@ def rotation_order(rope: RopeConfig, head_dim: int) -> Tensor | None:
 
 
 class RopeTable:
-    """cos and sin, float32 [max_len, head_dim / 2]: see `rotation_order` for heads that are rotated in part.
+    """cos and sin, float32 [max_len, head_dim / 2]. See `rotation_order` for partially rotated heads.
 
-    `growth`, float32 [max_len]: what multiplies queries; None where that is 1 at every position.
+    `growth`, float32 [max_len]: factor of the queries; None if it is 1 at every position.
     """
 
     def __init__(
@@ -101,5 +101,5 @@ class RopeTable:
             self.growth = (1 + rope.query_growth * torch.log1p(steps.float())).to(device)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin at int64 [T] positions: [T, head_dim / 2] each."""
+        """Return cos and sin at positions int64 [T]: [T, head_dim / 2] each."""
         return self.cos[positions], self.sin[positions]

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors as a decoder wants them: checked, stacked by rows, converted, and quantised if asked to."""
+"""Reads checkpoint tensors for a decoder: checks shapes, stacks rows, converts dtypes and quantises if requested."""
 
 from __future__ import annotations
 
@@ -19,48 +19,48 @@ L = TypeVar("L", bound=Linear)
 
 
 class WeightSource(Protocol):
-    """A file or folder of tensors, by Hugging Face's names."""
+    """File or folder of tensors, under Hugging Face names."""
 
     def read(self, name: str) -> Tensor:
-        """The tensor, of any float dtype. ModelError when it is missing."""
+        """Read a tensor of any float dtype. Raises ModelError if it is missing."""
 
     def has(self, name: str) -> bool: ...
 
     def read_quantised(self, name: str, *, floats: bool = False) -> QuantisedWeight | None:
-        """The tensor in the integers that the file stores; None where kernels multiply no such ones. A stack of
-        matrices comes as one, each below the other.
+        """Read a tensor in its stored integer format, without dequantising; None if no kernel supports the format.
 
-        With `floats` also in small floats (e4m3, e2m1), which kernels of a GPU multiply.
+        A stack of matrices is returned as one matrix, stacked by rows. `floats` also allows small floats (e4m3, e2m1),
+        which GPU kernels support.
         """
 
     def is_quantised(self, name: str) -> bool:
-        """Whether the file holds the tensor in fewer bits than 16."""
+        """Return whether the file stores the tensor in fewer than 16 bits."""
 
     @property
     def has_quantised(self) -> bool:
-        """Whether the file holds any such tensor."""
+        """Whether the file contains quantised tensors."""
 
     @property
     def label(self) -> str:
-        """The source's name in errors."""
+        """Name of the source in errors."""
 
     @property
     def norm_offset(self) -> float:
-        """Added to norm weights of families with `offset_norms`: 1.0 where the file stores them less one."""
+        """Offset of norm weights of families with `offset_norms`: 1.0 if the file stores them minus one."""
 
 
 class StoredWeights(WeightSource, Protocol):
-    """One that knows what it holds before it reads any of it."""
+    """Source with a known list of tensors before reading any."""
 
     def stored(self) -> Sequence[StoredTensor]:
-        """All tensors, quantised ones as one each. Reads heads alone."""
+        """Return all tensors, counting a quantised tensor as one. Reads only headers."""
 
     def stored_bytes(self, name: str) -> int:
-        """Those in the file of the tensor of that name, 0 where there is none."""
+        """Return the stored size of a tensor in bytes, 0 if it does not exist."""
 
 
 class TensorReader:
-    """Reads tensors of a source by name, checks their shapes, and quantises matrices if asked to."""
+    """Reads tensors by name, checks their shapes, and quantises matrices if requested."""
 
     def __init__(
         self,
@@ -72,16 +72,16 @@ class TensorReader:
         *,
         batch_invariant: bool = False,
     ) -> None:
-        """`batch_invariant`: of the products that are made, as `kernels.Linear` has it."""
+        """`batch_invariant`: property of the products, see `kernels.Linear`."""
         self.config, self.source, self.dtype, self.device = config, source, dtype, device
         self.quantization, self.batch_invariant = quantization, batch_invariant
         self.treated: Counter[str] = Counter()
-        """How many of the file's matrices are kept, in how many bits, or in floats."""
+        """Number of the file's matrices by how they are stored in memory, for the log."""
         self.on_read: Callable[[str], None] = lambda _: None
-        """Called with the name of each tensor before it is read, maybe twice."""
+        """Called with the name of each tensor before it is read, possibly twice."""
 
     def mlp(self, prefix: str, inner: int) -> MLP:
-        """The gated MLP whose tensors' names begin so."""
+        """Read the gated MLP with this tensor name prefix."""
         config, hidden = self.config, self.config.hidden_size
         gates = {"gate_up_proj": 2 * inner} if config.fused_gate_up else {"gate_proj": inner, "up_proj": inner}
         return MLP(
@@ -98,7 +98,7 @@ class TensorReader:
         biased: bool,
         order: Tensor | None = None,
     ) -> L:
-        """One matrix product with `parts` stacked by rows, which `order`, int64 [rows], then reorders."""
+        """Read a matrix product, with `parts` stacked by rows and then permuted by `order`, int64 [rows]."""
         names = {f"{prefix}{part}.weight": rows for part, rows in parts.items()}
         weight = self.weight(names, columns, self.quantization)
         bias = self.bias({f"{prefix}{part}.bias": rows for part, rows in parts.items()}) if biased else None
@@ -109,11 +109,11 @@ class TensorReader:
         return self.product(kind, weight, bias)
 
     def product(self, kind: type[L], weight: Weight, bias: Tensor | None = None) -> L:
-        """As this worker multiplies."""
+        """Create a product with this worker's settings."""
         return kind(weight, bias, dtype=self.dtype, batch_invariant=self.batch_invariant)
 
     def weight(self, parts: Mapping[str, int], columns: int, quantization: Quantization) -> Weight:
-        """Matrices stacked by rows: as the file holds them, dense, or quantised."""
+        """Read matrices stacked by rows: as stored, dense, or quantised."""
         held = [self._held(name, rows, columns) for name, rows in parts.items()] if quantization.keeps_held else []
         if held and all(part is not None and quantization.takes(part.bits) for part in held):
             whole = [part for part in held if part is not None]
@@ -124,12 +124,12 @@ class TensorReader:
         self._stack(dense, parts)
         bits = self._rounds_to(quantization, all(self.source.is_quantised(name) for name in parts))
         rounded = quantise(dense, bits) if bits else None
-        how = f"rounded to {bits} bits" if rounded else f"held in {str(self.dtype).removeprefix('torch.')}"
+        how = f"rounded to {bits} bits" if rounded else f"dequantised to {str(self.dtype).removeprefix('torch.')}"
         self.treated[how] += len(parts)
         return rounded or dense.to(self.dtype)
 
     def held_stack(self, name: str, count: int, rows: int, columns: int) -> list[QuantisedWeight] | None:
-        """The matrices of a stack as the file holds them, each [rows, columns]; None where they are to be floats."""
+        """Read a stack's matrices as stored, [rows, columns] each; None if they must be dequantised."""
         held = self._held(name, count * rows, columns) if self.quantization.keeps_held else None
         if held is None or not self.quantization.takes(held.bits):
             return None
@@ -137,7 +137,7 @@ class TensorReader:
         return held.map(lambda tensor: tensor.to(self.device)).parted(count)
 
     def as_asked(self, dense: Tensor, in_file: bool) -> Weight:
-        """A matrix that is part of a tensor, dense or quantised; `in_file`: whether that holds fewer bits than 16."""
+        """Convert part of a tensor to a dense or quantised matrix. `in_file`: the file stores fewer than 16 bits."""
         dense, bits = dense.to(self.device).contiguous(), self._rounds_to(self.quantization, in_file)
         return (quantise(dense, bits) if bits else None) or dense.to(self.dtype)
 
@@ -152,27 +152,27 @@ class TensorReader:
         return (weight + (self.source.norm_offset if self.config.family.offset_norms else 0.0)).to(self.device)
 
     def checked(self, name: str, shape: Sequence[int], *others: Sequence[int]) -> Tensor:
-        """The tensor, which must be of floats and have that shape, or one of the others."""
+        """Read a float tensor that must have `shape` or one of `others`."""
         self.on_read(name)
         tensor = self.source.read(name)
         if tuple(tensor.shape) not in [tuple(one) for one in (shape, *others)]:
             raise ModelError(
-                f"{self.source.label}: tensor {name} is {list(tensor.shape)}, the configuration wants {list(shape)}: "
-                "configuration and weights are not of one model, fetch both again"
+                f"{self.source.label}: tensor {name} is {list(tensor.shape)}, the configuration requires "
+                f"{list(shape)}: configuration and weights are of different models, download both again"
             )
         if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise ModelError(
-                f"{self.source.label}: tensor {name} has dtype {tensor.dtype}, which is not supported: "
+                f"{self.source.label}: unsupported dtype {tensor.dtype} of tensor {name}: "
                 "use float32, float16 or bfloat16 weights, or a GGUF file"
             )
         return tensor
 
     def _dense_dtype(self, quantization: Quantization) -> torch.dtype:
-        """The type that matrices are quantised from: wide enough for the file's own values."""
+        """Return the dtype that matrices are quantised from, wide enough for the stored values."""
         return self.dtype if quantization is Quantization.NONE else torch.float32
 
     def _rounds_to(self, quantization: Quantization, in_file: bool) -> int:
-        """Bits that a matrix is rounded to, 0 for none: a GPU keeps what a file holds, and rounds nothing."""
+        """Return the bits that a matrix is rounded to; 0 for none. On a GPU, matrices are never rounded."""
         return quantization.bits(in_file) if self.device.type == "cpu" else 0
 
     def _held(self, name: str, rows: int, columns: int) -> QuantisedWeight | None:
@@ -181,7 +181,7 @@ class TensorReader:
         return held if held is not None and held.shape == (rows, columns) else None
 
     def _stack(self, out: Tensor, parts: Mapping[str, int]) -> Tensor:
-        """Copies the tensors into `out`, one below the other."""
+        """Copy the tensors into `out`, stacked by rows."""
         at = 0
         for name, count in parts.items():
             out[at : at + count] = self.checked(name, (count, *out.shape[1:]))
@@ -190,5 +190,5 @@ class TensorReader:
 
 
 def reordered(weight: Weight, order: Tensor) -> Weight:
-    """The matrix with its rows in another order, int64 [rows]."""
+    """Return the matrix with its rows permuted by `order`, int64 [rows]."""
     return weight.rows(order) if isinstance(weight, QuantisedWeight) else weight[order]

@@ -1,4 +1,4 @@
-"""A decoder's weights, assembled for the forward pass: q, k, v in one matrix, gate and up in one matrix."""
+"""Weights of a decoder, assembled for the forward pass: q, k, v in one matrix, gate and up in one matrix."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from kernels import Embedding, Expert, Experts, HeadLinear, Linear, Routing, Wei
 
 @dataclass(frozen=True, slots=True)
 class LatentWeights:
-    """Beside the queries' matrix, `LayerWeights.qkv`.
+    """Weights of latent attention, in addition to the query matrix `LayerWeights.qkv`.
 
-    query_down and query_norm: hidden states to the latents that queries are made of; both None where there are none.
-    down: hidden states to rank + rope_dim; norm: of the first `rank`. absorb: each head's `nope_dim` numbers of a query
-    to `rank`, by the transpose of what makes keys of latents; expand: `rank` sums to `value_dim`.
+    query_down and query_norm: hidden states to the latents of queries; both None if queries have no latents.
+    down: hidden states to rank + rope_dim. norm: over the first `rank`. absorb: maps each head's `nope_dim` query
+    elements to `rank`, the transpose of the key projection. expand: maps sums of `rank` to `value_dim`.
     """
 
     query_down: Linear | None
@@ -36,11 +36,11 @@ class LatentWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The weights of one layer. Norm weights are float32; weights that a family lacks are None.
+    """Weights of one layer. Norm weights are float32. Weights that a family does not have are None.
 
-    norms: of hidden states, in the places where the family has them.
-    qkv: hidden to (num_heads + 2 * num_kv_heads) * head_dim; with `latent` to the queries alone.
-    q_norm, k_norm: of each head, or with `wide_qk_norm` of all heads.
+    norms: norms of hidden states, by place.
+    qkv: hidden to (num_heads + 2 * num_kv_heads) * head_dim; with `latent`, only queries.
+    q_norm, k_norm: per head, or over all heads with `wide_qk_norm`.
     """
 
     norms: Mapping[NormPlace, Tensor]
@@ -55,9 +55,9 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """embedding [vocab, hidden]; lm_head multiplies by the same when they are tied. rope_factors: see `rope`.
+    """embedding: [vocab, hidden], shared with lm_head if tied. rope_factors: see `rope`.
 
-    Without an lm_head the model ends with its hidden states. quantization: of the matrices.
+    Without an lm_head, the model returns hidden states. quantization: of the matrices.
     """
 
     embedding: Embedding
@@ -69,21 +69,21 @@ class ModelWeights:
 
 
 class Assembler(TensorReader):
-    """Reads a source into `ModelWeights`, checking every shape, and quantises the matrices if asked to."""
+    """Reads a source into `ModelWeights`."""
 
     def assemble(self, *, with_head: bool = True) -> ModelWeights:
-        """Without `with_head` it leaves out what makes logits of hidden states."""
+        """Read all weights; without `with_head`, omit the language model head."""
         config = self.config
         embedding, head = self.embedding(with_head)
         norm = self.norm("model.norm.weight", config.hidden_size)
         if with_head:
-            norm = norm / config.logits_divisor  # dividing what the head reads divides the logits
+            norm = norm / config.logits_divisor  # dividing the input of the head divides the logits
         layers = tuple(self.layer(i) for i in range(config.num_layers))
         factors = self.source.read("rope_factors").float() if self.source.has("rope_factors") else None
         return ModelWeights(embedding, layers, norm, head, factors, self.quantization)
 
     def embedding(self, with_head: bool) -> tuple[Embedding, Linear | None]:
-        """The first matrix, and the last one: in a tied model the same."""
+        """Read the embedding and the head, which are the same matrix in a tied model."""
         config = self.config
         table = self.matrix("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         if not with_head:
@@ -102,10 +102,10 @@ class Assembler(TensorReader):
         columns: int | None = None,
         norms: Mapping[NormPlace, str] | None = None,
     ) -> LayerWeights:
-        """Layer `index` of the configuration; `number`: which one it is in the file, if that is another.
+        """Read layer `index` of the configuration. `number`: its index in the file, if different.
 
-        `columns`: of the matrices of keys, values and queries, if they read more than hidden states. `norms`: names by
-        place, if they are not those of the family.
+        `columns`: input size of the q, k and v matrices, if they read more than hidden states. `norms`: norm names by
+        place, if different from the family's.
         """
         config, hidden = self.config, self.config.hidden_size
         prefix, q = f"model.layers.{index if number is None else number}.", config.num_heads * config.value_dim
@@ -124,7 +124,7 @@ class Assembler(TensorReader):
         )
 
     def attention_inputs(self, prefix: str, order: Tensor | None, columns: int) -> Linear:
-        """q, k and v of `columns` numbers; `order`: of the elements of query and key heads, see `rotation_order`."""
+        """Read q, k and v with `columns` inputs. `order`: permutation of query and key heads, see `rotation_order`."""
         config, dim = self.config, self.config.head_dim
         q, kv = config.num_heads * dim, config.num_kv_heads * dim
         parts = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
@@ -147,7 +147,7 @@ class Assembler(TensorReader):
         return self.checked(name, (config.num_heads,)).float().to(self.device).contiguous() if config.sinks else None
 
     def head_norm(self, name: str, heads: int, order: Tensor | None) -> Tensor | None:
-        """The norm of each head, or of `heads` heads as one."""
+        """Read the norm of each head, or of `heads` heads together."""
         config, count = self.config, heads if self.config.wide_qk_norm else 1
         if not config.qk_norm and not config.wide_qk_norm:
             return None
@@ -158,9 +158,9 @@ class Assembler(TensorReader):
 
 
 class LatentReader:
-    """Reads the attention of one layer, whose tensors' names begin with `prefix`.
+    """Reads the attention weights of one layer with tensor name prefix `prefix`.
 
-    Rows of rotated elements are put in the order in which kernels rotate them: element i with i + rope_dim / 2.
+    Rows of rotated elements are permuted for the kernels, which rotate element i with i + rope_dim / 2.
     """
 
     def __init__(self, reader: TensorReader, latent: LatentConfig, prefix: str) -> None:
@@ -170,7 +170,7 @@ class LatentReader:
         self.order = torch.cat((places[0::2], places[1::2])) if latent.interleaved else places
 
     def queries(self) -> Linear:
-        """To num_heads * query_dim, of hidden states or of latents."""
+        """Read the query matrix, to num_heads * query_dim, from hidden states or latents."""
         latent = self.latent
         each = torch.cat((torch.arange(latent.nope_dim), latent.nope_dim + self.order))
         rows = (torch.arange(self.heads)[:, None] * latent.query_dim + each).flatten()
@@ -193,7 +193,7 @@ class LatentReader:
         return LatentWeights(query_down, query_norm, down, norm, *self._heads())
 
     def _heads(self) -> tuple[HeadLinear, HeadLinear]:
-        """`absorb` and `expand`, which the file holds as one matrix; in the model's type, whatever the file's is."""
+        """Read `absorb` and `expand`, one matrix in the file, in the model's dtype."""
         latent, each = self.latent, self.latent.nope_dim + self.latent.value_dim
         whole = self.reader.matrix(f"{self.prefix}kv_b_proj.weight", self.heads * each, latent.rank)
         whole = whole.view(self.heads, each, latent.rank)
@@ -203,7 +203,7 @@ class LatentReader:
 
 
 class ExpertsReader:
-    """Reads the experts of one layer, whose tensors' names begin with `prefix`."""
+    """Reads the experts of one layer with tensor name prefix `prefix`."""
 
     def __init__(self, reader: TensorReader, config: ExpertsConfig, prefix: str) -> None:
         self.reader, self.config, self.prefix = reader, config, prefix
@@ -218,7 +218,7 @@ class ExpertsReader:
         stack = self.names.stack
         if stack is not None and source.source.has(self.prefix + stack.gate_up):
             experts = self._stacked(stack)
-        else:  # so do GGUF files of any family
+        else:  # always the case in GGUF files
             experts = [self._expert(i) for i in range(config.count)]
         made = Experts(experts, dtype=source.dtype, batch_invariant=source.batch_invariant)
         return MixtureOfExperts(router, made, self._routing(name), self._shared())
@@ -242,7 +242,7 @@ class ExpertsReader:
         )
 
     def _expert(self, index: int) -> Expert:
-        """One whose matrices are tensors of their own."""
+        """Read an expert whose matrices are separate tensors."""
         source, name = self.reader, f"{self.prefix}{self.names.module}.{index}."
         gates = {f"{name}{part}": self.inner for part in self.names.gates}
         return Expert(
@@ -253,7 +253,7 @@ class ExpertsReader:
         )
 
     def _stacked(self, stack: ExpertStack) -> list[Expert]:
-        """One tensor of all experts, by whose name and "_bias" that of their biases is called."""
+        """Read experts stored in one tensor. The name of the biases has the suffix "_bias"."""
         count, gates, downs = self.config.count, self.prefix + stack.gate_up, self.prefix + stack.down
         gate_up = self._matrices(stack, gates, 2 * self.inner, self.hidden)
         down = self._matrices(stack, downs, self.hidden, self.inner)
@@ -269,7 +269,7 @@ class ExpertsReader:
         return [Expert(gate_up[i], down[i], *biases[i]) for i in range(count)]
 
     def _matrices(self, stack: ExpertStack, name: str, outputs: int, inputs: int) -> Sequence[Weight]:
-        """[out, in] of each expert."""
+        """Read the matrix [out, in] of each expert."""
         reader, count = self.reader, self.config.count
         if (held := reader.held_stack(name, count, outputs, inputs)) is not None:
             return held

@@ -1,4 +1,4 @@
-"""Log-probabilities: of tokens that were sampled, and of a prompt's own tokens."""
+"""Log probabilities of sampled tokens and of prompt tokens."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from common.wire import LOGPROB_FLOOR, MAX_TOP_LOGPROBS, TokenLogprobs
 from kernels import to_device, to_host
 
 LOGPROB_BYTES = 64 * 2**20
-"""Of float32 logits that one step of prompt logprobs may take, within these bounds on its tokens."""
+"""Memory for float32 logits of prompt logprobs per step, subject to these limits on tokens."""
 LOGPROB_TOKENS = range(16, 1025)
 
 
 def max_prompt_logprobs(vocab_size: int) -> int:
-    """The most prompt tokens whose log-probabilities one step computes: each has a row of float32 logits."""
+    """Return the maximum number of prompt logprobs per step. Each requires a row of float32 logits."""
     return min(max(LOGPROB_TOKENS.start, LOGPROB_BYTES // (4 * vocab_size)), LOGPROB_TOKENS.stop - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class WantedLogprobs:
-    """Which alternatives a row wants: the `count` best tokens, or `others` instead."""
+    """Alternatives wanted for a row: the `count` best tokens, or `others` instead."""
 
     count: int
     others: Sequence[int] = ()
@@ -33,10 +33,10 @@ class WantedLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedLogprobs:
-    """Log-probabilities of `rows` that want the same, on their way to the host.
+    """Logprobs of `rows` with the same wanted alternatives, being copied to the host.
 
-    `found` int32 [n, 2 + 2 * alternatives]: the bits of the token's own logprob, its rank, then the bits of the
-    alternatives' logprobs, then their ids.
+    `found`, int32 [n, 2 + 2 * alternatives]: bits of the token's logprob, its rank, bits of the alternatives' logprobs,
+    and their IDs.
     """
 
     rows: Sequence[int]
@@ -45,7 +45,7 @@ class LaunchedLogprobs:
     found: Tensor
 
     def read(self) -> list[TokenLogprobs]:
-        """Of each of `rows`, once the device has got there."""
+        """Return the logprobs of `rows`, after the copy has completed."""
         whole = self.found.numpy()
         width = (whole.shape[1] - 2) // 2
         own, ranks = whole[:, 0].view(np.float32).tolist(), whole[:, 1].tolist()
@@ -59,14 +59,14 @@ class LaunchedLogprobs:
 
 
 def launch_logprobs(logits: Tensor, token_ids: Tensor, wanted: Mapping[int, WantedLogprobs]) -> list[LaunchedLogprobs]:
-    """Of the rows `wanted` of logits float32 [n, vocab_size]: log-softmax at `token_ids[row]`, int64 [n], alternatives.
+    """Launch logprobs for the `wanted` rows of `logits`, float32 [n, vocab_size], at `token_ids`, int64 [n].
 
-    The `count` best tokens, best first, ties by lowest id. NaN counts as LOGPROB_FLOOR. A row's result depends on that
-    row alone. The host waits for nothing, and no more logits are worked on at once than prompts may ask for.
+    Includes alternatives: the `count` best tokens, best first, ties by lowest ID. NaN counts as LOGPROB_FLOOR. A row's
+    result depends only on that row. The host does not wait, and rows are processed in groups of bounded memory.
     """
     groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     for row, each in wanted.items():
-        more = 0 if each.others or each.count <= MAX_TOP_LOGPROBS else each.count  # few are found with each other
+        more = 0 if each.others or each.count <= MAX_TOP_LOGPROBS else each.count  # small counts share a group
         groups.setdefault((more, tuple(each.others)), []).append(row)
     most, launched = max_prompt_logprobs(logits.shape[1]), []
     for (_, others), all_rows in groups.items():
@@ -85,7 +85,7 @@ def launch_logprobs(logits: Tensor, token_ids: Tensor, wanted: Mapping[int, Want
 def launch_token_logprobs(
     logits: Tensor, token_ids: Sequence[int], count: int, *, others: Sequence[int] = ()
 ) -> list[LaunchedLogprobs]:
-    """The same of every row of `logits`, whose tokens the host knows."""
+    """Launch logprobs for all rows of `logits`, whose tokens are known on the host."""
     (ids,) = to_device([np.array(token_ids, dtype=np.int64)], logits.device)
     return launch_logprobs(logits, ids, dict.fromkeys(range(len(token_ids)), WantedLogprobs(count, others)))
 
@@ -93,7 +93,7 @@ def launch_token_logprobs(
 def token_logprobs(
     logits: Tensor, token_ids: Sequence[int], count: int, *, others: Sequence[int] = ()
 ) -> list[TokenLogprobs]:
-    """The same, once it is there."""
+    """Return the logprobs of all rows of `logits`, after waiting for them."""
     launched = launch_token_logprobs(logits, token_ids, count, others=others)
     if logits.device.type == "cuda":
         torch.cuda.current_stream(logits.device).synchronize()
@@ -101,11 +101,11 @@ def token_logprobs(
 
 
 def _found(logits: Tensor, token_ids: Tensor, count: int, others: Sequence[int]) -> Tensor:
-    """As `LaunchedLogprobs.found`, with `count` alternatives, or those of `others` that are tokens."""
+    """Compute `LaunchedLogprobs.found` with `count` alternatives, or with the valid tokens of `others`."""
     vocab = logits.shape[1]
     logprobs = torch.log_softmax(logits, dim=-1).nan_to_num_(nan=LOGPROB_FLOOR).clamp_(min=LOGPROB_FLOOR)
     all_ids = torch.arange(vocab, device=logits.device)
-    which = token_ids.clamp(max=vocab - 1)[:, None]  # an id that is no token gets anything
+    which = token_ids.clamp(max=vocab - 1)[:, None]  # invalid IDs get an arbitrary value
     own = logprobs.gather(1, which)
     ahead = ((logprobs > own) | ((logprobs == own) & (all_ids < which))).sum(-1, keepdim=True)
     if others:
@@ -119,9 +119,9 @@ def _found(logits: Tensor, token_ids: Tensor, count: int, others: Sequence[int])
 
 
 def _best(logprobs: Tensor, all_ids: Tensor, count: int) -> Tensor:
-    """The ids of the `count` best tokens of each row, ties by lowest id: int64 [n, count].
+    """Return the IDs of the `count` best tokens of each row, ties by lowest ID: int64 [n, count].
 
-    Log-probabilities are 0 or less, so the bits of their size, and behind these the id, order them as whole numbers.
+    Logprobs are at most 0, so the bits of their magnitude followed by the ID sort correctly as integers.
     """
     if not count:
         return all_ids.new_empty(len(logprobs), 0)
@@ -130,11 +130,11 @@ def _best(logprobs: Tensor, all_ids: Tensor, count: int) -> Tensor:
 
 
 def separate(logits: Tensor, chunks: Sequence[SequenceChunk]) -> tuple[Tensor, list[Tensor | None]]:
-    """Splits a step's logits, float32 [rows, vocab_size].
+    """Split a step's logits, float32 [rows, vocab_size].
 
-    Returns the rows to sample from, one for each chunk with `sample`, and for each chunk the rows that follow its
-    tokens, or None without `all_logits`. Both are views; the first is a copy where some chunk has `all_logits`. The
-    host waits for nothing.
+    Returns the rows to sample from, one per chunk with `sample`, and per chunk the rows after its tokens, or None
+    without `all_logits`. Both are views, except that the first is a copy if a chunk has `all_logits`. The host does not
+    wait.
     """
     if not any(chunk.all_logits for chunk in chunks):
         return logits, [None] * len(chunks)
@@ -151,9 +151,10 @@ def separate(logits: Tensor, chunks: Sequence[SequenceChunk]) -> tuple[Tensor, l
 
 
 def chunk_logprobs(logits: Tensor, token_ids: Sequence[int], start: int, count: int) -> tuple[TokenLogprobs, ...]:
-    """Of a prompt's tokens from `start + 1` on; `logits` follow the tokens from `start` on, float32 [n, vocab_size].
+    """Return logprobs of a prompt's tokens from `start + 1`.
 
-    One fewer than rows where the last row follows the prompt's last token.
+    `logits`, float32 [n, vocab_size], are those after the tokens from `start`. There is one result fewer than
+    rows if the last row follows the prompt's last token.
     """
     known = token_ids[start + 1 : start + 1 + logits.shape[0]]
     return tuple(token_logprobs(logits[: len(known)], known, count))
@@ -162,6 +163,6 @@ def chunk_logprobs(logits: Tensor, token_ids: Sequence[int], start: int, count: 
 def launch_chunk_logprobs(
     logits: Tensor, token_ids: Sequence[int], start: int, count: int
 ) -> Sequence[LaunchedLogprobs]:
-    """The same, on its way to the host."""
+    """Launch `chunk_logprobs` without waiting."""
     known = token_ids[start + 1 : start + 1 + logits.shape[0]]
     return launch_token_logprobs(logits[: len(known)], known, count)

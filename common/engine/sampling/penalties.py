@@ -1,7 +1,7 @@
-"""Logit bias, penalties and bans for the rows of a batch at once, and the token counts that penalties need.
+"""Logit bias, penalties and bans for all rows of a batch, and the token counts for penalties.
 
-A sequence keeps its counts on the host and adds its new tokens to them, so a step does not count a long prompt again:
-it only reads the distinct tokens. What a step changes goes to the device in one copy.
+A sequence keeps its counts on the host and adds new tokens incrementally, so that a step reads only the distinct tokens
+instead of recounting a long prompt. All changes of a step are copied to the device at once.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from common.wire import SamplingParams
 from kernels import to_device
 
 BANNED = -1e30
-"""Below every logit, and above what a grammar forbids."""
+"""Logit of banned tokens: below all logits, above tokens that a grammar forbids."""
 Ids = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.float32]
 
 
 class GrowingArray:
-    """int64 numbers that grow at the end."""
+    """Growable array of int64 numbers."""
 
     def __init__(self) -> None:
         self._memory = np.empty(0, dtype=np.int64)
@@ -39,12 +39,12 @@ class GrowingArray:
 
     @property
     def all(self) -> Ids:
-        """A view of all numbers, valid until they change."""
+        """View of all numbers, valid until the next `append`."""
         return self._memory[: self._size]
 
 
 class TokenCounts:
-    """The distinct tokens of a sequence, and how often each is in its output."""
+    """The distinct tokens of a sequence, and their number of occurrences in its output."""
 
     def __init__(self, prompt: Iterable[int] = (), output: Sequence[int] = ()) -> None:
         self._seen = set(prompt)
@@ -55,7 +55,7 @@ class TokenCounts:
         self.push(output)
 
     def push(self, output: Sequence[int]) -> None:
-        """Adds new output tokens."""
+        """Add new output tokens."""
         self.num_output_tokens += len(output)
         unseen = [token_id for token_id in dict.fromkeys(output) if token_id not in self._seen]
         self._seen.update(unseen)
@@ -69,13 +69,13 @@ class TokenCounts:
             counts[self._places[token_id]] += 1
 
     def seen(self, draft: Sequence[int] = ()) -> Ids:
-        """The distinct tokens of the sequence and a draft."""
+        """Return the distinct tokens of the sequence and a draft."""
         ids = self._seen_ids.all
         more = [token_id for token_id in dict.fromkeys(draft) if token_id not in self._seen]
         return np.concatenate((ids, np.array(more, dtype=np.int64))) if more else ids
 
     def output(self, draft: Sequence[int] = ()) -> tuple[Ids, Ids]:
-        """The distinct tokens of the output and a draft, and how often each occurs."""
+        """Return the distinct tokens of the output and a draft, and their numbers of occurrences."""
         ids, counts = self._output_ids.all, self._output_counts.all
         if not draft:
             return ids, counts
@@ -90,7 +90,7 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class Adjustment:
-    """What adjusts one row: its parameters, its counted tokens, its draft tokens behind those, and its bans."""
+    """Inputs for the changes of one row: parameters, token counts, subsequent draft tokens, and bans."""
 
     params: SamplingParams
     counts: TokenCounts
@@ -99,18 +99,18 @@ class Adjustment:
 
 
 def adjusts(params: SamplingParams) -> bool:
-    """Whether `params` change logits, in addition to bans."""
+    """Return whether `params` change logits, apart from bans."""
     return bool(params.logit_bias or params.has_penalties)
 
 
 @dataclass(frozen=True, slots=True)
 class LogitChanges:
-    """What changes in logits [n, vocab], as places in these seen flat: a step's numbers, of which no sequence is left.
+    """Changes of logits [n, vocab], as indices into the flattened tensor. Independent of the sequences' state.
 
-    biased, bias       are added
-    repeated, penalty  positive logits are divided by it, others multiplied
-    output, less       is taken off
-    banned             become BANNED
+    biased, bias       bias is added
+    repeated, penalty  positive logits are divided by the penalty, others multiplied
+    output, less       less is subtracted
+    banned             set to BANNED
     """
 
     biased: Ids
@@ -123,7 +123,7 @@ class LogitChanges:
 
     @classmethod
     def of(cls, rows: Sequence[Adjustment], vocab: int) -> LogitChanges:
-        """The changes of n rows."""
+        """Compute the changes of n rows."""
         numbered = [(row * vocab, each) for row, each in enumerate(rows)]
         biased = [
             (start + token_id, value)
@@ -153,9 +153,9 @@ class LogitChanges:
         )
 
     def apply(self, logits: Tensor) -> None:
-        """Changes logits float32 [n, vocab], contiguous, in place.
+        """Apply the changes to logits float32 [n, vocab], contiguous, in place.
 
-        The order: bias; repetition, then frequency and presence penalties; bans.
+        Order: bias; repetition, then frequency and presence penalties; bans.
         """
         flat = logits.view(-1)
         arrays = (self.biased, self.bias, self.repeated, self.penalty, self.output, self.less, self.banned)
@@ -172,7 +172,7 @@ class LogitChanges:
 
 
 def _output_changes(row: Adjustment, start: int) -> tuple[Ids, Numbers]:
-    """The places of the output's tokens in a row that begins at `start`, and what they lose: in float32 throughout."""
+    """Return the indices of the output's tokens in a row at offset `start`, and their penalties, in float32."""
     ids, counts = row.counts.output(row.draft)
     by_count = np.float32(row.params.frequency_penalty) * counts.astype(np.float32)
     return ids + start, by_count + np.float32(row.params.presence_penalty)

@@ -1,9 +1,9 @@
-"""From logits to tokens. A row's token depends on its own logits, parameters, seed and position, and on nothing else.
+"""Sampling. A row's token depends only on its own logits, parameters, seed and position.
 
-Order of operations on a row (vLLM's): the changes of logits in their order (`LogitChanges.apply`); allowed tokens and
-the grammar; temperature; then the filters min_p, top_k, top_p, each a threshold on probability, so that tokens of equal
-probability stay or go together and no sort order matters. The token is then the inverse of the cumulative distribution
-in token id order at one uniform number, which is a counter-based function of (seed, position).
+Order of operations on a row (as in vLLM): logit changes (`LogitChanges.apply`); allowed tokens and grammar;
+temperature; then the filters min_p, top_k, top_p. Each filter is a probability threshold, so that tokens of equal
+probability are treated alike and no sort order matters. The token is the inverse of the cumulative distribution, in
+token ID order, at a uniform number from a counter-based function of (seed, position).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """One sequence to sample for. `position` is the absolute position of the new token: the number of tokens before it.
+    """A sequence to sample for. `position`: absolute position of the new token, the number of tokens before it.
 
-    `limits.banned` must not come now, such as end tokens while `min_tokens` is not reached, unless they are all that
-    `constraint`, or the request itself, allows. With one, `output_token_ids` are all of the answer so far.
+    Tokens in `limits.banned` are excluded, for example end tokens before `min_tokens`, unless `constraint` or the
+    request allows no others. With a constraint, `output_token_ids` is the whole answer so far.
 
-    `counts` are those of the prompt and the output but for the last tokens, which are a `draft`. Without them penalties
-    count `prompt_token_ids` and `output_token_ids` again.
+    `counts` covers prompt and output except the last tokens, which are the `draft`. Without it, penalties recount
+    `prompt_token_ids` and `output_token_ids`.
 
-    `allowed` is `allowed_mask(params)`, which a sequence computes once. Without it, each step computes it.
+    `allowed` is `allowed_mask(params)`, which a sequence computes once. Without it, each step computes the mask.
 
     If the row's parameters raise an error, the reason is appended to `problems`.
     """
@@ -54,15 +54,15 @@ class SamplingRow:
 
 
 UNSAMPLED = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), 0)
-"""A row whose sampled token is dropped."""
+"""A row whose sampled token is discarded."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRows:
-    """All that a step's rows are sampled by, on the host: it reads no sequence any more, which may go on meanwhile.
+    """Host-side inputs for sampling a step's rows. They do not refer to sequences, which may change later.
 
-    None stands for a row of which nothing but its draw matters, which the device knows. The rows with bias, penalties
-    or bans are `adjusted`, by `changes`. `allowed` are masks of 32 tokens an int32.
+    None is a row of which only the draw matters, which is on the device. Rows with bias, penalties or bans are
+    `adjusted`, by `changes`. `allowed` are masks with 32 tokens per int32.
     """
 
     rows: Sequence[SamplingRow | None]
@@ -73,9 +73,9 @@ class PreparedRows:
 
 
 class LaunchedTokens:
-    """The tokens of a step, and what is wanted with them. The thread that launches the step makes it right after.
+    """Tokens of a step, with the requested logprobs. Created by the thread that launches the step, right afterwards.
 
-    `ids` int64 [n] lie on the device, where the next step takes them from.
+    `ids`, int64 [n], are on the device, where the next step reads them.
     """
 
     def __init__(self, ids: Tensor, logprobs: Sequence[LaunchedLogprobs], vocab_size: int) -> None:
@@ -87,9 +87,9 @@ class LaunchedTokens:
             self._event.record()
 
     def read(self) -> list[SampledToken]:
-        """Waits until the step has ended: a token for each row. Raises RuntimeError when it failed on the device.
+        """Wait for the step and return a token per row. Raises RuntimeError if it failed on the device.
 
-        A row without finite logits has an id that is no token, and no log-probabilities.
+        A row without finite logits has an invalid ID and no logprobs.
         """
         if self._event is not None:
             self._event.synchronize()
@@ -105,33 +105,33 @@ class LaunchedTokens:
 
 
 class Sampler:
-    """Stateless but for the vocabulary's size."""
+    """Sampler. Its only state is the vocabulary size."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
 
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-        """One token per row of `logits`, float32 [n, vocab_size], which is not modified.
+        """Sample one token per row of `logits`, float32 [n, vocab_size], which is not modified.
 
-        The token of a row without finite logits, or for which nothing is allowed, is `vocab_size` or more.
+        The ID is at least `vocab_size` for a row without finite logits or allowed tokens.
         """
         if logits.shape != (len(rows), self.vocab_size):
-            raise ValueError(f"logits are {list(logits.shape)}, expected [{len(rows)}, {self.vocab_size}]")
+            raise ValueError(f"logits are {list(logits.shape)}, must be [{len(rows)}, {self.vocab_size}]")
         return self.launch(logits, self.prepare(rows)).read() if rows else []
 
     def draw(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-        """The token ids that `sample` would give, without their log-probabilities."""
+        """Return the token IDs that `sample` would return, without logprobs."""
         prepared = replace(self.prepare(rows), logprobs={})
         return [token.token_id for token in self.launch(logits, prepared).read()]
 
     def prepare(self, rows: Sequence[SamplingRow | None]) -> PreparedRows:
-        """What the host does for a step's rows, whose sequences' tokens must all be known where rows depend on them.
+        """Prepare a step's rows on the host. All tokens on which rows depend must be known.
 
-        A row whose parameters raise an error gets no token. The other rows are not affected.
+        A row whose parameters raise an error gets no token. Other rows are not affected.
         """
         try:
             return self._prepare(rows)
-        except Exception:  # one of the rows raised it: find that row
+        except Exception:  # raised by one of the rows: find it
             is_sound = [row is None or self._is_sound(row) for row in rows]
         prepared = self._prepare([row if sound else UNSAMPLED for row, sound in zip(rows, is_sound, strict=True)])
         nothing = torch.zeros(-(-self.vocab_size // MASK_BITS), dtype=torch.int32)
@@ -142,8 +142,8 @@ class Sampler:
         try:
             self._prepare([row])
         except Exception as error:
-            log.exception("a row cannot be sampled")
-            row.problems.append(f"the request cannot be sampled: {type(error).__name__}: {error}")
+            log.exception("sampling: a row has invalid parameters")
+            row.problems.append(f"sampling failed: {type(error).__name__}: {error}")
             return False
         return True
 
@@ -159,9 +159,9 @@ class Sampler:
         )
 
     def launch(self, logits: Tensor, prepared: PreparedRows, draws: SamplingTensors | None = None) -> LaunchedTokens:
-        """The tokens that `sample` would give. On a GPU the host waits for nothing before it reads them.
+        """Launch the sampling that `sample` waits for. On a GPU, the host does not wait.
 
-        `draws` are those of all rows, where they are on the device; without them no row may be None.
+        `draws`: those of all rows, if they are on the device. Without `draws`, no row may be None.
         """
         with on_device(logits.device), torch.inference_mode():
             logits = logits.float()
@@ -174,7 +174,7 @@ class Sampler:
 
 
 def draw_of(params: SamplingParams, position: int) -> Draw:
-    """What the sampling kernels get for the token at `position`."""
+    """Return the sampling kernels' inputs for the token at `position`."""
     temperature = 0.0 if params.greedy else params.temperature
     return Draw(temperature, params.top_k, params.top_p, params.min_p, params.seed, position)
 
@@ -191,12 +191,12 @@ def allowed_mask(params: SamplingParams, vocab_size: int) -> Tensor | None:
 
 
 def _allowed(row: SamplingRow, vocab_size: int) -> Tensor | None:
-    """The tokens that the grammar, the request's own list and a forced token allow together, as bits; None: any."""
+    """Return the tokens allowed by the grammar, the request's list and a forced token, as bits; None for all tokens."""
     masks: list[Tensor] = []
     if row.constraint is not None:
         masks.append(row.constraint.allowed(row.output_token_ids))
-        if len(masks[0]) != -(-vocab_size // MASK_BITS):  # the kernels read one bit for each row of the logits
-            raise ValueError(f"the grammar's mask has {32 * len(masks[0])} bits, but the logits have {vocab_size} rows")
+        if len(masks[0]) != -(-vocab_size // MASK_BITS):  # the kernels read one bit per row of the logits
+            raise ValueError(f"the grammar's mask has {32 * len(masks[0])} bits, but the vocabulary has {vocab_size}")
     own = row.allowed if row.allowed is not None else allowed_mask(row.params, vocab_size)
     if own is not None:
         masks.append(own)
@@ -206,12 +206,12 @@ def _allowed(row: SamplingRow, vocab_size: int) -> Tensor | None:
 
 
 def _adjusted(logits: Tensor, prepared: PreparedRows) -> Tensor | list[Tensor]:
-    """`logits` [n, vocab], or its rows, of which those with bias, penalties or bans are adjusted copies."""
+    """Return `logits` [n, vocab], or its rows, with adjusted copies of rows that have bias, penalties or bans."""
     changes, chosen = prepared.changes, prepared.adjusted
     if changes is None:
         return logits
     if logits.device.type == "cpu":
-        copies = torch.from_numpy(logits.numpy()[chosen])  # numpy copies with one thread, which is enough
+        copies = torch.from_numpy(logits.numpy()[chosen])  # numpy copies on a single thread, which is enough
         changes.apply(copies)
         if len(chosen) == len(logits):
             return copies

@@ -1,4 +1,4 @@
-"""What the engines of both workers share: sequences, the order of prompts, the size of steps, reports."""
+"""Shared parts of both workers' engines: sequences, prompt order, step sizes, reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars and masks that requests wait for while the engine's steps continue."""
+"""Grammars and masks that requests wait for, without blocking the engine's steps."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ Failed = TypeVar("Failed", contravariant=True)
 
 
 class Fail(Protocol[Failed]):
-    """Forgets a sequence and tells its router why."""
+    """Drops a sequence and reports the reason to its router."""
 
     def __call__(self, sequence: Failed, phase: str, why: str, *, retryable: bool) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class MaskReady:
-    """Event: the mask of a sequence's next token is computed."""
+    """Event: the mask of a sequence's next token was computed."""
 
     sequence: WorkerSequence
     constraint: Constraint
 
 
 class AwaitedGrammars(Generic[S]):
-    """Belongs to an engine and its thread. `notify` brings an event to that thread, `constrain` ends a sequence's wait.
+    """Compiles grammars and masks for sequences. Used on the engine thread.
 
-    Without `grammars`, as in a worker whose model has no end token, no sequence may want one.
+    `notify` delivers an event to that thread. `constrain` ends a sequence's wait. Without `grammars`, for example if
+    the model has no end token, sequences must not use a grammar.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class AwaitedGrammars(Generic[S]):
         self._grammars, self._notify, self._constrain, self._fail = grammars, notify, constrain, fail
 
     def ask(self, sequence: S) -> None:
-        """Have the grammar of a new sequence compiled. One that was compiled before constrains the sequence at once."""
+        """Start compiling a new sequence's grammar. If it is cached, the sequence is constrained immediately."""
         if self._grammars is None or not sequence.awaits_grammar:
             return
         grammar, salt = sequence.params.grammar, sequence.request.cache_salt
@@ -53,7 +54,7 @@ class AwaitedGrammars(Generic[S]):
             self._settle(sequence, compiled)
 
     def ready(self, compiled: CompiledGrammar, sequences: Iterable[S]) -> None:
-        """Constrain, or fail, the `sequences` that wait for this grammar."""
+        """Constrain or fail the `sequences` that wait for this grammar."""
         for sequence in list(sequences):
             if sequence.awaits_grammar and not sequence.awaits_mask and sequence.params.grammar == compiled.grammar:
                 self._settle(sequence, compiled)
@@ -72,9 +73,9 @@ class AwaitedGrammars(Generic[S]):
             self._constrain(sequence, constraint)
 
     def expire(self, sequence: S, now: float) -> None:
-        """Fail a sequence that has waited for too long."""
+        """Fail a sequence that has waited too long."""
         if sequence.awaits_grammar and sequence.accepted_at < now - GRAMMAR_TIMEOUT_S:
-            why = f"the grammar was not compiled within {GRAMMAR_TIMEOUT_S:g} s"
+            why = f"compiling the grammar took longer than {GRAMMAR_TIMEOUT_S:g} s"
             self._fail(sequence, "grammar", why, retryable=True)
 
     def close(self) -> None:

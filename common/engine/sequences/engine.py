@@ -1,4 +1,4 @@
-"""The part of an engine that both workers share: it accepts, refuses, aborts and fails requests."""
+"""Base class of both workers' engines: accepts, rejects, aborts and fails requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from common.engine.kv.tiers import BlockRead, BlockTiers, ReadEnded
 from common.engine.sequences.awaited_grammars import AwaitedGrammars, MaskReady
 from common.engine.sequences.hidden_states import HiddenPlaces
 from common.engine.sequences.reports import Reports
-from common.engine.sequences.restores import Restores
+from common.engine.sequences.restores import BlockRestorer
 from common.engine.sequences.scheduler import Scheduler
 from common.engine.sequences.sequence import RequestRules, WorkerSequence
 from common.engine.sequences.step_budget import Knob
@@ -40,9 +40,9 @@ from common.wire.messages import AbortRequest, DecodeRequest, Message, PrefillRe
 
 log = logging.getLogger(__name__)
 LOG_INTERVAL_S = 10.0
-"""How often the log tells of one knob at most: it may turn at every step."""
+"""Minimum interval, in seconds, between log lines about one tuned parameter, which may change at every step."""
 NOTABLE = 0.25
-"""A change of value by this share is logged; one of its reason always."""
+"""Minimum relative change of a value to be logged. A change of its reason is always logged."""
 
 R = TypeVar("R", PrefillRequest, DecodeRequest)
 S = TypeVar("S", bound=WorkerSequence)
@@ -50,10 +50,10 @@ S = TypeVar("S", bound=WorkerSequence)
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """Without `grammars`, requests with a grammar are refused, without `adapters` those that name one.
+    """Optional parts of an engine. Without `grammars` or `adapters`, requests that use them are rejected.
 
-    The engine closes `tiers` and `peers`: nothing is read without the one, nothing is pulled without the other.
-    `hidden` are places of hidden states, for a model with a draft head.
+    The engine closes `tiers` and `peers`. Without them, no blocks are read or pulled. `hidden`: slots for hidden
+    states, for a model with a draft head.
     """
 
     grammars: Grammars | None = None
@@ -67,7 +67,7 @@ NO_PARTS = EngineParts()
 
 
 class KnobLog:
-    """Called by the engine's thread."""
+    """Logs changes of self-tuned parameters and exports them as metrics. Used on the engine thread."""
 
     def __init__(self, metrics: WorkerMetrics) -> None:
         self._metrics = metrics
@@ -75,7 +75,7 @@ class KnobLog:
         self._logged: dict[str, tuple[Knob, float]] = {}
 
     def note(self, name: str, knob: Knob, now: float) -> None:
-        """Note where the knob `name` stands at `now`, in seconds of a monotonic clock."""
+        """Record the value of parameter `name` at `now`, in monotonic seconds."""
         known = self._known.get(name)
         if knob == known:
             return
@@ -89,13 +89,13 @@ class KnobLog:
         if is_notable and now - logged_at >= LOG_INTERVAL_S:
             self._logged[name] = knob, now
             log.info(
-                "%s: %d (%s), before %d (%s)", name, knob.value, knob.reason, before.value, before.reason,
+                "%s changed from %d (%s) to %d (%s)", name, before.value, before.reason, knob.value, knob.reason,
                 extra={"knob": name, "value": knob.value, "reason": knob.reason},
             )  # fmt: skip
 
 
 class RequestEngine(Engine, Generic[R, S]):
-    """Owns the block pool (through its scheduler). `_in_step` are the sequences of a step that has not ended.
+    """Engine of requests. Owns the block pool through its scheduler. `_in_step`: sequences of the current step.
 
     Subclasses set `role` and `_reports`.
     """
@@ -114,14 +114,14 @@ class RequestEngine(Engine, Generic[R, S]):
     ) -> None:
         super().__init__(send)
         self._tiers, self._adapters, self._hidden = parts.tiers, parts.adapters, parts.hidden
-        self._restores = Restores(parts.tiers, scheduler.block_size, metrics, parts.peers)
+        self._restores = BlockRestorer(parts.tiers, scheduler.block_size, metrics, parts.peers)
         self.scheduler: Scheduler[S] = scheduler
         self.metrics = metrics
         self._rules, self._max_waiting = rules, config.max_waiting
         self._grammars = AwaitedGrammars(parts.grammars, self.notify, scheduler.constrain, self._fail)
         self._rate, self._knob_log = StepRate(), KnobLog(metrics)
         self._in_step: Collection[S] = ()
-        self._serials: Mapping[bytes, int] = {}  # replaced, never changed: snapshots share it
+        self._serials: Mapping[bytes, int] = {}  # replaced, never modified, because snapshots share it
 
     @property
     def has_work(self) -> bool:
@@ -142,7 +142,7 @@ class RequestEngine(Engine, Generic[R, S]):
                 self._restores.reset()
                 self._end_reads([sequence.read for sequence in self.scheduler if sequence.read is not None])
             case RequestReceived(router, message):
-                self._refuse(router, message, f"a {self.role} worker takes no {type(message).__name__}")
+                self._refuse(router, message, f"a {self.role} worker does not accept {type(message).__name__}")
             case RouterLost(router):
                 self._serials = {name: serial for name, serial in self._serials.items() if name != router}
                 for sequence in self.scheduler:
@@ -194,25 +194,25 @@ class RequestEngine(Engine, Generic[R, S]):
         )
 
     def _note_knobs(self, others: Mapping[str, Knob], now: float) -> None:
-        """Tell of the scheduler's knobs and `others`, after each step."""
+        """Record the scheduler's tuned parameters and `others`, after each step."""
         for name, knob in {**self.scheduler.knobs, **others}.items():
             self._knob_log.note(name, knob, now)
 
     @property
     def _beside(self) -> StepShape:
-        """What steps compute beside prompts."""
+        """Work that steps compute in addition to prompts."""
         return StepShape()
 
     def check_integrity(self) -> BlockCounts:
         return self.scheduler.check_integrity()
 
     def _accept(self, router: bytes, request: R) -> None:
-        """Take a request, refuse it, or see that it is here already."""
+        """Accept or reject a request. Duplicates are ignored."""
         self._serials = {**self._serials, router: max(request.serial, self._serials.get(router, 0))}
         known = self.scheduler.find(request.request_id)
         if known is not None:
             if known.router != router:
-                why = f"request id {request.request_id} is another router's"
+                why = f"request id {request.request_id} is already in use by another router"
                 self._report_failed(router, request.request_id, request.attempt, "queue", why, retryable=False)
                 return
             if known.attempt >= request.attempt:
@@ -227,7 +227,7 @@ class RequestEngine(Engine, Generic[R, S]):
             return
         adapter = self._adapters.place(request.adapter) if self._adapters is not None else None
         if request.adapter and adapter is None:
-            self._refuse(router, request, f"adapter {request.adapter} is not loaded here", retryable=True)
+            self._refuse(router, request, f"adapter {request.adapter} is not loaded on this worker", retryable=True)
             return
         if too_many := self._overload():
             self._refuse(router, request, too_many, retryable=True)
@@ -240,44 +240,44 @@ class RequestEngine(Engine, Generic[R, S]):
         self._grammars.ask(sequence)
 
     def _continue(self, known: S, request: R) -> bool:
-        """Go on with a sequence under the new attempt `request`. False if that attempt must start from its prompt."""
+        """Continue a sequence as the new attempt `request`. Returns False if it must restart from its prompt."""
         return False
 
     @property
     def _has_unused_adapters(self) -> bool:
-        """Whether adapters were retired that no sequence uses any more."""
+        """Whether there are retired adapters that no sequence uses."""
         if self._adapters is None or not (retired := self._adapters.retired):
             return False
         return not retired <= {sequence.request.adapter for sequence in self.scheduler}
 
     def _free_adapters(self) -> None:
-        """Free them. No step may be in flight: one that has outlived its sequences may read them."""
+        """Free unused adapters. No step may be in flight, because it may still read them."""
         if self._adapters is not None and self._has_unused_adapters:
             self._adapters.free({sequence.request.adapter for sequence in self.scheduler})
 
     @property
     @abstractmethod
     def _num_dropped_frames(self) -> int:
-        """KV frames that were dropped since the start."""
+        """Number of KV frames dropped since the start."""
 
     @abstractmethod
     def _overload(self) -> str:
-        """Why the worker takes no further request now, or ""."""
+        """Return why the worker currently rejects requests, or ""."""
 
     @abstractmethod
     def _add(self, router: bytes, request: R, token_ids: list[int], hasher: BlockHasher, now: float) -> S:
-        """Give a new sequence to the scheduler."""
+        """Add a new sequence to the scheduler."""
 
     @abstractmethod
     def _phase_of(self, sequence: S) -> str:
-        """Where a sequence is, in the words of `RequestFailed`."""
+        """Return the phase of a sequence, as in `RequestFailed`."""
 
     @abstractmethod
     def _drop(self, sequence: S, reason: str) -> None:
-        """Forget a sequence without a word to its router."""
+        """Drop a sequence without notifying its router."""
 
     def _end_reads(self, reads: Iterable[BlockRead]) -> None:
-        """Let the prompts of these reads, as far as they are still here, go on from what was read."""
+        """End these reads and continue their prompts, if still present, from the blocks read."""
         for read in reads:
             sequence = self.scheduler.find(read.request_id)
             if sequence is not None and sequence.read is read:
@@ -285,29 +285,29 @@ class RequestEngine(Engine, Generic[R, S]):
                 self.scheduler.restored(sequence, read.num_done)
                 self._on_restored(sequence, read.num_done)
                 if self.scheduler.window and read.num_done == len(read.blocks):
-                    self._read_tiers(sequence, time.monotonic())  # its table has room for more now
+                    self._read_tiers(sequence, time.monotonic())  # its table has space for more blocks now
 
     def _read_tiers(self, sequence: S, now: float) -> None:
-        """Begin to read blocks of a sequence that was admitted just now, or has got all that it had room for."""
+        """Start reading blocks of a sequence that was just admitted, or has received all blocks it had space for."""
         self._restores.begin(sequence, now, self.step_fit.model, self.scheduler.most_step_tokens)
 
     def _on_restored(self, sequence: S, num_blocks: int) -> None:
-        """The sequence has got so many blocks from tiers."""
+        """Hook: the sequence received `num_blocks` blocks from tiers or a peer."""
 
     def _expire_requests(self, now: float) -> None:
-        """Fail requests whose time is over, and those whose grammar is not compiled in time; end late reads."""
+        """End overdue reads and fail requests whose deadline, or whose grammar's, has passed."""
         self._end_reads(self._restores.late(self.scheduler, now))
         for sequence in self.scheduler:
             if sequence.deadline < now:
                 phase = self._phase_of(sequence)
-                self._fail(sequence, phase, f"the request's time was over in {phase}", retryable=False)
+                self._fail(sequence, phase, f"the request exceeded its deadline in phase {phase}", retryable=False)
             else:
                 self._grammars.expire(sequence, now)
         if self._hidden is not None:
             self._hidden.retain(self._needs_hidden)
 
     def _needs_hidden(self, sequence: WorkerSequence) -> bool:
-        """Whether a later step may read the hidden states of this one's last tokens."""
+        """Return whether a later step may read the hidden states of the sequence's last tokens."""
         is_here = self.scheduler.find(sequence.request_id) is sequence
         return is_here and bool(sequence.blocks) and sequence.num_remaining > 0
 
@@ -316,7 +316,7 @@ class RequestEngine(Engine, Generic[R, S]):
         self._report_failed(sequence.router, sequence.request_id, sequence.attempt, phase, why, retryable=retryable)
 
     def _refuse(self, router: bytes, message: Message, why: str, *, retryable: bool = False) -> None:
-        """Refuse a message, if it names a request."""
+        """Reject a message, if it refers to a request."""
         request_id, attempt = getattr(message, "request_id", ""), getattr(message, "attempt", 0)
         if request_id:
             self._report_failed(router, request_id, attempt, "queue", why, retryable=retryable)
@@ -329,5 +329,5 @@ class RequestEngine(Engine, Generic[R, S]):
 
 
 def _users(sequences: Iterable[WorkerSequence]) -> Counter[str]:
-    """How many of them use each adapter, by its digest."""
+    """Count the sequences per adapter digest."""
     return Counter(sequence.request.adapter for sequence in sequences if sequence.adapter >= 0)

@@ -1,20 +1,20 @@
-"""The order in which a worker computes prompts. Pure: `now` and the times of steps come in.
+"""Order in which a worker computes prompts. Pure: `now` and step times are arguments.
 
-1. Prompts whose client reads already (a takeover, a preemption), oldest first: its stream stands still meanwhile.
-   The others by priority, the highest first, and among those of one priority:
-2. Prompts that can meet their goal, each behind those before it: of the prompts by due time, the longest leaves
-   whenever one would be late, which keeps the most in time (Moore, "An n job, one machine sequencing algorithm",
-   Management Science, 1968). To judge each prompt alone is not enough: in an overload each would wait until its slack
-   is gone, and then make the next one late. A shorter prompt passes those that can spare its time: it takes at most a
-   share of their slack, which is the time left until they are due less that of the prompts before them and their own.
-3. Prompts without a goal, and those that will miss theirs: the shortest remaining time first, which gives the least
-   mean (Schrage, "A proof of the optimality of the shortest remaining processing time discipline", Operations
-   Research, 1968). Few prompts lose by it (Bansal and Harchol-Balter, "Analysis of SRPT Scheduling", SIGMETRICS 2001).
+1. Prompts whose client is already reading (takeovers, preemptions), oldest first, because their streams are stalled.
+   The others follow by priority, highest first. Within a priority:
+2. Prompts that can meet their deadline when computed in sequence: by due time; whenever one would be late, the longest
+   is removed, which maximises the number in time (Moore, "An n job, one machine sequencing algorithm", Management
+   Science, 1968). Judging each prompt separately does not work: in an overload, each would wait until its slack is
+   exhausted and then delay the next. A shorter prompt may overtake others if it uses at most a share of their slack,
+   that is, the time until they are due minus the time of the preceding prompts and their own.
+3. Prompts without a deadline, and those that will miss it: shortest remaining time first, which minimises the mean
+   (Schrage, "A proof of the optimality of the shortest remaining processing time discipline", Operations Research,
+   1968). Few prompts are worse off (Bansal and Harchol-Balter, "Analysis of SRPT Scheduling", SIGMETRICS 2001).
 
-Nothing starves: the oldest prompt, once it has waited `PATIENCE_S`, is the *elder*. It comes first for blocks, and a
-share of each step is its own until it is computed; then the next one is the elder. So a prompt is computed at the
-latest when that share alone has computed it and all older ones. To let all old prompts go first instead would turn
-every overload into first come, first served, in which short prompts wait behind all long ones.
+To prevent starvation, the oldest prompt becomes the *elder* after `PATIENCE_S`. It gets blocks first and a guaranteed
+share of each step until it is computed; then the next one may become the elder. The completion time of every prompt is
+thereby bounded. Giving priority to all old prompts instead would turn every overload into first come, first served, in
+which short prompts queue after all long ones.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from typing import Generic, Protocol, TypeVar
 from common.latency import NOTHING, StepModel, StepShape
 
 PATIENCE_S = 20.0
-"""Seconds after which the oldest prompt is the elder: longer than bursts last, shorter than clients wait."""
+"""Age, in seconds, at which the oldest prompt becomes the elder: longer than bursts, shorter than client timeouts."""
 ELDER_SHARE = 1 / 8
-"""The share of each step's tokens for the elder: enough to end every wait, and little for those that can meet goals."""
+"""Elder's share of each step's tokens: enough to bound every wait, with little impact on prompts with deadlines."""
 PASSING_SHARE = 1 / 4
-"""The share of a prompt's slack that one which passes it may take: the rest is for prompts that are yet to come."""
+"""Share of a prompt's slack that an overtaking prompt may use. The rest is reserved for later arrivals."""
 MAX_PASSING = 16
-"""How many prompts of one step may pass others, so that a long queue does not slow the step down."""
+"""Maximum number of overtaking prompts per step, so that a long queue does not slow the step down."""
 
 
 class OrderedPrompt(Protocol):
-    """What the order must know of a prompt. Times are of one clock, in seconds; `due_at` is infinite without a goal."""
+    """Properties of a prompt used for ordering. Times are in seconds of one clock; `due_at` is infinite if unset."""
 
     @property
     def accepted_at(self) -> float: ...
@@ -59,13 +59,13 @@ P = TypeVar("P", bound=OrderedPrompt)
 
 @dataclass(frozen=True, slots=True)
 class PromptOrder(Generic[P]):
-    """The prompts in turn; the elder, if there is one, is the first of them."""
+    """The prompts in order. The elder, if any, is first."""
 
     prompts: Sequence[P]
     elder: P | None = None
 
     def most_tokens(self, prompt: P, budget: int) -> int:
-        """How many tokens of a step of `budget` tokens the prompt may take, before others take theirs."""
+        """Return the maximum number of tokens for a prompt in a step of `budget` tokens."""
         if prompt is not self.elder:
             return budget
         others = sum(other.num_remaining for other in self.prompts if other is not prompt)
@@ -74,9 +74,9 @@ class PromptOrder(Generic[P]):
 
 @dataclass(frozen=True, slots=True)
 class _Job(Generic[P]):
-    """A prompt, and the seconds that steps take for what is left of it; 0 while no model is known.
+    """A prompt and the predicted time, in seconds, of its remaining steps; 0 if no model is known.
 
-    `length` sorts the shortest first, the oldest among equals. Tokens decide while no time is known.
+    `length` is the sort key for shortest first, then oldest. If times are unknown, tokens determine the order.
     """
 
     prompt: P
@@ -92,9 +92,9 @@ class _Job(Generic[P]):
 def prompt_order(
     prompts: Iterable[P], now: float, model: StepModel, budget: int, beside: StepShape = NOTHING
 ) -> PromptOrder[P]:
-    """The order of prompts that are all here at `now`, for steps of `budget` prompt tokens and `beside` in each."""
+    """Return the order of `prompts` at `now`, for steps of `budget` prompt tokens plus the work `beside`."""
     by_age = sorted(prompts, key=lambda prompt: prompt.accepted_at)
-    if len(by_age) < 2:  # as in most steps at low load
+    if len(by_age) < 2:  # the common case at low load
         return _with_elder(by_age, [prompt for prompt in by_age if not prompt.has_output], now)
     seconds = _predictor(model, budget, beside)
     jobs = [_Job.of(prompt, seconds(prompt)) for prompt in by_age]
@@ -109,7 +109,7 @@ def prompt_order(
 
 
 def _with_elder(in_turn: list[P], new: list[P], now: float) -> PromptOrder[P]:
-    """The order, in which the oldest prompt without output comes first once it has waited for too long."""
+    """Move the oldest prompt without output to the front if it has waited too long."""
     if not new or now - new[0].accepted_at <= PATIENCE_S:
         return PromptOrder(in_turn)
     elder = new[0]
@@ -117,7 +117,7 @@ def _with_elder(in_turn: list[P], new: list[P], now: float) -> PromptOrder[P]:
 
 
 def _by_slack(jobs: Sequence[_Job[P]], now: float, budget: int) -> list[_Job[P]]:
-    """New jobs of one priority in turn, where the first of them begins at `now`."""
+    """Order new jobs of one priority, the first of which starts at `now`."""
     on_time, rest = _on_time([job for job in jobs if job.due_at < math.inf], now)
     rest += [job for job in jobs if job.due_at == math.inf]
     return [*_with_passing(on_time, now, budget), *sorted(rest, key=lambda job: job.length)]
@@ -130,7 +130,7 @@ def _predictor(model: StepModel, budget: int, beside: StepShape) -> Callable[[Or
 
 
 def _on_time(jobs: Iterable[_Job[P]], now: float) -> tuple[list[_Job[P]], list[_Job[P]]]:
-    """The most jobs that can all be in time, by due time, and the others."""
+    """Split jobs into the largest set that can all be in time, by due time, and the others."""
     kept: list[tuple[float, int, _Job[P]]] = []
     late: list[_Job[P]] = []
     end = now
@@ -145,9 +145,9 @@ def _on_time(jobs: Iterable[_Job[P]], now: float) -> tuple[list[_Job[P]], list[_
 
 
 def _with_passing(jobs: list[_Job[P]], now: float, budget: int) -> list[_Job[P]]:
-    """Jobs that are all in time in their order, with shorter ones moved ahead of those that can spare their time.
+    """Move shorter jobs ahead of jobs with enough slack. All jobs remain in time.
 
-    Only as far as a step of `budget` tokens reaches: the next step sees again.
+    Only as far as a step of `budget` tokens reaches, because the next step orders again.
     """
     left, least_s = list(jobs), min((job.seconds for job in jobs), default=0.0)
     ahead: list[_Job[P]] = []
@@ -160,7 +160,7 @@ def _with_passing(jobs: list[_Job[P]], now: float, budget: int) -> list[_Job[P]]
 
 
 def _next(jobs: Sequence[_Job[P]], now: float, least_s: float) -> int:
-    """The place of the shortest job that all jobs before it can let pass; none takes less than `least_s`."""
+    """Return the index of the shortest job that all jobs before it can let pass; none takes less than `least_s`."""
     best, end, spare = 0, now, math.inf
     for place, job in enumerate(jobs):
         if job.seconds <= spare and job.length < jobs[best].length:

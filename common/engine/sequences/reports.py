@@ -1,4 +1,4 @@
-"""Reports to routers about their requests: tokens, log-probabilities of prompts, pooled prompts, and failures."""
+"""Reports to routers: tokens, prompt logprobs, pooled prompts and failures."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from common.wire import TokenLogprobs
 from common.wire.messages import Message, PooledOutput, PromptLogprobs, RequestFailed, TokenDelta, TokenOutput
 
 MAX_ALTERNATIVES = 500_000
-"""The most alternatives in a message of several requests: about 8 MB, half of what the wire takes."""
+"""Maximum number of alternatives in a message of several requests: about 8 MB, half of the wire limit."""
 MAX_WHY_CHARS = 4000
-"""The wire takes texts of 4096 characters."""
+"""Maximum length of a reason, in characters. The wire limit is 4096."""
 
 
 class Reports:
-    """Gathers token deltas by router until `flush`. `emit(router, message)` queues a message."""
+    """Collects token deltas per router until `flush`. `emit(router, message)` queues a message."""
 
     def __init__(self, identity: tuple[str, int], emit: Callable[[bytes, Message], None]) -> None:
-        """`identity` is the worker's id and boot epoch."""
+        """`identity`: the worker's ID and boot epoch."""
         self._worker_id, self._epoch = identity
         self._emit = emit
         self._deltas: dict[bytes, list[TokenDelta]] = defaultdict(list)
@@ -28,14 +28,14 @@ class Reports:
         self._deltas[router].append(delta)
 
     def flush(self) -> None:
-        """Queue one `TokenOutput` for each router that has deltas, or several where alternatives are very many."""
+        """Queue one `TokenOutput` per router that has deltas, or several if there are very many alternatives."""
         for router, deltas in self._deltas.items():
             for part in _within_messages(deltas):
                 self._emit(router, TokenOutput(worker_id=self._worker_id, epoch=self._epoch, outputs=tuple(part)))
         self._deltas.clear()
 
     def report_prompt_logprobs(self, sequence: WorkerSequence, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Queue log-probabilities of the prompt's tokens behind `start`: at once, before any token that follows."""
+        """Queue prompt logprobs for the tokens after `start`, immediately, before any token that follows."""
         message = PromptLogprobs(
             worker_id=self._worker_id,
             epoch=self._epoch,
@@ -47,7 +47,7 @@ class Reports:
         self._emit(sequence.router, message)
 
     def report_pooled(self, sequence: WorkerSequence, values: bytes) -> None:
-        """Queue the vector of a prompt: at once, before the delta that ends its request."""
+        """Queue the vector of a prompt, immediately, before the delta that ends its request."""
         message = PooledOutput(
             worker_id=self._worker_id,
             epoch=self._epoch,
@@ -58,7 +58,7 @@ class Reports:
         self._emit(sequence.router, message)
 
     def fail(self, router: bytes, request_id: str, attempt: int, phase: str, why: str, *, retryable: bool) -> None:
-        """Queue the end of a request that this worker gives up."""
+        """Queue the failure of a request."""
         failed = RequestFailed(
             worker_id=self._worker_id,
             request_id=request_id,
@@ -71,7 +71,7 @@ class Reports:
 
 
 def _within_messages(deltas: Sequence[TokenDelta]) -> Iterator[Sequence[TokenDelta]]:
-    """The deltas in parts, each small enough for a message."""
+    """Split the deltas into parts that fit in a message."""
     if not any(delta.logprobs for delta in deltas):
         yield deltas
         return

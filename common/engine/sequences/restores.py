@@ -1,8 +1,8 @@
-"""Prompts that take blocks from the tiers below the prefix cache, or from a peer's, instead of computing them.
+"""BlockRestorer a prompt's blocks from tiers below the prefix cache, or from a peer, instead of computing them.
 
-A prompt that owns its blocks waits for a read only where the read is predicted to be faster than computing, and at most
-as long as computing would take: then, or when a tier or the peer fails, it goes on from what was read. Steps of others
-never wait.
+A prompt that owns its blocks waits for a read only if the read is predicted to be faster than computing, and at most
+as long as computing would take. If the time is over, or a tier or peer fails, the prompt continues from what was read.
+Steps of other prompts never wait.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from common.latency import WORTHWHILE, LinkModel, Links, StepModel, StepShape
 from common.wire.messages import KVPeer
 
 LEAST_WAIT_S, MOST_WAIT_S = 0.05, 5.0
-"""Bounds of the wait for a read: a disk that is asleep may need the first, and the second is for a prompt whose
-computing cannot be predicted yet, as after a restart."""
+"""Bounds of the wait for a read, in seconds. A sleeping disk may need the minimum. The maximum applies to prompts whose
+compute time cannot be predicted yet, for example after a restart."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A way to get `num_blocks` blocks, from tiers or from `peer`.
+    """A source of `num_blocks` blocks: tiers or `peer`.
 
-    Getting them is predicted to take `seconds`, computing them `compute_s`.
+    `seconds`: predicted time to get them. `compute_s`: predicted time to compute them.
     """
 
     num_blocks: int
@@ -35,8 +35,8 @@ class _Source:
     peer: KVPeer | None = None
 
 
-class Restores:
-    """Without `tiers` nothing is read, without `peers` nothing pulled. Belongs to the engine's thread."""
+class BlockRestorer:
+    """Starts and ends reads. Without `tiers` nothing is read, without `peers` nothing is pulled. Engine thread only."""
 
     def __init__(
         self, tiers: BlockTiers | None, block_size: int, metrics: WorkerMetrics, peers: PeerCaches | None = None
@@ -45,27 +45,27 @@ class Restores:
 
     @property
     def links(self) -> Links:
-        """What reads and pulls take, for routers."""
+        """Measured times of reads and pulls, for routers."""
         return Links(
             disk=self._tiers.link if self._tiers is not None else LinkModel(),
             peer=self._peers.puller.link if self._peers is not None else LinkModel(),
         )
 
     def num_held(self, hashes: Sequence[bytes]) -> int:
-        """How many of the chain's first blocks could be read."""
+        """Return how many of the chain's leading blocks can be read."""
         return self._tiers.num_held(hashes) if self._tiers is not None else 0
 
     def expect_pull(self, sequence: WorkerSequence) -> None:
-        """Note what the router expects a new request to take from a peer, to predict how long it takes."""
+        """Record the blocks that the router expects a new request to pull, for the prediction of its duration."""
         peer, size = sequence.request.peer, self._block_size
         if self._peers is not None and peer is not None:
             num_blocks = min(peer.num_blocks, sequence.num_cacheable // size)
             sequence.num_expected_hits = max(sequence.num_expected_hits, num_blocks * size)
 
     def begin(self, sequence: WorkerSequence, now: float, model: StepModel, most_tokens: int) -> None:
-        """Begin a read or a pull for a sequence that was admitted just now, if one is worth it.
+        """Start a read or pull for a newly admitted sequence, if it pays off.
 
-        By `model`, steps of `most_tokens` tokens would compute the same.
+        The alternative is to compute in steps of `most_tokens` tokens, whose time `model` predicts.
         """
         if self._tiers is None and self._peers is None:
             return
@@ -79,7 +79,7 @@ class Restores:
                 return MOST_WAIT_S * num_blocks / max(1, len(hashes) - first)
             return model.steps_s(StepShape.of_prompt(first * size, (first + num_blocks) * size), most_tokens)
 
-        hashes = hashes[: len(sequence.blocks)]  # of a long prompt through windows a sequence owns the first part only
+        hashes = hashes[: len(sequence.blocks)]  # with a window, a long prompt owns only its first part
         ways = [*self._from_tiers(hashes[first:], compute_s), *self._from_peer(sequence, hashes, first, now, compute_s)]
         best = max(ways, key=lambda way: way.compute_s - way.seconds, default=None)
         if best is None:
@@ -125,13 +125,13 @@ class Restores:
             yield way
 
     def late(self, sequences: Iterable[WorkerSequence], now: float) -> list[BlockRead]:
-        """Reads whose time is over."""
+        """Return reads that have exceeded their deadline."""
         if self._tiers is None and self._peers is None:
             return []
         return [each.read for each in sequences if each.read is not None and each.read.deadline < now]
 
     def end(self, sequence: WorkerSequence, read: BlockRead) -> None:
-        """Take the blocks back from a read that has ended, or whose time is over."""
+        """End a read that is complete or overdue, and stop its writes to the blocks."""
         read.cancel()
         sequence.read = None
         is_whole = read.num_done == len(read.blocks)
@@ -143,13 +143,13 @@ class Restores:
             self._metrics.count_hits(num_blocks * self._block_size, tier)
 
     def drop(self, sequence: WorkerSequence) -> None:
-        """Take the blocks back from the read of a sequence that ends."""
+        """Cancel the read of a sequence that ends."""
         if sequence.read is not None:
             sequence.read.cancel()
             sequence.read = None
 
     def reset(self) -> None:
-        """Forget every block in every tier."""
+        """Drop all blocks of all tiers."""
         if self._tiers is not None:
             self._tiers.reset()
 

@@ -1,4 +1,4 @@
-"""What the schedulers of both workers share: the requests by id, their blocks, and the prefix cache. Pure."""
+"""Base class of both workers' schedulers: requests by ID, their blocks, and the prefix cache. Pure."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ S = TypeVar("S", bound=WorkerSequence)
 class Scheduler(ABC, Generic[S]):
     """Owns the block pool and every request of the worker.
 
-    `unready` holds requests whose grammar is being compiled. They own no blocks, and no other request waits for them.
-    `_lingering` holds sequences that have ended while a step in flight still writes to their blocks.
-    A step computes at most `step_tokens` tokens of prompts, and `batch_cap` requests run side by side: what flags allow
-    (`most_step_tokens`, `max_num_seqs`), or less where a goal wants it (`step_budget.py`).
+    `unready` requests wait for their grammar. They own no blocks and do not delay other requests. `_lingering`
+    sequences have ended, but a step in flight still writes to their blocks. A step computes at most `step_tokens`
+    prompt tokens, and at most `batch_cap` requests run concurrently. Both are limited by flags (`most_step_tokens`,
+    `max_num_seqs`) and may be reduced to meet a latency goal (`step_budget.py`).
     """
 
     def __init__(
         self, pool: BlockPool, *, max_num_seqs: int, max_step_tokens: int, max_prompt_logprobs: int, window: int = 0
     ) -> None:
-        """`window`: how many tokens every layer looks back to at most, 0: without bound (`common/blocks/window.py`)."""
+        """`window`: maximum attention window of all layers, in tokens; 0 if unlimited (`common/blocks/window.py`)."""
         self.pool, self.block_size = pool, pool.block_size
         self.window = Window(window, pool.block_size)
         self.max_num_seqs, self.max_prompt_logprobs = max_num_seqs, max_prompt_logprobs
@@ -51,12 +51,12 @@ class Scheduler(ABC, Generic[S]):
 
     @property
     def max_step_tokens(self) -> int:
-        """Tokens of prompts that a step computes at most, as things are."""
+        """Current maximum of prompt tokens per step."""
         return self.step_tokens.value
 
     @property
     def knobs(self) -> Mapping[str, Knob]:
-        """What the scheduler has chosen by itself, by name."""
+        """Self-tuned parameters, by name."""
         return {"step_tokens": self.step_tokens, "batch_cap": self.batch_cap}
 
     @property
@@ -67,56 +67,56 @@ class Scheduler(ABC, Generic[S]):
     @property
     @abstractmethod
     def num_waiting(self) -> int:
-        """Requests that wait for blocks or for their grammar."""
+        """Number of requests that wait for blocks or for their grammar."""
 
     @property
     @abstractmethod
     def num_in_transfer(self) -> int:
-        """Requests that wait for a transfer of their KV."""
+        """Number of requests that wait for a transfer of their KV."""
 
     @property
     @abstractmethod
     def waiting_shape(self) -> StepShape:
-        """Prompts that this worker must still compute, as if they were one step."""
+        """Shape of all prompts that this worker must still compute, as if in one step."""
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Prompt tokens that this worker must still compute."""
+        """Number of prompt tokens that this worker must still compute."""
         return self.waiting_shape.num_tokens
 
     @property
     def num_context_tokens(self) -> int:
-        """Tokens of the running sequences that are in the KV cache."""
+        """Tokens of running sequences in the KV cache."""
         return sum(sequence.num_computed for sequence in self.running)
 
     def find(self, request_id: str) -> S | None:
         return self._by_id.get(request_id)
 
     def has(self, sequence: S) -> bool:
-        """Whether the sequence is still here, and not another one of its id."""
+        """Return whether this sequence is still present, rather than a newer one with the same ID."""
         return self._by_id.get(sequence.request.request_id) is sequence
 
     def constrain(self, sequence: S, constraint: Constraint) -> None:
-        """The grammar of a request is compiled: it may get blocks."""
+        """Set a request's compiled grammar. The request may then get blocks."""
         sequence.constraint = constraint
         if sequence in self.unready:
             self.unready.remove(sequence)
             self._enqueue(sequence)
 
     def check_integrity(self) -> BlockCounts:
-        """Every owned block belongs to a request that lives or lingers. Raises BlockError otherwise."""
+        """Check that every owned block belongs to a live or lingering request. Raises BlockError."""
         return self.pool.check_integrity(
             sequence.owned_blocks for sequence in (*self._by_id.values(), *self._lingering)
         )
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks hold the KV of `num_tokens` tokens."""
+        """Return the number of blocks for the KV of `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def expect_hits(self, sequence: S, num_below: Callable[[Sequence[bytes]], int] = lambda hashes: 0) -> None:
-        """Note how much of a new request is cached now, to predict how long it takes.
+        """Record how much of a new request is cached, for the prediction of its duration.
 
-        `num_below` says how many of a chain's first blocks are in tiers below the prefix cache.
+        `num_below` returns how many of a chain's leading blocks are in tiers below the prefix cache.
         """
         num_hits = self._cached_prefix(sequence).end
         num_hits += num_below(sequence.hasher.hashes[num_hits : sequence.num_cacheable // self.block_size])
@@ -124,34 +124,34 @@ class Scheduler(ABC, Generic[S]):
 
     @abstractmethod
     def _enqueue(self, sequence: S) -> None:
-        """Let a sequence wait for blocks, or among `unready` while it awaits its grammar."""
+        """Queue a sequence for blocks, or in `unready` while it waits for its grammar."""
 
     def _cached_prefix(self, sequence: S) -> CachedPrefix:
-        """The cached blocks that the sequence may start from. It does not own them yet."""
+        """Return the cached blocks that the sequence may start from, without acquiring them."""
         hashes = sequence.hasher.extend(sequence.token_ids)
         return self.pool.match_window(hashes[: sequence.num_cacheable // self.block_size], self.window)
 
     def _table_end(self, position: int, num_tokens: int) -> int:
-        """Entries of the table of a sequence of `num_tokens` tokens, whose next step begins at `position`.
+        """Return the table size of a sequence of `num_tokens` tokens whose next step begins at `position`.
 
-        They have room for the largest step.
+        It provides space for the largest step.
         """
         total = self.blocks_for(num_tokens)
         return min(total, self.window.first_block(position) + self._most_owned) if self.window else total
 
     @property
     def _most_owned(self) -> int:
-        """The most blocks that a prompt owns at once while it is computed; without a window it owns all of its own."""
+        """Maximum number of blocks that a prompt owns while it is computed. Unlimited without a window."""
         if not self.window:
             return self.pool.num_blocks
         return min(self.pool.num_blocks, self.window.span_blocks(self.most_step_tokens))
 
     def _num_available(self, hits: Iterable[int]) -> int:
-        """Blocks that are available beside the cached blocks `hits`."""
+        """Return the number of available blocks other than the cached blocks `hits`."""
         return self.pool.num_available - self.pool.num_reclaimed(hits)
 
     def _give_blocks(self, sequence: S, prefix: CachedPrefix, num_new: int, now: float) -> None:
-        """Admit the sequence: from now on it owns the blocks of `prefix` and `num_new` empty ones behind them."""
+        """Admit the sequence with the blocks of `prefix`, followed by `num_new` empty blocks."""
         self.pool.acquire(prefix.blocks)
         sequence.blocks = [HOLE] * prefix.first + prefix.blocks + self.pool.allocate(num_new)
         sequence.num_gone = prefix.first
@@ -160,9 +160,9 @@ class Scheduler(ABC, Generic[S]):
         sequence.admitted_at = sequence.admitted_at or now
 
     def _chunks(self, order: PromptOrder[S]) -> Iterator[tuple[S, int]]:
-        """(sequence, how many of its tokens) to compute in one step, in turn, `max_step_tokens` tokens in all.
+        """Yield (sequence, number of tokens) for one step, in order, up to `max_step_tokens` tokens in total.
 
-        A prompt token whose log-probability is wanted keeps a row of logits: `max_prompt_logprobs` bounds their number.
+        Prompt tokens with logprobs each require a row of logits; `max_prompt_logprobs` limits their number.
         """
         budget, logprob_room = self.max_step_tokens, self.max_prompt_logprobs
         for sequence in order.prompts:
@@ -176,9 +176,9 @@ class Scheduler(ABC, Generic[S]):
                 logprob_room -= num_tokens if keeps_logits else 0
 
     def restored(self, sequence: S, num_blocks: int) -> None:
-        """Count `num_blocks` blocks behind the computed ones, which were read from tiers or pulled, as computed too.
+        """Count `num_blocks` blocks after the computed ones, which were read or pulled, as computed.
 
-        Nothing writes to the sequence's blocks now.
+        Nothing may write to the sequence's blocks at this time.
         """
         begin, end = sequence.num_computed, sequence.num_computed + num_blocks * self.block_size
         self.pool.wrote(sequence.blocks, begin, end)
@@ -186,7 +186,7 @@ class Scheduler(ABC, Generic[S]):
         self._publish(sequence, end)
 
     def _publish(self, sequence: S, num_tokens: int) -> None:
-        """Offer the blocks that the sequence's first `num_tokens` tokens fill to later requests."""
+        """Publish the blocks filled by the sequence's first `num_tokens` tokens to later requests."""
         num_full = num_tokens // self.block_size
         if num_full > sequence.num_published:
             hashes = sequence.hasher.extend(sequence.token_ids[: num_full * self.block_size])
@@ -195,7 +195,7 @@ class Scheduler(ABC, Generic[S]):
             sequence.num_published = num_full
 
     def _give_back_before(self, sequence: S, first: int) -> None:
-        """Release the blocks of a sequence before `first`, which nothing needs any more. They must not be lent."""
+        """Release the blocks of a sequence before `first`, which are no longer needed. They must not be lent."""
         gone = sequence.blocks[sequence.num_gone : first]
         if gone:
             self.pool.release(gone)
@@ -204,7 +204,7 @@ class Scheduler(ABC, Generic[S]):
             sequence.num_published = max(sequence.num_published, sequence.num_gone)
 
     def _release(self, sequence: S) -> None:
-        """Take all blocks from a sequence."""
+        """Release all blocks of a sequence."""
         self._check_not_lent(sequence)
         self.pool.release(sequence.owned_blocks)
         sequence.blocks, sequence.num_gone, sequence.num_computed, sequence.num_published = [], 0, 0, 0
@@ -212,5 +212,5 @@ class Scheduler(ABC, Generic[S]):
     def _check_not_lent(self, sequence: S) -> None:
         if sequence.lent or sequence.read is not None:
             raise BlockError(
-                f"request {sequence.request_id} cannot lose blocks that a transfer reads or writes, or a disk"
+                f"cannot release blocks of request {sequence.request_id}: a transfer or disk read uses them"
             )

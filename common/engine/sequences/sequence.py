@@ -1,6 +1,6 @@
-"""A request on a worker: its state, which requests a worker takes, and when their sequences end. Pure.
+"""State of a request on a worker, and the rules for accepting requests and ending sequences. Pure.
 
-Prefill and decode workers must agree on these rules.
+Prefill and decode workers must apply the same rules.
 """
 
 from __future__ import annotations
@@ -30,17 +30,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class WorkerSequence:
-    """`token_ids` is prompt + output; the KV of the first `num_computed` of them is in `blocks`.
+    """A request on a worker. `token_ids`: prompt and output. `blocks`: KV of the first `num_computed` of them.
 
-    The first `num_gone` entries of `blocks` are holes: those blocks are out of the model's window, and not owned.
-    While its blocks are `lent`, a transfer reads or writes them, and they cannot be released. The first `num_published`
-    of them are in the prefix cache. Of the tokens, `num_request_tokens` came with the request, and `num_cached` were
-    found in a prefix cache, `num_restored` of these in a tier below memory; `num_expected_hits` were there when the
-    request came, or are being read by `read`, during which nothing of it is computed. Times are engine clock, in
-    seconds: the first token is due at `due_at`, infinity without a goal. `adapter`: the place of the one that it uses.
-    While it `awaits_mask`, the mask thread uses its constraint, and no step samples for it. `allowed_mask` has the bits
-    of the request's `allowed_token_ids`; the first step that needs them computes them. `problems` are the errors that
-    prevent sampling; the sequence fails with the first.
+    The first `num_gone` entries of `blocks` are holes: those blocks are outside the model's window and not owned. While
+    the blocks are `lent`, a transfer reads or writes them, and they cannot be released. The first `num_published`
+    blocks are in the prefix cache.
+
+    `num_request_tokens` tokens came with the request. `num_cached` of them were found in a prefix cache, including
+    `num_restored` in a tier below memory. `num_expected_hits` were cached when the request arrived, or are being read
+    by `read`, during which the sequence is not computed.
+
+    Times are monotonic, in seconds. The first token is due at `due_at`, infinity without a goal. `adapter` is the
+    sequence's adapter slot. While it `awaits_mask`, the mask thread uses its constraint, and no step samples for it.
+    `allowed_mask` contains the bits of the request's `allowed_token_ids`, computed on first use. `problems` are errors
+    that prevent sampling; the sequence fails with the first one.
     """
 
     router: bytes
@@ -85,17 +88,17 @@ class WorkerSequence:
 
     @property
     def priority(self) -> int:
-        """The priority of the request's class: the highest has its turn first."""
+        """Priority of the request's class. Higher values are served first."""
         return self.request.priority
 
     @property
     def awaits_grammar(self) -> bool:
-        """Whether the grammar of its answer is still being compiled: it gets no blocks before that."""
+        """Whether the grammar is still being compiled. The sequence gets no blocks until then."""
         return bool(self.params.grammar) and self.constraint is None
 
     def note_problem(self, error: Exception) -> None:
         """Record an error that prevents sampling. The sequence fails with the first one."""
-        log.error("request %s cannot be sampled", self.request_id, exc_info=error)
+        log.error("request %s: sampling failed", self.request_id, exc_info=error)
         self.problems.append(f"the request cannot be sampled: {type(error).__name__}: {error}")
 
     @property
@@ -112,7 +115,7 @@ class WorkerSequence:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the client's prompt, without the output of earlier attempts."""
+        """Tokens of the client's prompt, excluding the output of earlier attempts."""
         return self.num_request_tokens - self.request.num_output_tokens
 
     @property
@@ -130,36 +133,36 @@ class WorkerSequence:
 
     @property
     def num_begun(self) -> int:
-        """Tokens behind which the next step goes on."""
+        """Number of tokens after which the next step starts."""
         return self.num_computed
 
     @property
     def num_remaining(self) -> int:
-        """Tokens whose KV is still to be computed, by steps that are not launched yet."""
+        """Number of tokens whose KV must be computed by steps that are not launched yet."""
         return len(self.token_ids) - self.num_begun
 
     @property
     def remaining_shape(self) -> StepShape:
-        """`num_remaining` as the shape of one step, without what a cache or a tier is expected to hold."""
+        """`num_remaining` as the shape of one step, without tokens expected in a cache or tier."""
         return StepShape.of_prompt(max(self.num_begun, self.num_expected_hits), len(self.token_ids))
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether its router still lacks log-probabilities of the prompt that the request asks for."""
+        """Whether the request's prompt logprobs have not been reported yet."""
         return self.params.prompt_logprobs >= 0 and not self.request.num_output_tokens
 
     @property
     def num_cacheable(self) -> int:
-        """Leading tokens whose KV may come from the cache. A prefill computes one at least, for its logits.
+        """Number of leading tokens whose KV may be cached. At least one token is computed, for its logits.
 
-        The cache holds neither the logits nor the hidden states of its tokens.
+        The cache contains neither logits nor hidden states.
         """
         needs_all = self.wants_prompt_logprobs or self.params.pooling == "mean"
         return 0 if needs_all else self.num_tokens - 1
 
 
 class RequestRules:
-    """`max_model_len` is the longest prompt plus answer, `max_prompt_len` the longest prompt, in tokens."""
+    """Request limits, in tokens. `max_model_len`: prompt plus output. `max_prompt_len`: prompt."""
 
     def __init__(
         self,
@@ -171,44 +174,44 @@ class RequestRules:
         knows_grammars: bool,
         pooling: Pooling = "",
     ) -> None:
-        """`pooling` is how this worker pools prompts; "" if it generates text."""
+        """`pooling`: how this worker pools prompts; "" if it generates text."""
         self._pooling = pooling
         self._eos, self._knows_grammars = tuple(eos_token_ids), knows_grammars
         self.vocab_size, self.max_model_len, self._max_prompt_len = vocab_size, max_model_len, max_prompt_len
 
     def prompt(self, request: PrefillRequest | DecodeRequest) -> list[int]:
-        """The prompt's tokens. Raises WireError for a request that cannot be served here."""
+        """Return the prompt's tokens. Raises WireError for an invalid or unsupported request."""
         token_ids = unpack_tokens(request.prompt)
         if not token_ids:
             raise WireError("the prompt is empty")
         if len(token_ids) > self._max_prompt_len:
-            raise WireError(f"the prompt has {len(token_ids)} tokens, this worker takes at most {self._max_prompt_len}")
+            raise WireError(f"the prompt has {len(token_ids)} tokens, the maximum is {self._max_prompt_len}")
         if max(token_ids) >= self.vocab_size:
             raise WireError(f"token id {max(token_ids)} is outside of the vocabulary of {self.vocab_size}")
         self._check_pooling(request)
         if request.num_output_tokens >= len(token_ids):
-            raise WireError(f"{request.num_output_tokens} of the prompt's {len(token_ids)} tokens cannot be output")
+            raise WireError(f"invalid num_output_tokens {request.num_output_tokens} of {len(token_ids)} tokens")
         if request.params.thinking is not None and max(request.params.thinking.end) >= self.vocab_size:
-            raise WireError(f"a thought cannot end with token {max(request.params.thinking.end)}")
+            raise WireError(f"invalid thinking end token {max(request.params.thinking.end)}")
         if any(len(word.beginning) % TOKEN_BYTES for word in request.params.bad_words):
-            raise WireError("a bad word is not a list of token ids")
+            raise WireError("invalid bad word: must be a list of token ids")
         if request.params.grammar and not self._knows_grammars:
-            raise WireError("this worker knows no grammars")
+            raise WireError("this worker does not support grammars")
         return token_ids
 
     def _check_pooling(self, request: PrefillRequest | DecodeRequest) -> None:
         asked, mine = request.params.pooling, self._pooling
         if asked != mine:
-            wanted = f"pooling by {asked!r}" if asked else "generated text"
-            gives = f"pools by {mine!r}" if mine else "generates text"
-            raise WireError(f"the request wants {wanted}, this worker {gives}")
+            wanted = f"pooling {asked!r}" if asked else "generated text"
+            gives = f"supports pooling {mine!r}" if mine else "generates text"
+            raise WireError(f"the request requires {wanted}, but this worker {gives}")
         if asked and isinstance(request, PrefillRequest) and request.decode is not None:
-            raise WireError("a prompt that is pooled goes to no decode worker")
+            raise WireError("a pooled prompt must not have a decode worker")
 
     def limits(self, sequence: WorkerSequence, drafted: Sequence[int] = (), num_unseen: int = 0) -> TokenLimits:
-        """What must not come next, behind the sequence, `num_unseen` tokens in flight and those `drafted`.
+        """Return the limits on the token after the sequence, `num_unseen` tokens in flight and those `drafted`.
 
-        Bad words and the end of a thought are only right without unseen tokens.
+        Bad words and the end of thinking are only correct without unseen tokens.
         """
         params = sequence.params
         num_output = sequence.num_output_tokens + num_unseen + len(drafted)
@@ -220,9 +223,9 @@ class RequestRules:
         return token_limits(params, self._eos, num_output, end)
 
     def finish_reason(self, sequence: WorkerSequence, token_id: int, num_more: int = 0) -> str:
-        """ "stop", "length" or "" (go on) once `token_id` is the sequence's last token.
+        """Return "stop", "length" or "" (continue), given the sequence's last token `token_id`.
 
-        `num_more` tokens, `token_id` included, are not in the sequence yet.
+        `num_more` tokens, including `token_id`, are not in the sequence yet.
         """
         num_tokens = len(sequence.token_ids) + num_more
         return finish_reason(

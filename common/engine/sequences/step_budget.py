@@ -1,19 +1,19 @@
-"""How much a worker puts into a step: from predicted times, within the bounds that flags give. Pure.
+"""Sizes of a worker's steps, chosen from predicted times within the limits of flags. Pure.
 
-Without a goal the bounds themselves hold. With one, a decode worker computes as many prompt tokens beside its sequences
-and runs as many sequences as keep a step within the goal for a token ("SLO batch size"; Agrawal et al.,
-"Sarathi-Serve", OSDI 2024, choose the chunk alike). A prefill worker takes the smallest step that loses hardly any
-tokens a second: what comes while it runs waits for its end.
+Without a latency goal, the limits apply. With one, a decode worker limits the prompt tokens per step and the number of
+running sequences so that a step meets the goal for a token ("SLO batch size"; the chunk is chosen as in Agrawal et al.,
+"Sarathi-Serve", OSDI 2024). A prefill worker uses the smallest step with nearly maximum throughput, because requests
+that arrive during a step wait for its end.
 
-A flag that was not given bounds predictions by `most`, and the `usual` size holds while they do not choose: nothing is
-known yet, or no size would meet the goal. A flag that was given is both.
+If a flag is not given, `most` limits predictions, and `usual` applies while there is no prediction: the model is
+unknown, or no size would meet the goal. If a flag is given, it sets both.
 
-Predictions err, and messages, hand-overs and other processes take their time as well. So steps are planned for a share
-of the goal (`TokenGoal`), corrected by the gaps that clients see. It grows by a little while 95 % of the stretches of
-some tokens keep the goal on average, and shrinks by a part when they do not: additive increase, multiplicative decrease
-(Chiu and Jain, "Analysis of the increase and decrease algorithms for congestion avoidance", Computer Networks and ISDN
-Systems, 1989). Single gaps say less: a process that takes the cores now and then makes a few of them long whatever the
-steps are, and the goal is for an answer's mean.
+Predictions have errors, and messages, hand-overs and other processes also take time. Steps are therefore planned for a
+share of the goal (`TokenGoal`), which is corrected by observed gaps between tokens. The share increases slightly while
+95 % of the stretches of tokens meet the goal on average, and is reduced by a factor otherwise: additive increase,
+multiplicative decrease (Chiu and Jain, "Analysis of the increase and decrease algorithms for congestion avoidance",
+Computer Networks and ISDN Systems, 1989). Single gaps are not used, because occasional interference of other processes
+makes some of them long regardless of the step, and because the goal applies to an answer's mean.
 """
 
 from __future__ import annotations
@@ -28,48 +28,48 @@ from common.latency import StepModel, StepShape
 from common.observe import Ewma
 
 STRETCH = 16
-"""Gaps whose mean is compared with the goal."""
+"""Number of gaps whose mean is compared with the goal."""
 PERIOD = 20
-"""Stretches between two corrections."""
+"""Number of stretches between two corrections."""
 QUANTILE = 0.95
-"""The share of stretches that are to keep the goal: the quantile of goals that name none."""
+"""Share of stretches that must meet the goal, the default quantile of goals."""
 START, LEAST, MOST = 0.9, 0.5, 0.97
-"""The share of the goal that a step may take: at first, at least, at most. The rest is for the gap before the second
-token, which also holds a transfer."""
+"""Share of the goal that a step may take: initial, minimum and maximum. The rest is for the gap before the second
+token, which also includes a transfer."""
 INCREASE, DECREASE, MOST_DECREASE = 0.02, 0.99, 0.9
-"""A tail that exceeds the goal shrinks the share by as much, and a little more, but not by more than a tenth at once: a
-stall says nothing about the steps."""
+"""A tail above the goal reduces the share proportionally, and slightly more, but by at most 10 % at a time, because a
+stall is no evidence about steps."""
 JOIN_STEPS = 2.0
-"""Steps between an answer's first two tokens beside its own: half of the one that runs when its KV comes, the one that
-was launched ahead, and about another half for the KV's way."""
+"""Additional steps between an answer's first two tokens: half of the step that runs when its KV arrives, the step that
+was launched ahead, and about half a step for the transfer."""
 LEAST_LEFT_SHARE = 0.75
-"""The share of the goal that is left to steps however short answers are."""
+"""Minimum share of the goal available for steps, however short answers are."""
 LENGTH_SMOOTHING = 0.05
-"""The share of one more answer in what joining the batch takes of the goal."""
+"""Weight of the latest answer in the average share of the goal that joining the batch takes."""
 MOST_LATE = PERIOD - math.ceil(QUANTILE * PERIOD)
-"""Stretches of a period that may exceed the goal."""
+"""Maximum number of stretches in a period that may exceed the goal."""
 LEAST_CHUNK = 16
-"""Prompt tokens of a decode step, whatever the goal: prompts must come to their end."""
+"""Minimum prompt tokens of a decode step, so that prompts always progress."""
 LEAST_BATCH = 4
-"""Sequences that run side by side, whatever the goal: fewer would save hardly any of a step's time."""
+"""Minimum number of running sequences. Fewer would hardly reduce a step's time."""
 LEAST_LEARNT_STEPS = 64
-"""A model caps a batch once it is fitted to so many steps. The first few are of one sequence: to the model a row then
-seems to cost the whole step."""
+"""Number of steps to which a model must be fitted before it limits the batch. The first steps have a single sequence,
+so that the model attributes the whole step time to a row."""
 LEAST_STEP = 64
-"""Prompt tokens of a prefill step."""
+"""Minimum prompt tokens of a prefill step."""
 SIZES = 16
-"""How many sizes of a prefill step are compared."""
+"""Number of prefill step sizes that are compared."""
 EFFICIENT_SHARE = 0.97
-"""The smallest size of a step is taken that is predicted to bring this share of the most tokens a second."""
+"""The smallest step size with at least this share of the maximum predicted throughput is used."""
 Reason = Literal["bound", "goal", "least", "missed", "efficiency", "gain", "cost"]
-"""Why a knob stands where it stands: at the bound of its flag; as far as the goal allows; at the least that is needed;
-at the bound because no value would meet the goal; at the least that is efficient; draft tokens that pay, or do not."""
+"""Reason for a value: limit of its flag; maximum for the goal; required minimum; limit, because no value meets the
+goal; smallest efficient value; draft tokens that pay off, or do not."""
 
 
 class TokenGoal:
-    """`goal_s`: seconds that a token after the first should take on average; 0: no goal.
+    """`goal_s`: target mean time per output token after the first, in seconds; 0 for none.
 
-    Joining the batch takes an answer some steps, so the fewer tokens answers have, the less is left for each of them.
+    Joining the batch costs an answer some steps, so shorter answers have less time per token.
     """
 
     def __init__(self, goal_s: float = 0.0) -> None:
@@ -84,24 +84,24 @@ class TokenGoal:
 
     @property
     def limit_s(self) -> float:
-        """Seconds that a step may be predicted to take; infinity without a goal."""
+        """Maximum predicted time of a step, in seconds; infinity without a goal."""
         return self.share * max(LEAST_LEFT_SHARE, self._left.value) * self.goal_s if self.is_set else math.inf
 
     def answered(self, num_tokens: int) -> None:
-        """An answer of so many tokens was decoded."""
+        """Record the length of a completed answer."""
         if num_tokens > 1:
             num_gaps = num_tokens - 1
             self._left.observe(num_gaps / (num_gaps + JOIN_STEPS))
 
     def observe(self, gap_s: float, predicted_s: float) -> None:
-        """A token came `gap_s` behind the one before it, from a step that was predicted to take `predicted_s`.
+        """Record a token that arrived `gap_s` after the previous one, from a step predicted to take `predicted_s`.
 
-        A step that was predicted to miss the goal says nothing: it was not planned for the share.
+        Steps that were predicted to miss the goal are ignored, because they were not planned for the share.
         """
         self.observe_all((gap_s,), predicted_s)
 
     def observe_all(self, gaps_s: Iterable[float], predicted_s: float) -> None:
-        """The same of tokens in a row, whose steps were predicted to take as long."""
+        """Record gaps of consecutive tokens whose steps had the same prediction."""
         if not self.is_set or predicted_s > self.goal_s:
             return
         sum_s, num_gaps = self._sum_s, self._num_gaps
@@ -113,10 +113,10 @@ class TokenGoal:
         self._sum_s, self._num_gaps = sum_s, num_gaps
 
     def _stretched(self, mean_s: float) -> None:
-        """A stretch has ended: correct the share if the period is over, or cannot be kept any more."""
+        """Process a completed stretch. Corrects the share if the period is over or can no longer meet the goal."""
         self._means.append(mean_s)
         late = sorted(mean_s for mean_s in self._means if mean_s > self.goal_s)
-        if len(late) > MOST_LATE:  # whatever the rest of the period brings
+        if len(late) > MOST_LATE:  # regardless of the rest of the period
             self._correct(self.share * max(MOST_DECREASE, DECREASE * self.goal_s / late[-1 - MOST_LATE]))
         elif len(self._means) == PERIOD:
             self._correct(self.share + INCREASE)
@@ -128,7 +128,7 @@ class TokenGoal:
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """A number that a worker chooses by itself, and why it is this one."""
+    """Value of a self-tuned parameter, and its reason."""
 
     value: int
     reason: Reason
@@ -137,7 +137,7 @@ class Knob:
 def local_chunk(
     model: StepModel, rows: StepShape, start: int, goal: TokenGoal, most: int, usual: int | None = None
 ) -> Knob:
-    """Prompt tokens, from token `start` on, that a decode step computes beside `rows`: at most `most`."""
+    """Return the prompt tokens, from token `start`, that a decode step computes in addition to `rows`, up to `most`."""
     usual = most if usual is None else usual
     if not goal.is_set or not model.knows_prompts:
         return Knob(usual, "bound")
@@ -149,7 +149,7 @@ def local_chunk(
 
 
 def batch_cap(model: StepModel, context: float, goal: TokenGoal, most: int, usual: int | None = None) -> Knob:
-    """How many sequences of `context` tokens on average may run side by side: at most `most`."""
+    """Return the maximum number of running sequences with `context` tokens on average, up to `most`."""
     usual = most if usual is None else usual
     if not goal.is_set or model.num_steps < LEAST_LEARNT_STEPS:
         return Knob(usual, "bound")
@@ -161,7 +161,7 @@ def batch_cap(model: StepModel, context: float, goal: TokenGoal, most: int, usua
 
 
 def prefill_step(model: StepModel, start: int, most: int, *, has_goals: bool) -> Knob:
-    """Tokens of a prefill worker's step whose prompts have been computed up to `start`: at most `most`."""
+    """Return the tokens of a prefill step for prompts that are computed up to `start`, up to `most`."""
     if not has_goals or not model.knows_prompts or most <= LEAST_STEP:
         return Knob(most, "bound")
     sizes = _step_sizes(most)
@@ -174,7 +174,7 @@ def prefill_step(model: StepModel, start: int, most: int, *, has_goals: bool) ->
 
 @lru_cache(maxsize=64)
 def _step_sizes(most: int) -> tuple[int, ...]:
-    """The sizes of a prefill step that are compared."""
+    """Return the prefill step sizes to compare."""
     return tuple(max(LEAST_STEP, most * count // SIZES) for count in range(1, SIZES + 1))
 
 

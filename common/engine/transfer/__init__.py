@@ -1,4 +1,4 @@
-"""Both ends of a KV transfer: sender and receiver, and lender and puller of cached blocks."""
+"""KV transfer: sender and receiver of a prompt's blocks, lender and puller of cached blocks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 from common.engine.transfer.frames import blocks_in_queues, blocks_per_message
-from common.engine.transfer.lender import KVLender, Lendable, LenderIdentity
+from common.engine.transfer.lender import KVLender, LendableBlocks, LenderIdentity
 from common.engine.transfer.puller import KVPuller, PeerCaches
 from common.engine.transfer.receiver import (
     IncomingTransfer,
@@ -20,7 +20,7 @@ __all__ = [
     "KVPuller",
     "KVReceiver",
     "KVSender",
-    "Lendable",
+    "LendableBlocks",
     "LenderIdentity",
     "PeerCaches",
     "SenderMemory",

@@ -1,4 +1,4 @@
-"""The sockets from one sender of KV to one decode worker, or from a puller to a lender."""
+"""Sockets from a KV sender to a decode worker, or from a puller to a lender."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from common.wire import WATCHED, Curve, Dialer
 
 
 class KVConnection:
-    """The first of `streams` carries all messages; blocks go over each in turn. One thread owns them."""
+    """Connection of several sockets, owned by one thread.
+
+    The first of `streams` carries all messages. Blocks are distributed round-robin over all streams.
+    """
 
     def __init__(
         self,
@@ -22,9 +25,9 @@ class KVConnection:
         curve: Curve | None = None,
         most_bytes: int = MAX_REPLY_BYTES,
     ) -> None:
-        """Frames that come have `most_bytes` at most.
+        """`most_bytes`: maximum size of incoming frames.
 
-        Raises zmq.ZMQError for a bad address or when there are too many sockets; nothing stays open then.
+        Raises zmq.ZMQError for an invalid address or if too many sockets are open. No socket remains open then.
         """
         self.streams: list[zmq.Socket[bytes]] = []
         self._monitors: list[zmq.Socket[bytes]] = []
@@ -33,7 +36,7 @@ class KVConnection:
         self.used_at = time.monotonic()
         self.num_transfers = 0
         self.was_cut = False
-        self.way = ""  # how blocks travel, in the words of the log line about it
+        self.way = ""  # how blocks are sent, as last logged
         try:
             for _ in range(num_streams):
                 self._open(context, address, curve, most_bytes)
@@ -43,13 +46,13 @@ class KVConnection:
 
     @property
     def refusal(self) -> str:
-        """Why the decode worker does not take this connection, "" while there is no reason."""
+        """Reason why the peer rejects this connection, or ""."""
         return next((dialer.refusal for dialer in self._dialers if dialer.refusal), "")
 
     def dial_again(self, now: float) -> bool:
-        """Process events of connections, and dial again those that failed or were given up.
+        """Process connection events and redial streams that failed or timed out.
 
-        True when the first stream is dialled again: the messages sent so far are lost.
+        Returns True if the first stream is redialled: messages sent so far are lost.
         """
         first_again = False
         for monitor, dialer in zip(self._monitors, self._dialers, strict=True):
@@ -62,7 +65,7 @@ class KVConnection:
 
     @property
     def dial_at(self) -> float:
-        """When `dial_again` has something to do, even without an event."""
+        """Time at which `dial_again` must be called even without an event."""
         return min(dialer.dial_at for dialer in self._dialers)
 
     def close(self) -> None:
@@ -80,10 +83,10 @@ class KVConnection:
     ) -> None:
         stream = dealer(context, most_bytes)
         stream.set(zmq.IPV6, 1 if "[" in address else 0)
-        # A thread each: connections that are made at once would all get the one that has least to do right now.
+        # Assign I/O threads explicitly: simultaneous connections would all get the currently least loaded one.
         stream.set(zmq.AFFINITY, 1 << len(self.streams) % context.get(zmq.IO_THREADS))
         if self.streams:
-            stream.set(zmq.IMMEDIATE, 1)  # queue no block before the handshake: it may fail
+            stream.set(zmq.IMMEDIATE, 1)  # do not queue blocks before the handshake, which may fail
         self.streams.append(stream)
         monitor = stream.get_monitor_socket(WATCHED)
         monitor.set(zmq.LINGER, 0)

@@ -1,8 +1,8 @@
-"""KV blocks on ZeroMQ: how frames leave one worker's memory and arrive in another's.
+"""KV blocks over ZeroMQ.
 
-One multipart message carries a `KVBlocks` header and one raw frame a block. Sending copies nothing: the frames point
-into the KV cache, whose memory outlives every socket. Receiving writes each frame into the block reserved for it.
-Between workers that share memory the header travels alone and names the blocks, and the receiver copies them itself.
+A multipart message consists of a `KVBlocks` header and one raw frame per block. Sending is zero-copy: frames point into
+the KV cache, whose memory outlives every socket. Receiving writes each frame into the block reserved for it. Between
+workers that share memory, only the header is sent. It names the blocks, and the receiver copies them.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from common.wire import encode
 from common.wire.messages import MAX_BLOCKS_PER_FRAME, KVBlocks, Message
 
 FRAME_TARGET_BYTES = 2 * 1024 * 1024
-"""About how many bytes of blocks go into one message."""
+"""Target size of the blocks in one message."""
 MAX_FRAME_BYTES = 256 * 1024 * 1024
-"""More than any block has: ZeroMQ closes the connection of a peer that announces a larger frame."""
+"""Maximum frame size, larger than any block. ZeroMQ disconnects a peer that announces a larger frame."""
 MAX_REPLY_BYTES = 64 * 1024
-"""Answers to transfers are small; only blocks are large."""
+"""Maximum size of replies, which contain no blocks."""
 SEND_HWM = 16
-"""Messages that a sender may queue for one decode worker: bounds how far it runs ahead of a slow receiver."""
+"""Messages that a sender may queue for one decode worker. Bounds how far it runs ahead of a slow receiver."""
 
 QUEUED_BYTES = 64 * 1024 * 1024
-"""Of blocks in all sockets of a sender: two full queues of messages that have `FRAME_TARGET_BYTES`."""
+"""Typical bytes of blocks in all sockets of a sender: two full queues of `FRAME_TARGET_BYTES` messages."""
 
 
 def blocks_per_message(block_bytes: int) -> int:
-    """How many blocks share one message: enough for an efficient stream, few enough to start early."""
+    """Return the blocks per message: enough for throughput, few enough to start early."""
     return max(1, min(MAX_BLOCKS_PER_FRAME, FRAME_TARGET_BYTES // max(1, block_bytes)))
 
 
 def blocks_in_queues(block_bytes: int) -> int:
-    """How many blocks wait in a sender's sockets at once, usually: pinned buffers of a GPU's worker are for so many."""
+    """Return the typical maximum of blocks queued in a sender's sockets, which sizes a GPU worker's pinned buffers."""
     return max(2 * blocks_per_message(block_bytes), QUEUED_BYTES // max(1, block_bytes))
 
 
 def dealer(context: zmq.Context[zmq.Socket[bytes]], most_bytes: int = MAX_REPLY_BYTES) -> zmq.Socket[bytes]:
-    """A DEALER for KV, not connected yet, with bounded queues. Closing it drops what is queued.
+    """Create an unconnected DEALER socket for KV with bounded queues. Closing it drops queued messages.
 
-    A frame that comes has `most_bytes` at most.
+    `most_bytes`: maximum size of incoming frames.
     """
     socket = context.socket(zmq.DEALER)
     socket.set(zmq.LINGER, 0)
@@ -55,12 +55,12 @@ def dealer(context: zmq.Context[zmq.Socket[bytes]], most_bytes: int = MAX_REPLY_
 
 
 def events(socket: zmq.Socket[bytes]) -> int:
-    """What the socket can do now without waiting: zmq.POLLIN, zmq.POLLOUT or both."""
+    """Return what the socket can do without blocking: zmq.POLLIN, zmq.POLLOUT or both."""
     return int(socket.getsockopt(zmq.EVENTS))
 
 
 def try_send(socket: zmq.Socket[bytes], message: Message) -> bool:
-    """Send a message without frames; False when the socket's queue is full."""
+    """Send a message without frames; False if the socket's queue is full."""
     try:
         socket.send(encode(message), zmq.NOBLOCK)
     except zmq.Again:
@@ -78,11 +78,11 @@ def try_send_blocks(
     token: int = 0,
     checksums: Sequence[int] = (),
 ) -> bool:
-    """Ship `blocks` as one message without copying them; False when the socket's queue is full.
+    """Send `blocks` as one message, zero-copy; False if the socket's queue is full.
 
-    `token` is the grant's. With `sources`, the numbers of blocks or places in shared memory, only these travel, and
-    their `checksums` if these are known. ZeroMQ accepts or refuses a multipart message at its first part, so it never
-    queues half a message.
+    `token` is the token of the grant. With `sources` (block numbers or slots in shared memory), no frames are sent;
+    `checksums` are computed from `blocks` if not given. ZeroMQ accepts or rejects a multipart message at its first
+    part, so it never queues a partial message.
     """
     if not events(socket) & zmq.POLLOUT:
         return False
@@ -109,16 +109,17 @@ def try_send_blocks(
 def receive_blocks(
     socket: zmq.Socket[bytes], header: KVBlocks, destination: Callable[[int], memoryview | None]
 ) -> tuple[list[int], str]:
-    """Receive the frames that follow `header`: the block indices that arrived intact, and what was wrong (or "").
+    """Receive the frames that follow `header`.
 
-    `destination` maps a block index to the memory reserved for it, or None for a frame to drop. Every part of the
-    message is consumed in any case, so that the next message starts at its first part.
+    Returns the indices of the blocks received intact and a description of the first problem, or "". `destination` maps
+    a block index to its memory, or to None to drop the frame. The whole message is always consumed, so that the next
+    one starts at its first part.
     """
     received: list[int] = []
     problem = ""
     for offset, expected in enumerate(header.checksums):
         if not socket.getsockopt(zmq.RCVMORE):
-            return received, problem or f"{len(header.checksums)} blocks announced, {offset} came"
+            return received, problem or f"{len(header.checksums)} blocks announced, {offset} received"
         index = header.first_block + offset
         target = destination(index)
         if target is None:
@@ -126,19 +127,19 @@ def receive_blocks(
             continue
         size = socket.recv_into(target)
         if size != len(target):
-            problem = problem or f"block {index} has {size} bytes, not {len(target)}"
+            problem = problem or f"block {index} has {size} bytes instead of {len(target)}"
         elif checksum(target) != expected:
-            problem = problem or f"block {index} is corrupt: its checksum does not match"
+            problem = problem or f"block {index} is corrupt: checksum mismatch"
         else:
             received.append(index)
     extra = discard_rest(socket)
     if extra:
-        problem = problem or f"{extra} frames beyond the {len(header.checksums)} announced"
+        problem = problem or f"{extra} frames more than the {len(header.checksums)} announced"
     return received, problem
 
 
 def read_block(read: Callable[[int, memoryview], bool], source: int, target: memoryview) -> int | None:
-    """Copy a block into `target` with `read`; the checksum of the copy, None when there is no such block."""
+    """Copy a block into `target` with `read`. Returns the checksum of the copy, None if the block does not exist."""
     return checksum(target) if read(source, target) else None
 
 
@@ -147,11 +148,11 @@ def copy_blocks(
     copy: Callable[[Iterable[tuple[int, int]]], Iterable[int | None]],
     wants: Callable[[int], bool],
 ) -> tuple[list[int], str]:
-    """Copy the blocks that `header` names: the block indices that were copied intact, and what was wrong (or "").
+    """Copy the blocks named in `header` from the sender's memory.
 
-    `copy` takes (source, index) pairs, copies these blocks of the sender's, and says in turn the checksum of the bytes
-    that it copied; None when the sender has no block of that number. The checksum is wrong for a block that the sender
-    reused meanwhile.
+    Returns the indices of the blocks copied intact and a description of the problem, or "". `copy` takes (source,
+    index) pairs and yields, in order, the checksum of each copy, or None if the source does not exist. The checksum
+    differs if the sender reused the block during the copy.
     """
     received: list[int] = []
     if len(header.sources) != len(header.checksums):
@@ -169,9 +170,9 @@ def copy_blocks(
     for place, found in enumerate(copy(wanted())):
         source, index, expected = asked[place]
         if found is None:
-            return received, f"block {index} is to be copied from block {source}, which cannot be read"
+            return received, f"block {index}: source block {source} cannot be read"
         if found != expected:
-            return received, f"block {index} is corrupt, or its sender took it back while it was copied"
+            return received, f"block {index} is corrupt, or its sender reused it during the copy"
         received.append(index)
     return received, ""
 
@@ -182,7 +183,7 @@ def discard_part(socket: zmq.Socket[bytes]) -> None:
 
 
 def discard_rest(socket: zmq.Socket[bytes]) -> int:
-    """Drop the remaining parts of the current message; how many there were."""
+    """Drop the remaining parts of the current message and return their number."""
     count = 0
     while socket.getsockopt(zmq.RCVMORE):
         discard_part(socket)

@@ -1,8 +1,8 @@
-"""Lets other workers copy cached blocks, from a thread of its own: a pull waits for no step of this worker's engine.
+"""Lends cached blocks to other workers, on a dedicated thread, so that pulls do not wait for engine steps.
 
-The lender owns no block and keeps none from being evicted. It finds a block by its hash, takes its checksum, and then
-looks whether the cache still has it under that hash: if so, nothing was written to it meanwhile. A block evicted later,
-while a frame still points at it or a puller copies it, fails that checksum at the puller, which then computes.
+The lender owns no blocks and does not prevent evictions. It looks up a block by hash, computes its checksum and checks
+that the cache still has it under that hash, which proves that the block was not overwritten. If a block is evicted
+later, while a frame points to it or a puller copies it, the puller detects a checksum mismatch and recomputes.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 MAX_LENT = 16
-"""Pulls that are served side by side; others are refused."""
+"""Maximum number of concurrent pulls. Others are refused."""
 LEASE_S = 2.0
-"""A pull that asks for nothing for so long gives its place up."""
+"""A pull that requests nothing for this time, in seconds, loses its slot."""
 LEND_HWM = 64
-"""Messages that ZeroMQ keeps for one puller: more than it asks for at once (`puller.py`). Others are dropped."""
+"""Messages that ZeroMQ queues per puller: more than it requests at once (`puller.py`). Others are dropped."""
 PULLS_HWM = 256
-"""Messages of one puller that wait to be read."""
+"""Unread messages that ZeroMQ queues per puller."""
 
 
 @dataclass(frozen=True, slots=True)
 class LentBlock:
-    """The bytes of a block. `source` is its number in the cache that others may map; None for a copy."""
+    """Bytes of a block. `source` is its index in the shared cache; None for a copy."""
 
     block_hash: bytes
     view: memoryview
     source: int | None
 
 
-class Lendable:
-    """Used by the lender's thread alone, which waits for no other. `outgoing` gives views of the cache's blocks."""
+class LendableBlocks:
+    """Source of the blocks to lend. Used only by the lender's thread. `outgoing` provides views of cached blocks."""
 
     def __init__(
         self, pool: BlockPool, outgoing: OutgoingBlocks, block_bytes: int, tiers: BlockTiers | None = None
@@ -59,20 +59,20 @@ class Lendable:
         self.block_bytes, self.num_blocks = block_bytes, pool.num_blocks
 
     def find(self, block_hash: bytes) -> LentBlock | None:
-        """The block, if it is here. A cached block may change at any time: ask `is_still` after reading it."""
+        """Return the block, or None. A cached block may change at any time: check `is_unchanged` after reading it."""
         if (block := self._pool.find(block_hash)) is not None:
             return LentBlock(block_hash, self._outgoing.view(block), block)
         copy = self._tiers.copy_of(block_hash) if self._tiers is not None else None
         return LentBlock(block_hash, copy, None) if copy is not None else None
 
-    def is_still(self, block: LentBlock) -> bool:
-        """Whether nothing was written to the block since `find`."""
+    def is_unchanged(self, block: LentBlock) -> bool:
+        """Return whether the block is unchanged since `find`."""
         return block.source is None or self._pool.is_published(block.source, block.block_hash)
 
 
 @dataclass(frozen=True, slots=True)
 class LenderIdentity:
-    """What the lender is to pullers. `offer` lets them copy blocks out of its memory."""
+    """Identity of the lender in offers to pullers. `offer` lets them copy blocks out of shared memory."""
 
     worker_id: str
     epoch: int
@@ -81,12 +81,12 @@ class LenderIdentity:
 
 
 class KVLender:
-    """`start` and `stop` are called by the engine's thread, or before it runs."""
+    """Serves pulls. `start` and `stop` must be called by the engine thread, or before it runs."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, curve: Curve | None = None
     ) -> None:
-        """Binds its socket. Raises zmq.ZMQError for a taken port."""
+        """Binds its socket. Raises zmq.ZMQError if the port is in use."""
         self._socket = context.socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.SNDHWM, LEND_HWM)
@@ -98,23 +98,23 @@ class KVLender:
             self._socket.close()
             raise
         self._stop: Mailbox[None] = Mailbox(context)
-        self._places: OrderedDict[tuple[bytes, str, int], float] = OrderedDict()  # used longest ago first
+        self._places: OrderedDict[tuple[bytes, str, int], float] = OrderedDict()  # least recently used first
         self._drops = DropLog(log, "a pull")
         self._identity: LenderIdentity
-        self._blocks: Lendable
+        self._blocks: LendableBlocks
         self._batch = 1
         self._has_stopped = False
         self.num_lent_blocks = self.num_refused = 0
         self._thread = threading.Thread(target=self._main, name="kv-lender", daemon=True)
 
-    def start(self, identity: LenderIdentity, blocks: Lendable) -> None:
-        """Lend `blocks` from now on."""
+    def start(self, identity: LenderIdentity, blocks: LendableBlocks) -> None:
+        """Start lending `blocks`."""
         self._identity, self._blocks = identity, blocks
         self._batch = blocks_per_message(blocks.block_bytes)
         self._thread.start()
 
     def stop(self, timeout_s: float = 2.0) -> None:
-        """End the thread if it runs, and close the sockets. Does nothing the second time."""
+        """Stop the thread if it runs, and close the sockets. Idempotent."""
         if self._has_stopped:
             return
         self._has_stopped = True
@@ -138,8 +138,8 @@ class KVLender:
                 if self._socket in ready:
                     self._receive(now)
                 self._drops.flush(now)
-        except Exception:  # whichever it was: the worker serves on, and pullers compute
-            log.exception("the KV lender died: other workers cannot copy cached blocks from here until a restart")
+        except Exception:  # whatever the error: the worker continues, and pullers recompute
+            log.exception("KV lender died: other workers cannot copy cached blocks from this worker until it restarts")
         finally:
             self._socket.close()
             self._stop.close()
@@ -159,24 +159,27 @@ class KVLender:
             case KVAck(request_id=request_id, attempt=attempt):
                 self._places.pop((peer, request_id, attempt), None)
             case _:
-                self._drops.add(f"{type(message).__name__} is not for a lender", now)
+                self._drops.add(f"unexpected {type(message).__name__}", now)
 
     def _answer(self, peer: bytes, pull: KVPull, now: float) -> None:
         me = self._identity
         if pull.epoch != me.epoch or pull.fingerprint != me.fingerprint:
-            why = f"meant for epoch {pull.epoch} and layout {pull.fingerprint}; here are {me.epoch}, {me.fingerprint}"
+            why = (
+                f"wrong epoch or layout: requested {pull.epoch}, {pull.fingerprint}; "
+                f"this worker has {me.epoch}, {me.fingerprint}"
+            )
             self._refuse(peer, pull, why)
         elif len(pull.hashes) % BLOCK_HASH_BYTES:
-            self._refuse(peer, pull, f"hashes of {len(pull.hashes)} bytes, not a multiple of {BLOCK_HASH_BYTES}")
+            self._refuse(peer, pull, f"invalid hashes: {len(pull.hashes)} bytes, not a multiple of {BLOCK_HASH_BYTES}")
         elif not self._take_place((peer, pull.request_id, pull.attempt), now):
-            self._refuse(peer, pull, f"{MAX_LENT} pulls are served already")
+            self._refuse(peer, pull, f"too many concurrent pulls (limit {MAX_LENT})")
         elif not pull.hashes:
             self._send(peer, self._offer(pull))
         else:
             self._lend(peer, pull)
 
     def _take_place(self, key: tuple[bytes, str, int], now: float) -> bool:
-        """Give a pull a place, or renew its own; False when all are taken."""
+        """Allocate or renew a pull's slot; False if all slots are in use."""
         while self._places and next(iter(self._places.values())) < now - LEASE_S:
             self._places.popitem(last=False)
         if key not in self._places and len(self._places) >= MAX_LENT:
@@ -200,7 +203,7 @@ class KVLender:
         )
 
     def _lend(self, peer: bytes, pull: KVPull) -> None:
-        """Send the asked blocks, in messages of blocks that travel alike, as far as the chain is here."""
+        """Send the leading blocks of the chain that are cached, grouped into messages by transport."""
         size = BLOCK_HASH_BYTES
         hashes = [pull.hashes[begin : begin + size] for begin in range(0, len(pull.hashes), size)]
         first, num_sent = pull.first_block, 0
@@ -211,18 +214,18 @@ class KVLender:
             num_sent += len(found)
             self.num_lent_blocks += len(found)
             if len(found) < len(batch):
-                self._refuse(peer, pull, f"block {first + num_sent} is not here")
+                self._refuse(peer, pull, f"block {first + num_sent} is not cached")
                 return
 
     def _found(self, hashes: Sequence[bytes]) -> Iterator[tuple[LentBlock, int]]:
-        """The leading blocks of a chain, each with its checksum."""
+        """Yield the leading blocks of a chain, each with its checksum."""
         for block_hash in hashes:
             block = self._blocks.find(block_hash)
             if block is None:
                 return
             seal = checksum(block.view)
-            if not self._blocks.is_still(block):
-                return  # it may have been written to while its checksum was taken
+            if not self._blocks.is_unchanged(block):
+                return  # it may have been overwritten while the checksum was computed
             yield block, seal
 
     def _send_blocks(
@@ -237,7 +240,7 @@ class KVLender:
             token=pull.token,
         )
         frames = [] if is_shared else [block.view for block, _ in found]
-        # ROUTER drops what is for a puller that is gone, or takes nothing: that one gives up by itself.
+        # ROUTER drops messages to a puller that has disconnected or does not read. Such a puller times out.
         self._socket.send_multipart([peer, encode(header), *frames], copy=False)
 
     def _refuse(self, peer: bytes, pull: KVPull, why: str) -> None:

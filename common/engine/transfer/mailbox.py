@@ -1,4 +1,4 @@
-"""A queue from one thread to another that polls sockets."""
+"""Queue from one thread to a thread that polls sockets."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Item = TypeVar("Item")
 
 
 class Mailbox(Generic[Item]):
-    """`put` and `close_sending` are for one thread; `socket`, `take`, `is_waiting` and `close` for the one that polls.
+    """`put` and `close_sending` are for the sending thread, the other members for the polling thread.
 
-    It has no bound of its own: the putting thread bounds how many items it puts.
+    The queue is unbounded; the sending thread must limit the number of items.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -34,7 +34,7 @@ class Mailbox(Generic[Item]):
         try:
             self._wake.send(b"", zmq.NOBLOCK)
         except zmq.Again:
-            # The pipe is full of wake-ups that the other thread has not read yet: it will find this item too.
+            # The pipe is full of unread wake-ups, so the other thread will find this item too.
             log.debug("wake-up coalesced")
 
     @property
@@ -43,7 +43,7 @@ class Mailbox(Generic[Item]):
         return bool(events(self.socket) & zmq.POLLIN)
 
     def take(self) -> list[Item]:
-        """All items, in order."""
+        """Return all items, in order."""
         while self.is_waiting:
             self.socket.recv()
         items: list[Item] = []

@@ -1,4 +1,4 @@
-"""The memories of other workers that this worker reads, from their first offer until their death."""
+"""Memory of other workers that this worker reads, from the first offer until the owner's death."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from common.wire.messages import KVOpen
 
 log = logging.getLogger(__name__)
 MAX_WORKERS = 256
-"""How many offers of memory this worker remembers: more than a host has workers, few enough for hostile ones."""
+"""Maximum number of remembered offers: more than the workers of a host, but bounded against hostile peers."""
 RETRY_S = 30.0
-"""How long until a refused offer is tried again: its cause (open files, memory, rights) may be gone."""
+"""Retry interval, in seconds, for a rejected offer. Its cause (open files, memory, permissions) may be temporary."""
 
-_Key = tuple[str, int, str, bytes]  # worker, boot epoch, transport and details of its offer
+_Key = tuple[str, int, str, bytes]  # worker ID, boot epoch, transport and details of its offer
 
 
 @dataclass(frozen=True, slots=True)
 class _Refused:
-    """An offer that could not be taken, why, and when it is tried again."""
+    """Offer that could not be accepted, the reason, and the time of the next attempt."""
 
     why: str
     until: float
 
 
 class PeerMemories:
-    """Used by the receiver's thread only. A refusal is logged once, and again when its cause changes."""
+    """Accepted and rejected offers. Used only by the receiver's thread. Logs a rejection when its reason changes."""
 
     def __init__(self, transports: Sequence[IncomingEnd[Any]], clock: Callable[[], float] = time.monotonic) -> None:
-        """Offers of other transports are refused."""
+        """Offers of transports not in `transports` are rejected."""
         self._transports = {transport.transport: transport for transport in transports}
         self._clock = clock
         self._known: OrderedDict[_Key, SenderMemory | _Refused] = OrderedDict()
@@ -48,7 +48,7 @@ class PeerMemories:
         self._poller = poller
 
     def of(self, opened: KVOpen) -> SenderMemory | None:
-        """The memory that a sender offers, if this process can read it. Raises WireError for a malformed offer."""
+        """Return the memory that a sender offers, or None if it is unreadable. Raises WireError if malformed."""
         offer = opened.offer
         key = (opened.worker_id, opened.epoch, *((offer.transport, offer.details) if offer is not None else ("", b"")))
         known = self._known.get(key)
@@ -68,15 +68,15 @@ class PeerMemories:
         return None if isinstance(known, _Refused) else known
 
     def drop_dead(self, ready: Container[object]) -> None:
-        """Unmap the memories whose owner died, as its descriptor in `ready` says: the last map keeps their pages."""
+        """Unmap the memory of owners that died, according to their descriptors in `ready`."""
         for key, memory in list(self._known.items()):
             if isinstance(memory, SenderMemory) and memory.process is not None and memory.process in ready:
-                log.info("%s is gone: its memory is unmapped", key[0])
+                log.info("%s exited: unmapped its KV memory", key[0])
                 del self._known[key]
                 self._release(memory)
 
     def _drop_former(self, opened: KVOpen) -> None:
-        """Leave what the worker offered in an earlier duty: its process may live on, and with it the pages."""
+        """Release what the worker offered in an earlier epoch. Its process may still run and keep the pages."""
         for key, memory in list(self._known.items()):
             if key[0] == opened.worker_id and key[1] < opened.epoch:
                 del self._known[key]
@@ -94,23 +94,24 @@ class PeerMemories:
         details: msgspec.Struct | None,
         refused_before: str,
     ) -> SenderMemory | _Refused:
-        """Accept an offer; `refused_before` is why that failed the last time, or ""."""
+        """Accept an offer. `refused_before`: reason of the last rejection, or ""."""
         if opened.offer is None:
-            return self._refuse(opened, "no memory is offered", refused_before)
+            return self._refuse(opened, "no memory was offered", refused_before)
         if transport is None:
-            return self._refuse(opened, f"{opened.offer.transport} is not used here (kv_transport)", refused_before)
+            why = f"this worker's --kv-transport does not accept {opened.offer.transport}"
+            return self._refuse(opened, why, refused_before)
         try:
             memory = transport.accept(details)
         except DiptychError as error:
             return self._refuse(opened, str(error), refused_before)
-        log.info("KV from %s %s", opened.worker_id, memory.in_words)
+        log.info("KV transfer from %s: %s", opened.worker_id, memory.description)
         if self._poller is not None and memory.process is not None:
             self._poller.register(memory.process, zmq.POLLIN)
         return memory
 
     def _refuse(self, opened: KVOpen, why: str, refused_before: str) -> _Refused:
         if why != refused_before:
-            log.info("KV from %s comes over TCP: %s", opened.worker_id, why)
+            log.info("KV transfer from %s: TCP (%s)", opened.worker_id, why)
         return _Refused(why, self._clock() + RETRY_S)
 
     def _release(self, memory: SenderMemory | _Refused) -> None:

@@ -1,8 +1,8 @@
-"""Takes cached blocks from other workers, on a thread of its own: the other side of `lender.py`.
+"""Pulls cached blocks from other workers, on a dedicated thread. The peer's side is in `lender.py`.
 
-The engine lends a prompt's blocks as it does to a tier (`BlockRead`): this thread verifies a block in a buffer before
-it copies it into place, and writes none after `BlockRead.cancel` returned. A peer that is silent, refuses, sends what
-was not asked for or no longer has a block costs the pull and nothing else: the prompt goes on from what has come.
+The engine passes a prompt's blocks as for a tier read (`BlockRead`). The thread verifies each block in a buffer before
+it copies it into the cache, and writes nothing after `BlockRead.cancel` returned. If a peer is silent, refuses, sends
+unrequested data or no longer has a block, only the pull ends: the prompt continues from the blocks received.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 PEER = "peer"
-"""The name of this source of blocks, beside those of tiers."""
+"""Name of this source of blocks, alongside the names of tiers."""
 MAX_PULLS = 4
-"""How many pulls a worker has side by side. Further prompts are computed."""
+"""Maximum number of concurrent pulls per worker. Further prompts are computed."""
 AVOID_S = 10.0
-"""How long a peer is asked for nothing after it was silent until a pull's deadline."""
+"""How long, in seconds, a peer is not used after it was silent until a pull's deadline."""
 MAX_CONNECTIONS = 64
-"""How many connections to peers stay open: beyond that the one that was used longest ago is closed."""
+"""Maximum number of open connections to peers. The least recently used one is closed first."""
 CANCELLED_S = 0.05
-"""How soon a pull that the engine gave up makes room for the next one."""
+"""Poll interval, in seconds, for cancelled pulls."""
 ASSUMED_PULL_BYTES_S, ASSUMED_LATENCY_S = 5e8, 2e-3
-"""Bytes a second, and seconds, that a pull is taken to need before one was measured."""
+"""Assumed throughput (bytes per second) and latency (seconds) until a pull has been measured."""
 AHEAD = 4
-"""Messages full of blocks that are asked for before the first of them has come."""
+"""Number of full messages requested ahead of the first that arrives."""
 
 
 @dataclass(slots=True, eq=False)
 class Pull:
-    """The blocks of `read` are to come from `peer`, in order. `token` is this pull's secret.
+    """Pull of the blocks of `read` from `peer`, in order. `token` is the secret of this pull.
 
-    The first `num_asked` of them were asked for, of the layout `fingerprint`; `num_bytes` have come. With `shared` they
-    are copied out of the peer's memory. Times are engine clock, in seconds.
+    The first `num_asked` blocks have been requested, with layout `fingerprint`; `num_bytes` have arrived. If `shared`,
+    blocks are copied out of the peer's memory. Times are monotonic, in seconds.
     """
 
     read: BlockRead
@@ -83,11 +83,11 @@ class Pull:
         return self.read.num_done == len(self.read.blocks)
 
     def opening(self) -> KVPull:
-        """Asks the peer what it offers."""
+        """Return the request for the peer's offer."""
         return self._message(b"")
 
     def next_ask(self, batch: int) -> KVPull | None:
-        """The next `batch` blocks to ask for; None while enough are on their way, or all were asked for."""
+        """Return the next request, for up to `batch` blocks; None if enough are in flight or all were requested."""
         begin, end = self.num_asked, min(self.num_asked + batch, len(self.read.hashes))
         if begin == end or begin - self.read.num_done > (AHEAD - 1) * batch:
             return None
@@ -95,11 +95,11 @@ class Pull:
         return self._message(b"".join(self.read.hashes[begin:end]), begin)
 
     def mismatch(self, header: KVBlocks) -> str:
-        """Why the blocks behind a header are not the next ones, or ""."""
+        """Return why the blocks of a header are not the next ones, or ""."""
         last = header.first_block + len(header.checksums)
         if header.first_block != self.read.num_done or last > self.num_asked:
             wanted = f"{self.read.num_done} to {self.num_asked}"
-            return f"blocks {header.first_block} to {last} came, those from {wanted} were asked for"
+            return f"received blocks {header.first_block} to {last} instead of {wanted}"
         return ""
 
     def _message(self, hashes: bytes, first_block: int = 0) -> KVPull:
@@ -116,7 +116,7 @@ class Pull:
 
 
 class KVPuller:
-    """`can_pull`, `pull`, `link` and `stop` are for the engine's thread; `notify` is called on the puller's."""
+    """Runs pulls. `can_pull`, `pull`, `link` and `stop` are for the engine thread; `notify` runs on the puller's."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class KVPuller:
     ) -> None:
         """`transport` accepts `ReadableMemory` that peers offer.
 
-        `required`: the transport whose offers must be readable here; "": frames will do.
+        `required`: transport whose offers must be readable; "" allows frames.
         """
         self._context, self._fingerprint, self._curve = context, fingerprint, curve
         self._incoming, self._notify, self._required = incoming, notify, required
@@ -143,7 +143,7 @@ class KVPuller:
         self._num_active = 0
         self._avoided: dict[str, float] = {}
         self._pulls: dict[tuple[str, int], Pull] = {}
-        self._connections: OrderedDict[tuple[str, int], KVConnection] = OrderedDict()  # used longest ago first
+        self._connections: OrderedDict[tuple[str, int], KVConnection] = OrderedDict()  # least recently used first
         self._offers: dict[tuple[str, int], ReadableMemory | None] = {}
         self._poller = zmq.Poller()
         self._poller.register(self._commands.socket, zmq.POLLIN)
@@ -152,44 +152,44 @@ class KVPuller:
         self._drops = DropLog(log, "a frame of a pull")
         self._thread = threading.Thread(target=self._main, name="kv-puller", daemon=True)
 
-    # ------------------------------------------------------------ the engine's thread
+    # ------------------------------------------------------------ engine thread
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self, timeout_s: float = 2.0) -> None:
-        """End the thread and close its sockets."""
+        """Stop the thread and close its sockets."""
         self._commands.put(None)
         self._thread.join(timeout_s)
         self._commands.close_sending()
 
     @property
     def link(self) -> LinkModel:
-        """What pulls took; an assumption before the first one."""
+        """Measured time of pulls; an assumption until the first pull."""
         return self._fit.model if self._fit.model.is_known else self._assumed
 
     def can_pull(self, peer: KVPeer, now: float) -> bool:
-        """Whether a place is free, and the peer was not silent lately."""
+        """Return whether another pull may start and the peer has not recently been silent."""
         with self._lock:
             is_avoided = self._avoided.get(peer.address, 0.0) > now
             return self._num_active < MAX_PULLS and not is_avoided and self._thread.is_alive()
 
     def pull(self, read: BlockRead, peer: KVPeer) -> None:
-        """Begin. The thread has the blocks on loan until `ReadEnded`, or `read.cancel` returned."""
+        """Start a pull. The thread may write to the blocks until `ReadEnded` or until `read.cancel` returned."""
         with self._lock:
             self._num_active += 1
         token = secrets.randbits(COUNT_BITS)
         self._commands.put(Pull(read, peer, self._fingerprint, token, time.monotonic()))
 
-    # ------------------------------------------------------------ the puller's thread
+    # ------------------------------------------------------------ puller thread
 
     def _main(self) -> None:
         self._memories.watch(self._poller)
         try:
             while self._turn():
                 pass
-        except Exception:  # whichever it was: the worker serves on, and its prompts are computed
-            log.exception("the KV puller died: prompts take no blocks of other workers until a restart")
+        except Exception:  # whatever the error: the worker continues, and its prompts are computed
+            log.exception("KV puller died: this worker copies no cached blocks of other workers until it restarts")
         finally:
             for connection in self._connections.values():
                 connection.close()
@@ -213,27 +213,27 @@ class KVPuller:
 
     def _begin(self, pull: Pull) -> None:
         if (former := self._pulls.get(pull.key)) is not None:
-            self._end(former)  # given up already: a request has one read at a time
+            self._end(former)  # already cancelled: a request has one read at a time
         self._pulls[pull.key] = pull
         where = (pull.peer.address, pull.peer.epoch)
         try:
             connection = self._connection(where)
         except zmq.ZMQError as error:
-            self._fail(pull, f"no connection to {pull.peer.worker_id} at {pull.peer.address}: {error}")
+            self._fail(pull, f"cannot connect to {pull.peer.worker_id} at {pull.peer.address}: {error}")
             return
         if where in self._offers:
             self._opened(pull, self._offers[where])
         elif not try_send(connection.streams[0], pull.opening()):
-            self._fail(pull, f"{pull.peer.worker_id} takes no messages")
+            self._fail(pull, f"send queue to {pull.peer.worker_id} is full")
 
     def _connection(self, where: tuple[str, int]) -> KVConnection:
-        """The connection to one life of a peer. Raises zmq.ZMQError."""
+        """Return the connection to one epoch of a peer. Raises zmq.ZMQError."""
         connection = self._connections.get(where)
         if connection is None:
             connection = KVConnection(self._context, self._poller, where[0], 1, self._curve, MAX_FRAME_BYTES)
             self._connections[where] = connection
             if len(self._connections) > MAX_CONNECTIONS:
-                self._hang_up(next(iter(self._connections)), "too many peers")
+                self._hang_up(next(iter(self._connections)), f"too many peers (limit {MAX_CONNECTIONS})")
         self._connections.move_to_end(where)
         return connection
 
@@ -244,11 +244,11 @@ class KVPuller:
         self._connections.pop(where).close()
 
     def _opened(self, pull: Pull, memory: ReadableMemory | None) -> None:
-        """The peer's offer is known: ask for blocks."""
+        """Process the peer's offer: request blocks."""
         pull.shared = memory is not None and not memory.closed
         if self._required and not pull.shared:
             self._fail(
-                pull, f"the memory of {pull.peer.worker_id} cannot be read here, and kv_transport is {self._required}"
+                pull, f"the memory of {pull.peer.worker_id} is not readable, and --kv-transport is {self._required}"
             )
         else:
             self._ask(pull)
@@ -257,11 +257,11 @@ class KVPuller:
         socket = self._connections[(pull.peer.address, pull.peer.epoch)].streams[0]
         while (message := pull.next_ask(self._batch)) is not None:
             if not try_send(socket, message):
-                self._fail(pull, f"{pull.peer.worker_id} takes no messages")
+                self._fail(pull, f"send queue to {pull.peer.worker_id} is full")
                 return
 
     def _receive(self, where: tuple[str, int], connection: KVConnection) -> None:
-        """Process one message. Every part of it is consumed, in any case."""
+        """Process one message. All of its parts are always consumed."""
         socket = connection.streams[0]
         try:
             message = decode(socket.recv())
@@ -273,9 +273,9 @@ class KVPuller:
         if isinstance(message, KVBlocks):
             problem = self._take(socket, message, pull)
         else:
-            problem = f"{discard_rest(socket)} frames behind {type(message).__name__}" if _has_more(socket) else ""
+            problem = f"{discard_rest(socket)} frames after {type(message).__name__}" if _has_more(socket) else ""
         if pull is None:
-            return  # of a pull that has ended
+            return  # the pull has ended
         match message:
             case _ if problem:
                 self._fail(pull, problem)
@@ -288,10 +288,10 @@ class KVPuller:
             case KVFailed(reason=reason):
                 self._fail(pull, reason)
             case _:
-                self._drops.add(f"{type(message).__name__} is not for a puller", time.monotonic())
+                self._drops.add(f"unexpected {type(message).__name__}", time.monotonic())
 
     def _pull_of(self, message: Message, where: tuple[str, int]) -> Pull | None:
-        """The pull that a message of this peer belongs to; blocks must repeat its secret."""
+        """Return the pull that a message of this peer belongs to. Blocks must carry the pull's token."""
         pull = self._pulls.get((getattr(message, "request_id", ""), getattr(message, "attempt", -1)))
         if pull is None or (pull.peer.address, pull.peer.epoch) != where:
             return None
@@ -300,7 +300,7 @@ class KVPuller:
     def _on_offer(self, pull: Pull, offer: KVOpen, where: tuple[str, int]) -> None:
         peer = pull.peer
         if (offer.worker_id, offer.epoch, offer.fingerprint) != (peer.worker_id, peer.epoch, self._fingerprint):
-            self._fail(pull, f"{offer.worker_id} of epoch {offer.epoch} answers in place of {peer.worker_id}")
+            self._fail(pull, f"{offer.worker_id} of epoch {offer.epoch} answered instead of {peer.worker_id}")
         elif not pull.num_asked:
             try:
                 found = self._memories.of(offer)
@@ -311,14 +311,14 @@ class KVPuller:
             self._opened(pull, memory)
 
     def _take(self, socket: zmq.Socket[bytes], header: KVBlocks, pull: Pull | None) -> str:
-        """Copy the blocks of a message into place, in order; what was wrong, or "". Those of no pull are dropped."""
+        """Copy a message's blocks into the cache, in order. Returns the problem, or "". Drops blocks of no pull."""
         if pull is None or (problem := pull.mismatch(header)):
             discard_rest(socket)
             return problem if pull is not None else ""
         memory = self._offers.get((pull.peer.address, pull.peer.epoch)) if header.sources else None
         if header.sources and (memory is None or len(header.sources) != len(header.checksums)):
             discard_rest(socket)
-            return "blocks are to be copied from memory that this worker cannot read"
+            return "the message names blocks in memory that this worker cannot read"
         for place, seal in enumerate(header.checksums):
             index = header.first_block + place
             block = pull.read.blocks[index]
@@ -329,17 +329,17 @@ class KVPuller:
                 is_here = socket.recv_into(view) == len(view)
             if not is_here or checksum(view) != seal:
                 discard_rest(socket)
-                return f"block {index} came damaged, or was evicted while it was copied"
+                return f"block {index} is corrupt, or was evicted during the copy"
             if not pull.read.commit(PEER, lambda block=block: self._incoming.commit([block])):  # type: ignore[misc]
-                break  # the engine took the blocks back
+                break  # cancelled by the engine
             pull.num_bytes += len(view)
-        return f"{extra} frames too many" if (extra := discard_rest(socket)) and not pull.read.cancelled else ""
+        return f"{extra} extra frames" if (extra := discard_rest(socket)) and not pull.read.cancelled else ""
 
     def _watch(self, now: float) -> None:
-        """Dial again, end what the engine gave up, and avoid peers that were silent for too long."""
+        """Redial connections, end cancelled and overdue pulls, and avoid peers that were silent."""
         for where, connection in list(self._connections.items()):
             if connection.dial_again(now) or connection.was_cut:
-                self._hang_up(where, connection.refusal or "the connection broke")
+                self._hang_up(where, connection.refusal or "connection lost")
         for pull in list(self._pulls.values()):
             if pull.read.cancelled or pull.read.deadline < now:
                 pull.read.is_late = pull.read.deadline < now
@@ -352,10 +352,10 @@ class KVPuller:
         with self._lock:
             self._avoided = {address: until for address, until in self._avoided.items() if until > now}
             self._avoided[peer.address] = now + AVOID_S
-        log.warning("%s did not send its blocks in time: nothing is asked of it for %g s", peer.worker_id, AVOID_S)
+        log.warning("%s sent no blocks before a pull's deadline: not pulling from it for %g s", peer.worker_id, AVOID_S)
 
     def _fail(self, pull: Pull, why: str) -> None:
-        log.info("the pull of %s from %s ended early: %s", pull.read.request_id, pull.peer.worker_id, why)
+        log.info("request %s: pull from %s failed: %s", pull.read.request_id, pull.peer.worker_id, why)
         self._end(pull)
 
     def _observe(self, pull: Pull, now: float) -> None:
@@ -363,7 +363,7 @@ class KVPuller:
             self._fit.observe(pull.num_bytes, now - pull.began, self._block_bytes)
 
     def _end(self, pull: Pull) -> None:
-        """The engine may have the blocks back."""
+        """End the pull. The engine may reuse the blocks."""
         if self._pulls.get(pull.key) is not pull:
             return
         del self._pulls[pull.key]
@@ -381,7 +381,7 @@ class KVPuller:
 
 @dataclass(frozen=True, slots=True)
 class PeerCaches:
-    """Both sides of pulls at one worker, started. The engine's thread closes them."""
+    """Both sides of pulls at one worker, already started. Closed by the engine thread."""
 
     lender: KVLender
     puller: KVPuller

@@ -1,11 +1,11 @@
-"""Receives KV blocks into the decode worker's memory from a thread of its own, while the engine generates.
+"""Receives KV blocks into the decode worker's memory, on a dedicated thread, while the engine generates.
 
-The engine owns the blocks and lends them with `expect`; once `release` has returned, this thread writes to none of
-them. It holds no lock while it reads, verifies and copies: only a `release` of the transfer whose block it writes at
-that moment waits, until that block is written. It reads frames that match no transfer (unknown request, old attempt,
-token of another grant, block received before) off the socket and drops them, so a late or forged frame does no harm. It
-copies the blocks of a prefill worker whose offer it accepted out of that memory; places of a ring are given back once
-their blocks are verified. Frames of 8-bit numbers arrive in buffers, from which they are dequantised.
+The engine owns the blocks and lends them with `expect`. After `release` returned, this thread writes to none of them.
+It holds no lock while it reads, verifies and copies. A `release` waits only if a block of the same transfer is being
+written at that moment. Frames that match no transfer (unknown request, old attempt, token of another grant, block
+already received) are read off the socket and dropped, so late or forged frames do no harm. Blocks of a prefill worker
+whose offer was accepted are copied out of its memory. Ring slots are returned once their blocks are verified. Quantised
+frames arrive in buffers and are dequantised from there.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 RECEIVE_HWM = 64
-"""Messages of one sender that ZeroMQ keeps until they are read; the sender queues `SEND_HWM` more at most."""
+"""Messages that ZeroMQ queues per sender until they are read, in addition to the sender's `SEND_HWM`."""
 POLL_MS = 1000
-"""How often the thread wakes where nothing happens."""
+"""Poll timeout of an idle thread, in milliseconds."""
 WRITE_S = 30.0
-"""How long a block that has come may take to be written: it is a copy of memory."""
+"""Timeout, in seconds, for writing a received block, which is a memory copy."""
 
 
 @dataclass(slots=True, eq=False)
 class IncomingTransfer:
-    """The prompt's blocks from `first_block` on are to come into `blocks[first_block ..]`; those before have their KV.
+    """Transfer of a prompt's blocks, from `first_block`, into `blocks[first_block ..]`. Earlier blocks are cached.
 
-    A block is received once its frame arrived, or it was copied from `memory`, and its checksum matched. A second frame
-    for it is ignored. `memory` is the prefill worker's, if this worker can read it. In a hand-over `blocks` has room
-    for more blocks than come in the end, as `done` says. Frames must carry the secret `token`. They hold 8-bit numbers
-    if the transfer is `quantised`. Once it is `released` no further block is written. `num_bytes` arrived or were
-    copied; `arrivals` has when each message was read, and its bytes. Times are engine clock, in seconds.
+    A block counts as received once its frame arrived, or it was copied from `memory`, and its checksum matched. Further
+    frames for it are ignored. `memory` is the prefill worker's memory, if readable. In a hand-over, `blocks` may be
+    longer than the number of blocks that `done` finally reports. Frames must carry the secret `token`. Frames are 8-bit
+    integers if `quantised`. Once `released`, no block is written. `num_bytes` were received or copied; `arrivals` has
+    the time and bytes of each message. Times are monotonic, in seconds.
     """
 
     request_id: str
@@ -82,17 +82,17 @@ class IncomingTransfer:
 
     @property
     def transport(self) -> str:
-        """The name of the KV transport that blocks come by."""
+        """Name of the KV transport in use."""
         return self.memory.transport if self.memory is not None else "tcp"
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether the blocks of several messages are read at once, so that `busy_s` is not what they took."""
+        """Whether blocks of several messages are read concurrently, so that `busy_s` is not their duration."""
         return isinstance(self.memory, ReadAheadMemory)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the whole prompt: in a hand-over an upper bound until `done`."""
+        """Blocks of the whole prompt; an upper bound until `done` in a hand-over."""
         return self.done.num_blocks if self.done and self.done.num_blocks else len(self.blocks)
 
     @property
@@ -105,27 +105,27 @@ class IncomingTransfer:
 
     @property
     def num_prefix_received(self) -> int:
-        """Blocks from the start of the prompt that have their KV, without a gap."""
+        """Number of leading blocks of the prompt that have their KV, without a gap."""
         index = self.first_block
         while index in self.received:
             index += 1
         return index
 
     def bytes_since(self, at: float) -> int:
-        """Bytes that arrived after this time."""
+        """Return the bytes that arrived after this time."""
         return sum(num_bytes for arrived_at, num_bytes in self.arrivals if arrived_at > at)
 
     def wants(self, index: int) -> bool:
-        """Whether a frame for block `index` may be written."""
+        """Return whether a frame for block `index` may be written."""
         is_lent = self.first_block <= index < len(self.blocks) and not self.released
         return is_lent and index not in self.received
 
 
 @dataclass(frozen=True, slots=True)
 class TransferOpened:
-    """A prefill worker announced KV. Answers go to `peer`; `received_at` is by this worker's clock.
+    """A prefill worker announced KV. Replies go to `peer`; `received_at` is in this worker's clock.
 
-    `memory` is the prefill worker's, if this worker can read it.
+    `memory` is the prefill worker's memory, if readable.
     """
 
     peer: bytes
@@ -136,16 +136,16 @@ class TransferOpened:
 
 @dataclass(frozen=True, slots=True)
 class TransferCompleted:
-    """Every block has arrived and is verified, and the prefill worker's hold has ended."""
+    """All blocks were received and verified, and the prefill worker may release its blocks."""
 
     transfer: IncomingTransfer
 
 
 @dataclass(frozen=True, slots=True)
 class TransferFailed:
-    """The transfer is over. `by_peer`: `peer` says that it gave up. The transfer may be another peer's.
+    """The transfer has failed. `by_peer`: `peer` reported the failure; it may not be the transfer's peer.
 
-    `phase` is that in which the peer's request failed for good, or "".
+    `phase` is the phase in which the peer's request failed permanently, or "".
     """
 
     request_id: str
@@ -157,12 +157,12 @@ class TransferFailed:
 
 
 class KVListener:
-    """The bound socket of a receiver: its address is announced before the model, and so the receiver, exists."""
+    """Bound socket of a receiver. Its address is announced before the model is loaded and the receiver exists."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, curve: Curve | None = None
     ) -> None:
-        """Raises zmq.ZMQError for a taken port."""
+        """Raises zmq.ZMQError if the port is in use."""
         self.socket = context.socket(zmq.ROUTER)
         self.socket.set(zmq.LINGER, 0)
         self.socket.set(zmq.RCVHWM, RECEIVE_HWM)
@@ -180,7 +180,7 @@ class KVListener:
 
 
 class KVReceiver:
-    """`expect`, `release` and `send` are called by the engine's thread only; `on_event` is called on the receiver's."""
+    """Receives KV. Only the engine thread calls `expect`, `release` and `send`; `on_event` runs on the receiver's."""
 
     def __init__(
         self,
@@ -192,16 +192,16 @@ class KVReceiver:
         transports: Sequence[IncomingEnd[Any]] = (),
         quantised: IncomingBlocks | None = None,
     ) -> None:
-        """`listener` and `transports` are closed with the receiver.
+        """The receiver closes `listener` and `transports`.
 
-        Blocks arrive in the views of `blocks`, or of `quantised` where frames hold 8-bit numbers, and are committed
-        once they are verified, before they count as received. `quantised` None: such frames are not accepted.
+        Blocks arrive in the views of `blocks`, or of `quantised` for 8-bit frames, and are committed after
+        verification, before they count as received. If `quantised` is None, such frames are not accepted.
         """
         self._socket, self.address = listener.socket, listener.address
         self._blocks, self._quantised, self._on_event = blocks, quantised, on_event
         self._transfers: dict[tuple[str, int], IncomingTransfer] = {}
         self._writing: IncomingTransfer | None = None
-        self._lock = threading.Condition()  # of `_transfers` and `_writing`
+        self._lock = threading.Condition()  # protects `_transfers` and `_writing`
         self._transports = tuple(transports)
         self._memories = PeerMemories(transports)
         self._outbox: Mailbox[tuple[bytes, Message] | None] = Mailbox(context)
@@ -223,7 +223,7 @@ class KVReceiver:
         self._thread.start()
 
     def stop(self, timeout_s: float = 2.0) -> None:
-        """End the thread and close its sockets. Call once, from the engine's thread or after it ended."""
+        """Stop the thread and close its sockets. Call once, from the engine thread or after it ended."""
         self._outbox.put(None)
         self._thread.join(timeout_s)
         self._outbox.close_sending()
@@ -235,35 +235,35 @@ class KVReceiver:
         self._socket.close()
 
     def send(self, peer: bytes, message: Message) -> None:
-        """Answer a prefill worker."""
+        """Reply to a prefill worker."""
         self._outbox.put((peer, message))
 
     def expect(self, transfer: IncomingTransfer) -> None:
-        """Lend the transfer's blocks. Call before the grant is sent."""
+        """Lend the transfer's blocks. Call it before sending the grant."""
         with self._lock:
             self._transfers[transfer.key] = transfer
 
     def release(self, request_id: str, attempt: int) -> IncomingTransfer | None:
-        """Take the blocks back: no frame is written to them once this has returned.
+        """End the transfer. No frame is written to its blocks after this returns.
 
-        Raises BlockError if the receiver's thread does not leave them.
+        Raises BlockError if the receiver's thread does not finish writing a block within the timeout.
         """
         with self._lock:
             if (transfer := self._transfers.pop((request_id, attempt), None)) is None:
                 return None
             transfer.released = True
             if not self._lock.wait_for(lambda: self._writing is not transfer, WRITE_S):
-                raise BlockError(f"transfer {request_id}/{attempt}: a block is being written for {WRITE_S:g} s")
+                raise BlockError(f"transfer {request_id}/{attempt}: writing a block took longer than {WRITE_S:g} s")
             return transfer
 
     def touch(self, request_id: str, attempt: int, now: float) -> None:
-        """The prefill worker is alive: its silence counts from `now`."""
+        """Restart the transfer's silence timer: the prefill worker is alive."""
         with self._lock:
             if (transfer := self._transfers.get((request_id, attempt))) is not None:
                 transfer.last_progress = now
 
     def stalled(self, before: float) -> list[IncomingTransfer]:
-        """Transfers without any progress since `before`."""
+        """Return transfers without progress since `before`."""
         with self._lock:
             return [transfer for transfer in self._transfers.values() if transfer.last_progress < before]
 
@@ -282,7 +282,7 @@ class KVReceiver:
                     self._receive()
                 for transport in self._transports:
                     for read in transport.ended():
-                        self._land(read)
+                        self._finish_read(read)
                 self._drops.flush(time.monotonic())
         except BaseException as error:
             log.exception("KV receiver died")
@@ -305,11 +305,11 @@ class KVReceiver:
         return True
 
     def _answer(self, peer: bytes, message: Message) -> None:
-        # ROUTER drops messages to a peer that is gone. Its lease ends by itself.
+        # ROUTER drops messages to a disconnected peer, whose lease expires.
         self._socket.send_multipart([peer, encode(message)], zmq.NOBLOCK)
 
     def _receive(self) -> None:
-        """Process one message. Every part of it is consumed, in any case."""
+        """Process one message. All of its parts are always consumed."""
         peer = self._socket.recv()
         if not self._socket.getsockopt(zmq.RCVMORE):
             self._drop("a frame without a message")
@@ -324,7 +324,7 @@ class KVReceiver:
             self._receive_blocks(peer, message)
             return
         if discard_rest(self._socket):
-            self._drop(f"{type(message).__name__} with frames behind it")
+            self._drop(f"unexpected frames after {type(message).__name__}")
             return
         match message:
             case KVOpen():
@@ -334,7 +334,7 @@ class KVReceiver:
             case KVFailed(request_id=request_id, attempt=attempt, reason=reason, phase=phase):
                 self._on_event(TransferFailed(request_id, attempt, reason, by_peer=True, peer=peer, phase=phase))
             case _:
-                self._drop(f"{type(message).__name__} is not for a decode worker's KV socket")
+                self._drop(f"unexpected {type(message).__name__}")
 
     def _open(self, peer: bytes, message: KVOpen) -> None:
         received_at = time.monotonic()
@@ -350,41 +350,41 @@ class KVReceiver:
             self._write(peer, header)
 
     def _begin_read(self, peer: bytes, header: KVBlocks) -> bool:
-        """Start to read the blocks of a message, if their memory reads ahead. False: it does not."""
+        """Start reading the blocks of a message if their memory reads ahead. Returns False otherwise."""
         with self._lock:
             transfer = self._transfer_of(header)
         if transfer is None or not isinstance(transfer.memory, ReadAheadMemory):
             return False
         if extra := discard_rest(self._socket):
-            problem = f"{extra} frames behind blocks that are to be read"
+            problem = f"{extra} unexpected frames: the message names blocks in memory"
         else:
             problem = transfer.memory.begin(peer, header)
         if problem:
             self._fail(transfer, problem)
         return True
 
-    def _land(self, read: ReadEnded) -> None:
-        """Take the blocks of a read that has ended, if their transfer still wants them."""
-        if read.landed is not None:
-            self._write(read.peer, read.header, read.landed)
+    def _finish_read(self, read: ReadEnded) -> None:
+        """Write the blocks of a completed read if their transfer still wants them."""
+        if read.buffered is not None:
+            self._write(read.peer, read.header, read.buffered)
             return
         with self._lock:
             transfer = self._transfer_of(read.header)
         if transfer is not None:
             self._fail(transfer, read.problem)
 
-    def _write(self, peer: bytes, header: KVBlocks, landed: BlockSource | None = None) -> None:
-        """Write the blocks of a message: its frames, those that it names in a memory, or those that `landed`."""
+    def _write(self, peer: bytes, header: KVBlocks, buffered: BlockSource | None = None) -> None:
+        """Write the blocks of a message: from its frames, from the memory it names, or from `buffered`."""
         with self._lock:
             self._writing = transfer = self._transfer_of(header)
         if transfer is None:
             discard_rest(self._socket)
             self._drop_late(f"{len(header.checksums)} blocks", header)
-            self._give_back(peer, header)
+            self._return_slots(peer, header)
             return
         began = time.monotonic()
         try:
-            num_bytes, problem = self._write_blocks(transfer, header, landed)
+            num_bytes, problem = self._write_blocks(transfer, header, buffered)
             transfer.last_progress = now = time.monotonic()
             transfer.busy_s += now - began
             if num_bytes:
@@ -399,19 +399,19 @@ class KVReceiver:
         elif transfer.complete:
             self._complete(transfer)
         elif transfer.memory is not None and transfer.memory.is_ring:
-            self._give_back(peer, header)
+            self._return_slots(peer, header)
 
-    def _give_back(self, peer: bytes, header: KVBlocks) -> None:
-        """The blocks of this message are not read any more, or again: their sender may fill the places."""
+    def _return_slots(self, peer: bytes, header: KVBlocks) -> None:
+        """Notify the sender that it may reuse the slots of this message."""
         if header.sources:
             self._answer(peer, KVTaken(request_id=header.request_id, attempt=header.attempt, places=header.sources))
 
     def _write_blocks(
-        self, transfer: IncomingTransfer, header: KVBlocks, landed: BlockSource | None
+        self, transfer: IncomingTransfer, header: KVBlocks, buffered: BlockSource | None
     ) -> tuple[int, str]:
-        """Write the blocks of a message into the cache: the bytes of those that are intact, and what was wrong."""
+        """Write a message's blocks into the cache. Returns the bytes written and the problem, or ""."""
         into = self._quantised if transfer.quantised and self._quantised is not None else self._blocks
-        source = landed or transfer.memory
+        source = buffered or transfer.memory
         received: list[int] = []
         num_bytes, problem = 0, ""
         if not header.sources:
@@ -421,10 +421,10 @@ class KVReceiver:
                 lambda index: into.view(transfer.blocks[index]) if transfer.wants(index) else None,
             )
             received, num_bytes, problem = committed(received, problem, transfer, into)
-        elif landed is None and (extra := discard_rest(self._socket)):
-            problem = f"{extra} frames behind blocks that are to be copied"
+        elif buffered is None and (extra := discard_rest(self._socket)):
+            problem = f"{extra} unexpected frames: the message names blocks in memory"
         elif source is None:
-            problem = "blocks are to be copied from memory that this worker cannot read"
+            problem = "the message names blocks in memory that this worker cannot read"
         else:
             received, num_bytes, problem = source.copy(header, transfer, into)
         transfer.received.update(received)
@@ -433,7 +433,7 @@ class KVReceiver:
         return num_bytes, problem
 
     def _transfer_of(self, message: KVBlocks | KVDone) -> IncomingTransfer | None:
-        """The transfer that a message belongs to, if the message has its token."""
+        """Return the transfer that a message belongs to, if the token matches."""
         transfer = self._transfers.get((message.request_id, message.attempt))
         return transfer if transfer is not None and transfer.token == message.token else None
 
@@ -446,10 +446,12 @@ class KVReceiver:
                 transfer.done = done
                 transfer.done_at = transfer.last_progress = time.monotonic()
         if transfer is None:
-            self._drop_late("the end", done)
+            self._drop_late("KVDone", done)
         elif not transfer.first_block <= transfer.num_blocks <= len(transfer.blocks):
             self._fail(
-                transfer, f"{transfer.num_blocks} blocks from {transfer.first_block} on, of {len(transfer.blocks)}"
+                transfer,
+                f"invalid number of blocks {transfer.num_blocks}: "
+                f"must be {transfer.first_block} to {len(transfer.blocks)}",
             )
         elif transfer.complete:
             self._complete(transfer)
@@ -457,7 +459,7 @@ class KVReceiver:
     def _complete(self, transfer: IncomingTransfer) -> None:
         with self._lock:
             if self._transfers.pop(transfer.key, None) is None:
-                return  # released while the last frame was on its way
+                return  # released before the last frame was processed
         self._answer(transfer.peer, KVAck(request_id=transfer.request_id, attempt=transfer.attempt))
         self._on_event(TransferCompleted(transfer))
 
@@ -470,9 +472,9 @@ class KVReceiver:
             self._on_event(TransferFailed(transfer.request_id, transfer.attempt, reason, by_peer=False))
 
     def _drop_late(self, what: str, message: KVBlocks | KVDone) -> None:
-        """Drop frames of a transfer that was aborted meanwhile, without a warning."""
+        """Count frames of an aborted transfer as dropped, without a warning."""
         self._num_late += 1
-        log.debug("dropped %s of %s/%d: not expected, or not any more", what, message.request_id, message.attempt)
+        log.debug("dropped %s of transfer %s/%d: no longer expected", what, message.request_id, message.attempt)
 
     def _drop(self, why: str) -> None:
         self._drops.add(why, time.monotonic())

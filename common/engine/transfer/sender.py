@@ -1,15 +1,15 @@
-"""Ships KV blocks to decode workers from a thread of its own, so that transfer hides behind the next step's compute.
+"""Sends KV blocks to decode workers, on a dedicated thread, so that transfers overlap with the next step's compute.
 
-A prefill worker ships prompts; a decode worker that drains ships the sequences that it hands over. A receiver that
-accepts the offer of this worker's transport gets the numbers of blocks, or of places, and copies them; the others get
-frames, of 8-bit numbers if these were offered and accepted.
+A prefill worker sends prompts; a draining decode worker sends the sequences that it hands over. A receiver that accepts
+the offer of this worker's transport gets block or slot numbers and copies the blocks. Other receivers get frames,
+quantised to 8 bits if offered and accepted.
 
-    opened ──KVGrant──> granted ──blocks computed and shipped──> drained ──KVDone──> finished ──KVAck──> gone
+    opened ──KVGrant──> granted ──blocks computed and sent──> drained ──KVDone──> finished ──KVAck──> gone
        └──────── KVWait renews the lease ────────┘      KVFailed or an expired lease ends it from any state
 
-The engine owns the blocks; this thread reads them from `open` until `cancel` has returned or it has reported the end. A
-block that is freed while ZeroMQ still points at it can only spoil a frame, and the receiver sees that by the checksum,
-which was taken before.
+The engine owns the blocks. This thread reads them from `open` until `cancel` returned or the end was reported. If a
+block is freed while ZeroMQ still points to it, the frame is corrupted at worst. The receiver detects that by the
+checksum, which was computed earlier.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from common.wire.messages import KVAck, KVDone, KVFailed, KVGrant, KVOpen, KVTak
 
 log = logging.getLogger(__name__)
 IDLE_CONNECTION_S = 60.0
-"""A connection without transfers is closed after this."""
+"""Idle time, in seconds, after which a connection without transfers is closed."""
 ANNOUNCE_S = 1.0
-"""How often a decode worker that granted hears that this worker still computes the prompt."""
+"""Interval, in seconds, of keep-alives to a decode worker while this worker computes the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferEnded:
-    """The sender tells the engine once per transfer. `reason` is "" when the decode worker acknowledged.
+    """End of a transfer, reported to the engine once. `reason` is "" if the decode worker acknowledged.
 
-    `exposed_s` is the time from the end of prefill to the acknowledgement. Durations in seconds. `num_bytes` were sent,
-    or offered for copying. `transport` is the name of the KV transport.
+    `exposed_s` is the time from the end of prefill to the acknowledgement. Durations are in seconds. `num_bytes` were
+    sent or offered for copying. `transport` is the name of the KV transport.
     """
 
     request_id: str
@@ -62,7 +62,7 @@ class TransferEnded:
 
 @dataclass(frozen=True, slots=True)
 class TransferAdvanced:
-    """A growing transfer was granted, or has `caught_up`: the receiver has all blocks that were full a moment ago."""
+    """A growing transfer was granted or has caught up: the receiver has all blocks that were full at the query."""
 
     request_id: str
     attempt: int
@@ -71,39 +71,39 @@ class TransferAdvanced:
 
 class TransferState(Enum):
     OPENED = auto()
-    """The receiver was asked for room."""
+    """The receiver was asked for blocks."""
     GRANTED = auto()
-    """Blocks are shipped as they are computed."""
+    """Blocks are sent while the prompt is computed."""
     FINISHED = auto()
-    """All blocks and `KVDone` are sent; the receiver has to acknowledge."""
+    """All blocks and `KVDone` were sent; the receiver has not acknowledged yet."""
 
 
-class CatchUp(Enum):
-    """How far a growing transfer is: its sequence may pause once the receiver has all full blocks."""
+class CatchUpState(Enum):
+    """Progress of a growing transfer. Its sequence may pause once the receiver has all full blocks."""
 
     NOT_GRANTED = auto()
     GRANTED = auto()
-    """The engine heard of the grant."""
+    """The engine was notified of the grant."""
     ASKED = auto()
-    """The sender asked, behind the full blocks, whether they have arrived."""
+    """The sender asked, after all full blocks, whether they have arrived."""
     ANSWERED = auto()
     COMPLETE = auto()
-    """The engine heard of the answer."""
+    """The engine was notified of the answer."""
 
 
 @dataclass(slots=True, eq=False)
 class OutgoingTransfer:
-    """One prompt, or one growing sequence, on its way to a decode worker.
+    """Transfer of one prompt, or of one growing sequence, to a decode worker.
 
-    `num_ready` of `blocks` are computed; once granted, `next_block` is the first not shipped. The receiver had those
-    before `first_block`. `token` is the secret of the grant. `revoked`: the engine took the blocks back. The engine's
-    thread alone sets that, under the sender's lock. Once granted, `shared` says that the receiver accepted the offer of
-    `transport`, and `quantised` that frames hold 8-bit numbers.
+    `num_ready` of `blocks` are computed. Once granted, `next_block` is the first that was not sent; the receiver
+    already had the blocks before `first_block`. `token` is the secret of the grant. `revoked`: the engine revoked the
+    blocks; only the engine thread sets it, under the sender's lock. Once granted, `shared` means that the receiver
+    accepted the offer of `transport`, and `quantised` that frames are 8-bit integers.
 
-    A growing sequence announces `room` blocks; `blocks` are those it has so far, and all of them once `done` is set.
-    `room` is 0 for a prompt, whose blocks are known from the start, or a hole stands for one that is computed later.
+    A growing sequence announces `room` blocks. Its `blocks` are those it has so far, and all of them once `done` is
+    set. For a prompt, `room` is 0, and all blocks are known from the start (-1 for a block computed later).
 
-    Nothing before `first_kept` is lent: it is out of the model's window.
+    Blocks before `first_kept` are outside the model's window and are not lent.
     """
 
     request_id: str
@@ -119,7 +119,7 @@ class OutgoingTransfer:
     transport: str = "tcp"
     shared: bool = False
     quantised: bool = False
-    catch_up: CatchUp = CatchUp.NOT_GRANTED
+    catch_up: CatchUpState = CatchUpState.NOT_GRANTED
     first_block: int = 0
     next_block: int = 0
     granted_at: float = 0.0
@@ -137,16 +137,16 @@ class OutgoingTransfer:
 
     @property
     def num_announced(self) -> int:
-        """Blocks that the receiver is asked to have room for."""
+        """Number of blocks that the receiver is asked to allocate."""
         return self.room or len(self.blocks)
 
     @property
     def announced(self) -> str:
-        """The blocks that may be granted, in words."""
+        """Range of blocks that may be granted, for messages."""
         return f"{self.first_kept} to {self.num_announced}"
 
     def grant(self, first_block: int, now: float) -> bool:
-        """The decode worker wants blocks from `first_block` on. False for an impossible grant."""
+        """Record that the decode worker wants blocks from `first_block`. Returns False for an invalid grant."""
         if self.state is not TransferState.OPENED or not self.first_kept <= first_block <= self.num_announced:
             return False
         self.state = TransferState.GRANTED
@@ -155,37 +155,39 @@ class OutgoingTransfer:
         return True
 
     def finish(self) -> None:
-        """`KVDone` was sent."""
+        """Record that `KVDone` was sent."""
         self.state = TransferState.FINISHED
 
     def ask(self) -> None:
-        """The sender asked, behind all full blocks, whether they have arrived."""
-        if self.catch_up is CatchUp.GRANTED:
-            self.catch_up = CatchUp.ASKED
+        """Record that the sender asked, after all full blocks, whether they have arrived."""
+        if self.catch_up is CatchUpState.GRANTED:
+            self.catch_up = CatchUpState.ASKED
 
     def answer(self) -> None:
-        """The receiver confirmed that they have arrived. It also sends this message unasked, which means nothing."""
-        if self.catch_up is CatchUp.ASKED:
-            self.catch_up = CatchUp.ANSWERED
+        """Record that the receiver confirmed their arrival. Unsolicited confirmations are ignored."""
+        if self.catch_up is CatchUpState.ASKED:
+            self.catch_up = CatchUpState.ANSWERED
 
     def shippable(self, limit: int) -> range:
-        """The next at most `limit` block indices that are granted, computed and not shipped yet."""
+        """Return up to `limit` next block indices that are granted, computed and not sent."""
         if self.state is TransferState.OPENED:
             return range(0)
         return range(self.next_block, max(self.next_block, min(self.num_ready, self.next_block + limit)))
 
     def advanced(self) -> TransferAdvanced | None:
-        """The event that the engine must hear now, if any: once that it was granted, once that it caught up."""
+        """Return the event due for the engine, if any: once when granted, once when caught up."""
         if not self.room or self.state is TransferState.OPENED:
             return None
-        following = {CatchUp.NOT_GRANTED: CatchUp.GRANTED, CatchUp.ANSWERED: CatchUp.COMPLETE}.get(self.catch_up)
+        following = {CatchUpState.NOT_GRANTED: CatchUpState.GRANTED, CatchUpState.ANSWERED: CatchUpState.COMPLETE}.get(
+            self.catch_up
+        )
         if following is None:
             return None
         self.catch_up = following
-        return TransferAdvanced(self.request_id, self.attempt, following is CatchUp.COMPLETE)
+        return TransferAdvanced(self.request_id, self.attempt, following is CatchUpState.COMPLETE)
 
     def ended(self, reason: str, now: float) -> TransferEnded:
-        """The event of a transfer that ends at `now`."""
+        """Return the end event of a transfer that ends at `now`."""
         granted_at = self.granted_at or now
         return TransferEnded(
             self.request_id,
@@ -202,20 +204,20 @@ class OutgoingTransfer:
 
     @property
     def drained(self) -> bool:
-        """Whether every granted block was handed to the socket, so that only KVDone is left to send."""
+        """Whether every granted block was passed to the socket, so that only KVDone remains to be sent."""
         return self.state is not TransferState.OPENED and self.next_block >= len(self.blocks)
 
     @property
     def wants_echo(self) -> bool:
-        """Whether a growing transfer should ask, behind all full blocks, whether they have arrived.
+        """Whether a growing transfer should ask, after all full blocks, whether they have arrived.
 
-        Blocks that were handed to a socket may wait in its queue for long.
+        Blocks passed to a socket may remain in its queue for a long time.
         """
-        return bool(self.room) and self.computing and self.catch_up is CatchUp.GRANTED
+        return bool(self.room) and self.computing and self.catch_up is CatchUpState.GRANTED
 
     @property
     def computing(self) -> bool:
-        """Whether this worker's engine must compute first: until then the decode worker owes no answer."""
+        """Whether the next step is computing on this worker, so that no answer from the decode worker is due."""
         return self.state is TransferState.GRANTED and self.done is None and not self.shippable(1)
 
     @property
@@ -239,9 +241,9 @@ class _Cancel:
 
 
 class KVSender:
-    """`open`, `progress` and `cancel` are called by the engine's thread only; `on_...` are called on the sender's.
+    """Sends KV. Only the engine thread calls `open`, `progress` and `cancel`; `on_...` run on the sender's thread.
 
-    A growing transfer (`room`) uses only the first of `num_streams` connections, so that it arrives in order.
+    A growing transfer (`room`) uses only the first of the `num_streams` connections, so that it arrives in order.
     """
 
     def __init__(
@@ -258,14 +260,14 @@ class KVSender:
         on_advanced: Callable[[TransferAdvanced], None] = lambda event: None,
         curve: Curve | None = None,
     ) -> None:
-        """`outgoing` is offered to every decode worker, and closed with the sender. None: all blocks go as `frames`."""
+        """`outgoing` is offered to every decode worker and closed with the sender. None: all blocks use `frames`."""
         self._context, self._frames, self._outgoing = context, frames, outgoing
         self._on_ended, self._on_advanced = on_ended, on_advanced
         self._worker_id, self._epoch, self._fingerprint = hello
         self._lease_s, self._num_streams, self._curve = lease_s, num_streams, curve
         self._batch = blocks_per_message(block_bytes)
         self._commands: Mailbox[OutgoingTransfer | _Progress | _Cancel | None] = Mailbox(context)
-        self._lent: dict[tuple[str, int], OutgoingTransfer] = {}  # the engine's record: opened and not cancelled
+        self._lent: dict[tuple[str, int], OutgoingTransfer] = {}  # opened and not cancelled; engine thread only
         self._lock = threading.Lock()  # held while blocks are read
         self._connections: dict[str, KVConnection] = {}
         self._transfers: dict[tuple[str, int], OutgoingTransfer] = {}
@@ -282,14 +284,14 @@ class KVSender:
 
     @property
     def quantises(self) -> bool:
-        """Whether blocks are quantised, for which they are read as a whole, unused slots included."""
+        """Whether blocks may be quantised, which reads whole blocks, including unused slots."""
         return self._frames.quantise is not None
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self, timeout_s: float = 2.0) -> None:
-        """End the thread and close its sockets. Call once, from the engine's thread or after it ended."""
+        """Stop the thread and close its sockets. Call once, from the engine thread or after it ended."""
         self._commands.put(None)
         self._thread.join(timeout_s)
         self._commands.close_sending()
@@ -298,9 +300,9 @@ class KVSender:
         self, request_id: str, attempt: int, target: KVTarget, blocks: Sequence[int], num_ready: int, room: int = 0,
         first_block: int = 0,
     ) -> None:  # fmt: skip
-        """Announce a prompt to its decode worker; the first `num_ready` blocks are computed already.
+        """Announce a prompt to its decode worker. The first `num_ready` blocks are already computed.
 
-        `room`: blocks that a growing sequence may come to, 0 for a prompt. None before `first_block` is lent.
+        `room`: maximum number of blocks of a growing sequence, 0 for a prompt. `first_block`: first block lent.
         """
         now = time.monotonic()
         lent = (tuple(blocks), now, now + self._lease_s, num_ready, room, first_block)
@@ -312,11 +314,11 @@ class KVSender:
         self, request_id: str, attempt: int, num_ready: int, done: KVDone | None = None,
         blocks: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
-        """Ship up to `num_ready` blocks; `done` comes with the last. `blocks`: all of a sequence that has grown."""
+        """Allow blocks up to `num_ready` to be sent. `done` accompanies the last; `blocks` replaces a grown list."""
         self._commands.put(_Progress((request_id, attempt), num_ready, done, None if blocks is None else tuple(blocks)))
 
     def cancel(self, request_id: str, attempt: int, reason: str, phase: str = "") -> None:
-        """Take the blocks back and tell the decode worker. Once this has returned, the sender reads none of them."""
+        """Revoke the blocks and notify the decode worker. The sender reads none of them after this returns."""
         transfer = self._lent.pop((request_id, attempt), None)
         if transfer is not None:
             with self._lock:
@@ -338,7 +340,7 @@ class KVSender:
                 self._outgoing.close()
 
     def _turn(self) -> bool:
-        """One round: commands, replies, shipping, leases. False to stop."""
+        """Run one round: commands, replies, sending, leases. Returns False to stop."""
         self._poller.poll(self._poll_timeout_ms())
         if not self._take_commands():
             return False
@@ -348,7 +350,7 @@ class KVSender:
         now = time.monotonic()
         self._dial(now)
         self._ship()
-        self._tell_advanced()
+        self._notify_advanced()
         self._drops.flush(now)
         self._announce(now)
         self._expire(now)
@@ -377,7 +379,7 @@ class KVSender:
                             transfer.done, transfer.done_at = done, now
                 case _Cancel(transfer, reason, phase):
                     if self._transfers.get(transfer.key) is transfer:
-                        self._tell_failed(transfer, reason, phase)
+                        self._send_failed(transfer, reason, phase)
                         self._forget(transfer)
         return True
 
@@ -396,14 +398,14 @@ class KVSender:
         self._unopened[transfer.key] = None
 
     def _dial(self, now: float) -> None:
-        """Dial broken connections again and repeat their announcements; end the transfers to a worker that refuses."""
+        """Redial broken connections and repeat their announcements. End transfers to a worker that rejects them."""
         for address, connection in self._connections.items():
             if connection.dial_again(now):
                 theirs = [transfer for transfer in self._transfers.values() if transfer.target.address == address]
                 for transfer in theirs:
                     if connection.refusal:
                         worker = transfer.target.worker_id
-                        self._end(transfer, f"decode worker {worker} takes no connection: {connection.refusal}")
+                        self._end(transfer, f"decode worker {worker} rejects connections: {connection.refusal}")
                     else:
                         self._unopened[transfer.key] = None
 
@@ -421,17 +423,17 @@ class KVSender:
                 case KVGrant() | KVWait() | KVTaken() | KVAck() | KVFailed():
                     self._reply(connection, stream, message)
                 case _:
-                    self._drop(f"{type(message).__name__} is not for a sender's KV socket")
+                    self._drop(f"unexpected {type(message).__name__}")
 
     def _reply(self, connection: KVConnection, stream: zmq.Socket[bytes], message: ToPrefill) -> None:
         transfer = self._transfers.get((message.request_id, message.attempt))
         if transfer is None:
-            if isinstance(message, KVGrant | KVWait):  # else it would keep room, or a place in its queue
-                why = "the sender does not hold this transfer any more"
+            if isinstance(message, KVGrant | KVWait):  # otherwise the receiver would keep its blocks or queue entry
+                why = "the sender no longer has this transfer"
                 try_send(stream, KVFailed(request_id=message.request_id, attempt=message.attempt, reason=why))
             return
         if self._connections[transfer.target.address] is not connection:
-            self._drop(f"{type(message).__name__} from another worker than {transfer.request_id} is meant for")
+            self._drop(f"{type(message).__name__} for {transfer.request_id} from the wrong decode worker")
             return
         now = time.monotonic()
         transfer.lease_until = now + self._lease_s
@@ -442,40 +444,42 @@ class KVSender:
                 transfer.answer()
             case KVTaken(places=places):
                 if self._outgoing is not None and not self._outgoing.taken(transfer, places):
-                    self._drop(f"places that were not lent to {transfer.request_id} are given back")
+                    self._drop(f"KVTaken for slots that were not lent to {transfer.request_id}")
             case KVAck():
                 self._end(transfer, "")
             case KVFailed(reason=reason):
-                self._end(transfer, f"the decode worker gave up: {reason}")
+                self._end(transfer, f"the decode worker ended the transfer: {reason}")
 
     def _on_grant(self, transfer: OutgoingTransfer, grant: KVGrant, now: float) -> None:
         worker, outgoing = transfer.target.worker_id, self._outgoing
         if what := self._not_offered(grant):
-            self._drop(f"grant for {what} that was not offered for {transfer.request_id}")
+            self._drop(f"grant for {transfer.request_id} requires {what}, which was not offered")
         elif outgoing is not None and outgoing.is_required and not grant.shared:
-            why = f"decode worker {worker} cannot read this worker's memory, and kv_transport is {outgoing.transport}"
-            self._tell_failed(transfer, why)
+            why = f"decode worker {worker} cannot read this worker's memory, and --kv-transport is {outgoing.transport}"
+            self._send_failed(transfer, why)
             self._end(transfer, why)
         elif not transfer.grant(grant.first_block, now):
-            self._drop(f"grant from block {grant.first_block} of {transfer.announced} for {transfer.request_id}")
+            self._drop(
+                f"invalid grant for {transfer.request_id} from block {grant.first_block}: must be {transfer.announced}"
+            )
         else:
             transfer.token, transfer.shared, transfer.quantised = grant.token, grant.shared, grant.quantised
-            way = "over TCP" + ", in 8 bits" * grant.quantised
+            way = "TCP" + ", quantised to 8 bits" * grant.quantised
             if grant.shared and outgoing is not None:
-                transfer.transport, way = outgoing.transport, outgoing.in_words
+                transfer.transport, way = outgoing.transport, outgoing.description
             connection = self._connections[transfer.target.address]
             if connection.way != way:
                 connection.way = way
-                log.info("KV to %s goes %s", worker, way)
+                log.info("KV transfer to %s: %s", worker, way)
 
     def _not_offered(self, grant: KVGrant) -> str:
-        """What a grant asks for that was not offered, or ""."""
+        """Return what a grant requires that was not offered, or ""."""
         if grant.shared and self._outgoing is None:
             return "shared memory"
         return "8-bit frames" if grant.quantised and (grant.shared or self._frames.quantise is None) else ""
 
     def _ship(self) -> None:
-        """Give every transfer a message at a time until all are drained or their sockets are full."""
+        """Send one message per transfer in turn until all are drained or their sockets are full."""
         blocked: set[zmq.Socket[bytes]] = set()
         for key in list(self._unopened):
             transfer = self._transfers[key]
@@ -493,28 +497,28 @@ class KVSender:
                 self._poller.modify(stream, zmq.POLLIN | (zmq.POLLOUT if stream in blocked else 0))
 
     def _ship_one(self, transfer: OutgoingTransfer, blocked: set[zmq.Socket[bytes]]) -> bool:
-        """Send the transfer's next message; True when it has more to send and its socket takes more."""
+        """Send the transfer's next message. Returns True if it has more to send and its socket is not full."""
         streams = self._streams(transfer)
         indices = transfer.shippable(self._batch)
         if indices:
             stream = streams[0 if transfer.room else transfer.stream % len(streams)]
-            if not events(stream) & zmq.POLLOUT:  # checked first: a view may cost a copy, or quantising
+            if not events(stream) & zmq.POLLOUT:  # checked first, because a view may copy or quantise
                 blocked.add(stream)
                 return False
             end = self._outgoing if transfer.shared and self._outgoing is not None else self._frames
-            if (parcel := end.ship(transfer, indices)) is None:
-                return False  # the receiver answers
+            if (prepared := end.ship(transfer, indices)) is None:
+                return False  # wait for the receiver to return slots
             with self._lock:
-                sent = not transfer.revoked and parcel.try_send(stream, transfer)
+                sent = not transfer.revoked and prepared.try_send(stream, transfer)
             if not sent:
                 if self._outgoing is not None:
-                    self._outgoing.undo(transfer, parcel)
+                    self._outgoing.undo(transfer, prepared)
                 blocked.update(() if transfer.revoked else (stream,))
                 return False
-            transfer.next_block, transfer.stream = parcel.indices.stop, transfer.stream + 1
+            transfer.next_block, transfer.stream = prepared.indices.stop, transfer.stream + 1
             transfer.lease_until = time.monotonic() + self._lease_s
-            transfer.num_bytes += parcel.num_bytes
-            self.num_bytes += parcel.num_bytes
+            transfer.num_bytes += prepared.num_bytes
+            self.num_bytes += prepared.num_bytes
             return bool(transfer.shippable(1)) or transfer.can_finish
         if transfer.can_finish and transfer.done is not None:
             if try_send(streams[0], replace(transfer.done, token=transfer.token)):
@@ -523,14 +527,14 @@ class KVSender:
                 blocked.add(streams[0])
         return False
 
-    def _tell_advanced(self) -> None:
-        """Tell the engine which growing transfers were granted or have caught up."""
+    def _notify_advanced(self) -> None:
+        """Notify the engine of growing transfers that were granted or have caught up."""
         for transfer in self._transfers.values():
             if (event := transfer.advanced()) is not None:
                 self._on_advanced(event)
 
     def _announce(self, now: float) -> None:
-        """Keep decode workers from giving up transfers whose blocks this worker still computes."""
+        """Send keep-alives to decode workers while this worker computes their blocks."""
         for transfer in self._transfers.values():
             if transfer.wants_echo or (transfer.computing and transfer.announced_at < now - ANNOUNCE_S):
                 transfer.announced_at = now
@@ -539,8 +543,8 @@ class KVSender:
 
     def _expire(self, now: float) -> None:
         for transfer in [t for t in self._transfers.values() if t.lease_until < now and not t.computing]:
-            self._tell_failed(transfer, "lease expired")
-            self._end(transfer, f"decode worker {transfer.target.worker_id} was silent for {self._lease_s:g} s")
+            self._send_failed(transfer, "lease expired")
+            self._end(transfer, f"decode worker {transfer.target.worker_id} sent nothing for {self._lease_s:g} s")
         idle = [
             address
             for address, connection in self._connections.items()
@@ -549,10 +553,10 @@ class KVSender:
         for address in idle:
             self._connections.pop(address).close()
 
-    def _tell_failed(self, transfer: OutgoingTransfer, reason: str, phase: str = "") -> None:
+    def _send_failed(self, transfer: OutgoingTransfer, reason: str, phase: str = "") -> None:
         message = KVFailed(request_id=transfer.request_id, attempt=transfer.attempt, reason=reason[:1000], phase=phase)
         if transfer.key not in self._unopened:
-            try_send(self._streams(transfer)[0], message)  # if the queue is full, the receiver's deadline ends it
+            try_send(self._streams(transfer)[0], message)  # if the queue is full, the receiver's deadline applies
 
     def _end(self, transfer: OutgoingTransfer, reason: str) -> None:
         self._forget(transfer)

@@ -1,4 +1,4 @@
-"""Tensors of checkpoints: read from safetensors and GGUF files, cut for a rank, dequantised where needed."""
+"""Checkpoint tensors: read from safetensors and GGUF files, sharded for a rank, dequantised if necessary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file under Hugging Face's names; undoes llama.cpp's changes to the weights."""
+"""Tensors of a GGUF file under Hugging Face names. Reverts llama.cpp's changes to the weights."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ EXPERT_PARTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 
 
 class Stored(NamedTuple):
-    """A tensor of the file, or the part of a stack of experts' tensors."""
+    """Name of a tensor in the file, and the index within a stack of experts' tensors."""
 
     name: str
     part: int | None = None
 
 
 class GGUFWeights:
-    """A `WeightSource` over one GGUF file. Gemma's norm weights are stored with the one already added."""
+    """A `WeightSource` over one GGUF file. Gemma's norm weights are stored with one already added."""
 
     norm_offset = 0.0
 
@@ -75,7 +75,7 @@ class GGUFWeights:
         self._others = {
             "self_attn.sinks": "attn_sinks.weight",
             f"{experts.correction or experts.router}.e_score_correction_bias": "exp_probs_b.bias",
-        }  # names that end in nothing that GGUF has
+        }  # names without GGUF's suffixes
 
     def has(self, name: str) -> bool:
         stored = self._stored(name)
@@ -127,7 +127,7 @@ class GGUFWeights:
         return self.file.num_bytes(stored.name) // num_parts
 
     def _as_stored(self, name: str) -> StoredTensor:
-        """Floats are read as a copy in float32, whatever their type in the file."""
+        """Describe a tensor. Floats are read as a float32 copy, whatever their type in the file."""
         kind, shape, size = self.file.kind(name), self.file.shape(name), self.file.num_bytes(name)
         count, is_matrix = math.prod(shape), len(shape) > 1
         if kind in BITS:
@@ -140,9 +140,9 @@ class GGUFWeights:
         return StoredTensor(name, size, count, bits, form, is_matrix=is_matrix)
 
     def _joined_latents(self, name: str) -> Tensor:
-        """What makes keys and values of latents, [heads * (nope + value), rank]: the file holds the two apart.
+        """Join the key and value projections of latents, [heads * (nope + value), rank], stored separately.
 
-        Keys' part is there as [heads, rank, nope], values' as [heads, value, rank].
+        The key part is stored as [heads, rank, nope], the value part as [heads, value, rank].
         """
         keys, values = (
             torch.from_numpy(self.file.read(name.replace("attn_kv_b", part))) for part in ("attn_k_b", "attn_v_b")
@@ -150,17 +150,17 @@ class GGUFWeights:
         return torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
 
     def _interleaved_heads(self, name: str) -> int:
-        """How many heads llama.cpp has reordered the rows of; 0 for none."""
+        """Return the number of heads whose rows llama.cpp has reordered; 0 for none."""
         if not self._interleaves or not name.endswith(("q_proj.weight", "k_proj.weight")):
             return 0
         return self.config.num_heads if "q_proj" in name else self.config.num_kv_heads
 
     def _place(self, name: str) -> Stored:
-        """Where the tensor is; what no GGUF file has is looked for, and missed, under its own name."""
+        """Return where the tensor is stored. Unknown names are kept, so that errors report them."""
         return self._stored(name) or Stored(name)
 
     def _stored(self, name: str) -> Stored | None:
-        """None for what no GGUF file has."""
+        """Return where the tensor is stored; None if GGUF files do not have it."""
         if name in TOP:
             return Stored(TOP[name])
         _, _, index, rest = name.split(".", 3)
@@ -174,5 +174,5 @@ class GGUFWeights:
 
 
 def _from_interleaved(rows: int, heads: int) -> Tensor:
-    """The rows of each head, int64 [rows], from llama.cpp's order (pairs adjacent) to that of rotated halves."""
+    """Return the row order, int64 [rows], from llama.cpp's order (adjacent pairs) to rotated halves."""
     return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)

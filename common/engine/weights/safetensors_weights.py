@@ -1,4 +1,4 @@
-"""A Hugging Face folder's safetensors files as one source of named, memory-mapped tensors, quantised or not."""
+"""Safetensors files of a Hugging Face folder as one source of named, memory-mapped tensors, quantised or not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kernels import QuantisedWeight
 
 SUFFIX = ".weight"
 WITHOUT_HEAD = ("embed_tokens.", "layers.", "norm.")
-"""How names begin in a checkpoint of a model without its head."""
+"""Prefixes of names in a checkpoint of a model without its head."""
 
 
 class SafetensorsWeights:
@@ -27,7 +27,7 @@ class SafetensorsWeights:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         if not paths:
-            raise ModelError("the model has no *.safetensors file: give a folder with safetensors weights")
+            raise ModelError("no *.safetensors file in the model: use a folder with safetensors weights")
         self.label = str(paths[0].parent)
         self._files: dict[str, tuple[Any, str]] = {}
         holders: dict[str, str] = {}
@@ -36,21 +36,21 @@ class SafetensorsWeights:
                 file: Any = safe_open(str(path), framework="pt")
                 names = list(file.keys())
             except (OSError, SafetensorError) as error:
-                raise ModelError(f"{path} is missing, truncated or damaged ({error}): fetch the model again") from error
+                raise ModelError(f"{path} is missing, truncated or damaged ({error}): download it again") from error
             for name in names:
                 plain, holder = self._plain(name), f"{name} of {path.name}"
                 if plain in self._files:
                     raise ModelError(
-                        f"{self.label}: tensor {plain} occurs twice, as {holders[plain]} and as {holder}: keep the "
-                        "files of one model only"
+                        f"{self.label}: duplicate tensor {plain}, as {holders[plain]} and as {holder}: "
+                        "keep only the files of one model"
                     )
                 self._files[plain], holders[plain] = (file, name), holder
 
     @staticmethod
     def _plain(name: str) -> str:
-        """The name without the prefix that multimodal checkpoints put the language model below.
+        """Remove the prefix under which multimodal checkpoints store the language model.
 
-        Checkpoints of a model without its head, such as those of embedding models, name tensors without `model.`.
+        Checkpoints of a model without its head, such as embedding models, omit the prefix `model.`, which is added.
         """
         if name.startswith(WITHOUT_HEAD):
             return f"model.{name}"
@@ -64,7 +64,7 @@ class SafetensorsWeights:
         return name in self._files
 
     def read_quantised(self, name: str, *, floats: bool = False) -> QuantisedWeight | None:
-        return None  # safetensors files hold floats here
+        return None  # this class reads only float tensors
 
     def is_quantised(self, name: str) -> bool:
         return False
@@ -80,7 +80,7 @@ class SafetensorsWeights:
         return bytes_of(self.head(name)) if name in self._files else 0
 
     def head(self, name: str) -> TensorHead:
-        """Type and shape of a tensor, which is not read."""
+        """Return the type and shape of a tensor without reading it."""
         file, stored = self._place(name)
         view = file.get_slice(stored)
         return TensorHead(view.get_dtype(), tuple(view.get_shape()))
@@ -90,34 +90,34 @@ class SafetensorsWeights:
         try:
             tensor: Tensor = file.get_tensor(stored)
         except (OSError, SafetensorError) as error:
-            raise ModelError(f"{self.label}: tensor {name} cannot be read ({error}): fetch the model again") from error
+            raise ModelError(f"{self.label}: cannot read tensor {name} ({error}): download it again") from error
         return tensor
 
     def read_ranges(self, name: str, dim: int, ranges: Sequence[range]) -> Tensor:
-        """These rows (`dim` 0), columns (1), ... of a tensor, one range behind the other. Reads no others."""
+        """Read and concatenate `ranges` of rows (`dim` 0), columns (1), ... of a tensor. Reads nothing else."""
         file, stored = self._place(name)
         try:
             view = file.get_slice(stored)
             before = (slice(None),) * dim
             parts: list[Tensor] = [view[*before, part.start : part.stop] for part in ranges]
         except (OSError, SafetensorError) as error:
-            raise ModelError(f"{self.label}: tensor {name} cannot be read ({error}): fetch the model again") from error
+            raise ModelError(f"{self.label}: cannot read tensor {name} ({error}): download it again") from error
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def _place(self, name: str) -> tuple[Any, str]:
-        """The file that holds a tensor, and its name there."""
+        """Return the file that contains a tensor, and its name there."""
         if name not in self._files:
             raise ModelError(
-                f"{self.label}: no tensor {name} in its {len(self._files)} tensors: a weights file is missing "
-                "or of another model, fetch the model again"
+                f"{self.label}: missing tensor {name} ({len(self._files)} tensors found): a weights file is missing "
+                "or belongs to another model, download the model again"
             )
         return self._files[name]
 
 
 class QuantisedSafetensors(SafetensorsWeights):
-    """What the file holds decides, matrix by matrix: modules that a configuration ignores are plain tensors in it.
+    """Source with quantised matrices. The file's tensors determine which, because configurations may ignore modules.
 
-    ModelError at once where the parts of a quantised matrix do not fit together: no weight is read for that.
+    Raises ModelError if the parts of a quantised matrix are inconsistent, without reading weights.
     """
 
     def __init__(self, paths: Sequence[Path], format: WeightFormat) -> None:
@@ -128,8 +128,8 @@ class QuantisedSafetensors(SafetensorsWeights):
         self._quantised = {module for module in modules if format.holds(self.tensors, module)}
         if not self._quantised:
             raise ModelError(
-                f"{self.label}: its configuration names {format.name} weights, and none of its {len(self._files)} "
-                "tensors is one: fetch the model again"
+                f"{self.label}: the configuration specifies {format.name} weights, but none of the {len(self._files)} "
+                "tensors has this format: download the model again"
             )
         for module in sorted(self._quantised):
             self.format.check(self.tensors, module)
@@ -157,7 +157,7 @@ class QuantisedSafetensors(SafetensorsWeights):
         return self.format.stored(self.tensors, name.removesuffix(SUFFIX)).num_bytes
 
     def _is_part(self, name: str) -> bool:
-        """Whether a tensor of the file belongs to a quantised module."""
+        """Return whether a tensor of the file is part of a quantised module."""
         return self.format.module(name) in self._quantised
 
     def read(self, name: str) -> Tensor:
@@ -173,7 +173,7 @@ class QuantisedSafetensors(SafetensorsWeights):
 
 
 class StoredTensors:
-    """The tensors as the files hold them, whatever they stand for."""
+    """The tensors as stored in the files, without interpretation."""
 
     def __init__(self, files: SafetensorsWeights) -> None:
         self._files, self.label = files, files.label

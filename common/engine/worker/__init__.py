@@ -1,4 +1,4 @@
-"""The worker process: start and end, duties, engine loop, control channel, probes, metrics."""
+"""Worker process: lifecycle, roles, engine loop, control channel, probes, metrics."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The adapters of a worker by name: loaded from flags at its start, then as routers order. Owns the names.
+"""Adapters of a worker by name: loaded from flags at startup, then as ordered by routers.
 
 SetAdapter ─> loading ─┬─> loaded ── SetAdapter without a path ──> unloaded
-                       └─> failed     (places are freed once no sequence uses them)
+                       └─> failed     (slots are freed once no sequence uses them)
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:  # torch
 
 log = logging.getLogger(__name__)
 MAX_SHOWN_REASON = 500
-"""Characters of why an adapter could not be loaded."""
+"""Maximum length, in characters, of the reason why an adapter could not be loaded."""
 CLOSE_S = 2.0
 """Maximum time, in seconds, that `close` waits for a load in progress."""
 
 
 class WorkerAdapters:
-    """Belongs to the event loop. `on_change` is called when a state has changed, so that routers hear of it at once."""
+    """Adapter registry, used on the event loop. Calls `on_change` on state changes, to notify routers immediately."""
 
     def __init__(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change
@@ -41,16 +41,16 @@ class WorkerAdapters:
 
     @property
     def states(self) -> tuple[AdapterState, ...]:
-        """All names that the worker was told of."""
+        """States of all adapters that the worker has been ordered to load or unload."""
         return tuple(self._states.values())
 
     @property
     def names(self) -> Mapping[str, str]:
-        """Names by the digests that they stand for."""
+        """Names of loaded adapters, by digest."""
         return {state.digest: state.name for state in self._states.values() if state.status == "loaded"}
 
     async def load_flags(self, bank: AdapterBank, named: Sequence[str]) -> None:
-        """Begin with the adapters of `--lora`, as NAME=PATH. Raises ModelError for one that is refused."""
+        """Load the adapters of `--lora`, given as NAME=PATH. Raises ModelError if one is invalid."""
         self._bank = bank
         for one in named:
             name, _, path = one.partition("=")
@@ -61,19 +61,19 @@ class WorkerAdapters:
                 raise ModelError(f"--lora {name}: {error}") from error
 
     def order(self, order: SetAdapter) -> None:
-        """Carry out a router's order, unless a newer one is known."""
+        """Execute a router's order unless a newer one was received."""
         known = self._states.get(order.name)
         if self._bank is None or (known is not None and known.version >= order.version):
             return
         before = known.digest if known is not None else ""
         if order.path:
-            log.info("loads adapter %s from %s", order.name, order.path)
+            log.info("adapter %s: loading from %s", order.name, order.path)
             self._states[order.name] = AdapterState(order.name, order.version, "loading", order.path)
             self._waiting[order.name] = order
             if self._loading is None or self._loading.done():
                 self._loading = asyncio.create_task(self._load_waiting(self._bank), name="load adapters")
         else:
-            log.info("unloads adapter %s", order.name)
+            log.info("adapter %s: unloading", order.name)
             self._states[order.name] = AdapterState(order.name, order.version, "unloaded")
             self._waiting.pop(order.name, None)
         self._retire(before)
@@ -81,7 +81,7 @@ class WorkerAdapters:
         self._on_change()
 
     async def loaded(self) -> None:
-        """Wait until all that was ordered is loaded, or was refused."""
+        """Wait until all ordered adapters were loaded or have failed."""
         if self._loading is not None:
             await asyncio.wait({self._loading})
 
@@ -93,7 +93,7 @@ class WorkerAdapters:
             self._loading.cancel()
 
     async def _load_waiting(self, bank: AdapterBank) -> None:
-        """Load what was ordered, one after the other."""
+        """Load the ordered adapters sequentially."""
         while self._waiting:
             name = next(iter(self._waiting))
             order = self._waiting.pop(name)
@@ -102,9 +102,9 @@ class WorkerAdapters:
                 continue
             try:
                 await self._load(bank, state)
-            except Exception as error:  # whatever it was, the worker serves on without the adapter
+            except Exception as error:  # whatever the error, the worker continues without the adapter
                 why = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
-                log.warning("adapter %s is not loaded: %s", name, why)
+                log.warning("adapter %s: loading failed: %s", name, why)
                 if self._states.get(name) is state:
                     self._states[name] = replace(state, status="failed", message=why[:MAX_SHOWN_REASON])
             self._on_change()
@@ -115,23 +115,23 @@ class WorkerAdapters:
             self._states[state.name] = replace(
                 state, status="loaded", digest=held.digest, rank=held.rank, num_bytes=held.num_bytes
             )
-        else:  # a newer order came meanwhile
+        else:  # superseded by a newer order
             self._retire(held.digest)
 
     def _retire(self, digest: str) -> None:
-        """Free an adapter that no name stands for any more, once no sequence uses it."""
+        """Free an adapter that no name refers to, once no sequence uses it."""
         if digest and self._bank is not None and digest not in self.names:
             self._bank.retire(digest)
 
     def _forget(self) -> None:
-        """Bound the names: of those that stand for nothing, the oldest go first."""
+        """Limit the number of names by dropping the oldest unloaded and failed ones."""
         gone = [state for state in self._states.values() if state.status in ("unloaded", "failed")]
         for state in sorted(gone, key=lambda one: one.version)[: max(0, len(self._states) - MAX_ADAPTERS)]:
             del self._states[state.name]
 
 
 def _begin_load(bank: AdapterBank, state: AdapterState) -> Future[HeldAdapter]:
-    """Load on a daemon thread. Process exit would wait for threads of `asyncio.to_thread`, which may hang."""
+    """Load on a daemon thread. Process exit would wait for `asyncio.to_thread` threads, which may hang."""
     result: Future[HeldAdapter] = Future()
 
     def load() -> None:

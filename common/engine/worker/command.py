@@ -1,4 +1,4 @@
-"""The one entry point of both workers: reads the settings, pins the cores, and runs the process until SIGTERM."""
+"""Entry point of both worker commands: reads the settings, pins cores and runs the process until SIGTERM."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 Build: TypeAlias = "Callable[[DutyOffer, DutyOffer | None], WorkerProcess]"
-"""Makes the process of its role and of the role to which it may change."""
+"""Creates a worker process from its role and the role to which it may change."""
 
 SETTINGS: Mapping[Role, type[WorkerConfig]] = {"prefill": PrefillWorkerConfig, "decode": DecodeWorkerConfig}
 DUTIES: Mapping[Role, str] = {
     "prefill": "prefill_worker.duty:prefill_offer",
     "decode": "decode_worker.duty:decode_offer",
 }
-"""Where the duty of each role is found. A worker may change between them, and neither package imports the other."""
+"""Location of each role's implementation. The two packages do not import each other."""
 
 
 def make_process(home: DutyOffer, other: DutyOffer | None) -> WorkerProcess:
-    """The process of a worker."""
+    """Create a worker process."""
     from common.engine.worker.process import WorkerProcess
 
     return WorkerProcess(home, other)
 
 
 def run_role(role: Role, argv: Sequence[str], build: Build = make_process) -> int:
-    """Run a worker of `role` until SIGTERM: 0 after a clean end, 2 when settings or model are refused."""
+    """Run a worker of `role` until SIGTERM. Returns 0 after a clean exit, 2 if the settings or model are invalid."""
     away: Role = "decode" if role == "prefill" else "prefill"
     prog = f"diptych {role}-worker"
     config = load(SETTINGS[role], argv, prog=prog)
@@ -46,7 +46,7 @@ def run_role(role: Role, argv: Sequence[str], build: Build = make_process) -> in
     except ConfigError as error:
         exit_refused(error, prog)
     setup_logging(config.worker_id or role, config.log_level, json=config.log_json)
-    # Imported here: --help and refused settings need no torch, and `spin_briefly` must come before it.
+    # Imported late: --help and invalid settings need no torch, and `spin_briefly` must run before its import.
     from common.machine import pin_to_cores, spin_briefly
 
     pin_to_cores(config.cores)
@@ -66,7 +66,7 @@ def _offer(role: Role, config: WorkerConfig) -> DutyOffer:
 def _on_found_device(
     config: WorkerConfig, other: WorkerConfig | None, prog: str
 ) -> tuple[WorkerConfig, WorkerConfig | None]:
-    """Replace `--device auto` in the settings of both roles, and log the choice."""
+    """Resolve `--device auto` in the settings of both roles and log the choice."""
     gpus = find_gpus_here()
     refusal = gpu_refusal(config, gpus) or ("" if other is None else gpu_refusal(other, gpus))
     log.info(placement_message(refusal))

@@ -1,8 +1,8 @@
-"""A worker's side of the control channel: one ROUTER socket that any number of routers connect to.
+"""Worker side of the control channel: one ROUTER socket that any number of routers connect to.
 
 router ── RouterHello ──> worker          worker ── WorkerHello, then WorkerHeartbeat ... ──> router
 router ── RouterHeartbeat, PrefillRequest or DecodeRequest, AbortRequest ──> worker
-          (the worker answers a router that has not said hello with a WorkerHello with `lost_router`)
+          (a router without a hello gets a WorkerHello with `lost_router`)
 worker ── TokenOutput, RequestFailed ──> router
 worker ── BlockEvents, before a heartbeat ──> router      router ── BlockSnapshotRequest ──> worker ── BlockSnapshot ...
 """
@@ -37,35 +37,35 @@ from common.wire.messages import (
 
 log = logging.getLogger(__name__)
 CONTROL_HWM = 100_000
-"""Messages queued for one router, and from it: more mean that it no longer reads."""
+"""Messages queued to and from one router. If the queue is full, the router no longer reads."""
 MAX_ROUTERS = 1024
-"""More than any cluster has: bounds how many names a flood of hellos makes this worker remember."""
+"""Maximum number of routers, larger than any cluster has. Bounds the state that a flood of hellos can create."""
 CUT_BEATS = 2
-"""Heartbeats in a row without a connection after which a router is lost: it gave up its requests here at the cut."""
+"""Consecutive heartbeats without a connection after which a router is lost. It dropped its requests at the cut."""
 
 
 @dataclass(slots=True)
 class RouterPeer:
-    """A router that has said hello."""
+    """Router that has sent a hello."""
 
     router_id: str
     epoch: int
     last_heard: float
     changes_roles: bool = False
     num_cut: int = 0
-    """Heartbeats in a row that found no connection."""
+    """Consecutive heartbeats without a connection."""
     wants_snapshot: bool = False
-    """Whether it asked for all blocks of the prefix cache since the last heartbeat."""
+    """Whether it has requested all blocks of the prefix cache since the last heartbeat."""
     has_stayed: bool = False
-    """Whether it sent anything after its hello. A router of several models only asks which of them is served here."""
+    """Whether it sent anything after its hello. A router of several models only queries which model is served here."""
 
 
 class ControlServer:
-    """Owns the control socket. Everything here runs on one event loop except `send_threadsafe`.
+    """Control socket of the worker. All methods run on one event loop, except `send_threadsafe`.
 
-    `heartbeat(router)` is what a router is sent. `on_message(router, message)` gets every request or abort,
-    `on_router_lost(router)` the identity of a router that was silent for `router_timeout_s`, whose connection broke, or
-    that came back as a new process. `blocks()` is what the prefix cache holds: another log with each duty.
+    `heartbeat(router)` returns the heartbeat for a router. `on_message(router, message)` is called for each request and
+    abort. `on_router_lost(router)` is called when a router was silent for `router_timeout_s`, lost its connection, or
+    restarted as a new process. `blocks()` returns the log of the prefix cache, which changes with the role.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ControlServer:
         self._on_message, self._on_router_lost = on_message, on_router_lost
         self._heartbeat_s, self._router_timeout_s = heartbeat_s, router_timeout_s
         self._routers: dict[bytes, RouterPeer] = {}
-        self._told: set[bytes] = set()
+        self._notified: set[bytes] = set()
         self._loop = asyncio.get_running_loop()
         self._drops = DropLog(log, "a control frame")
         self.num_unsent = 0
@@ -97,9 +97,9 @@ class ControlServer:
 
     @property
     def planner(self) -> str:
-        """The router that may change roles: of those that would, the one with the least id; "" if none would.
+        """ID of the router that may change roles: the lowest of those with role changes enabled; "" if none.
 
-        Routers do not know each other, so the workers tell them.
+        Routers do not communicate with each other, so workers select one.
         """
         return min((peer.router_id for peer in self._routers.values() if peer.changes_roles), default="")
 
@@ -108,16 +108,16 @@ class ControlServer:
         return self._drops.num_dropped
 
     async def run(self) -> None:
-        """Serve until cancelled."""
+        """Run until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._receive())
             tasks.create_task(self._beat())
 
     def send(self, router: bytes, message: Message) -> int:
-        """Queue a message for a router. The errno if it is lost because the router is gone or does not read, else 0."""
+        """Queue a message for a router. Returns 0, or the errno if the router is gone or its queue is full."""
         future = self._socket.send_multipart([router, encode(message)], zmq.NOBLOCK)
         sent = cast("asyncio.Future[object]", future)
-        # With NOBLOCK the future is done at once: a ROUTER refuses peers that are gone or past the high-water mark.
+        # With NOBLOCK the future completes at once: ROUTER rejects peers that are gone or past the high-water mark.
         if sent.done() and (error := sent.exception()) is not None:
             self.num_unsent += 1
             log.debug("message to router not sent: %s", error)
@@ -125,14 +125,14 @@ class ControlServer:
         return 0
 
     def send_threadsafe(self, messages: list[tuple[bytes, Message]]) -> None:
-        """`send`, callable from the engine's thread; keeps order. Does nothing once the loop is closed."""
+        """Call `send` for each message, in order. Callable from any thread. Does nothing after the loop is closed."""
         try:
             self._loop.call_soon_threadsafe(self._send_all, messages)
         except RuntimeError:
             self.num_unsent += len(messages)
 
     def broadcast_heartbeat(self) -> None:
-        """Send every router the worker's state, and what changed in its prefix cache or all of that."""
+        """Send every router a heartbeat, preceded by changes of the prefix cache or by a requested snapshot."""
         blocks = self._blocks()
         events = blocks.take()
         for router, peer in self._routers.items():
@@ -143,7 +143,7 @@ class ControlServer:
             peer.num_cut = peer.num_cut + 1 if is_cut else 0
 
     def broadcast_hello(self) -> None:
-        """Send every router another hello, because the model is loaded, or the role is another."""
+        """Send every router another hello, after the model was loaded or the role changed."""
         for router in self._routers:
             self.send(router, self._hello())
             self.send(router, self._heartbeat(router))
@@ -174,10 +174,10 @@ class ControlServer:
         if isinstance(message, RouterHello):
             self._greet(router, peer, message, now)
         elif peer is None:
-            self._tell_stranger(router, message)
+            self._notify_stranger(router, message)
             raise WireError(f"{type(message).__name__} before RouterHello")
         elif not isinstance(message, ToWorker):
-            raise WireError(f"a {type(message).__name__} is not for workers")
+            raise WireError(f"unexpected {type(message).__name__}")
         else:
             peer.last_heard, peer.has_stayed = now, True
             if isinstance(message, BlockSnapshotRequest):
@@ -185,16 +185,16 @@ class ControlServer:
             elif not isinstance(message, RouterHeartbeat):
                 self._on_message(router, message)
 
-    def _tell_stranger(self, router: bytes, message: AnyMessage) -> None:
-        """Tell a router that takes this worker for its own that it is lost here; at most once a heartbeat."""
-        if isinstance(message, ToWorker) and router not in self._told and len(self._told) < MAX_ROUTERS:
-            self._told.add(router)
+    def _notify_stranger(self, router: bytes, message: AnyMessage) -> None:
+        """Notify a router without a hello that this worker does not have it; at most once per heartbeat."""
+        if isinstance(message, ToWorker) and router not in self._notified and len(self._notified) < MAX_ROUTERS:
+            self._notified.add(router)
             self.send(router, replace(self._hello(), lost_router=True))
 
     def _greet(self, router: bytes, peer: RouterPeer | None, message: RouterHello, now: float) -> None:
         if message.protocol != PROTOCOL_VERSION:
             log.warning(
-                "router %s speaks protocol %d, this worker %d: refused",
+                "rejected router %s: protocol version %d, this worker has %d",
                 message.router_id,
                 message.protocol,
                 PROTOCOL_VERSION,
@@ -202,7 +202,7 @@ class ControlServer:
             self.send(router, self._hello())
             return
         if peer is None and len(self._routers) >= MAX_ROUTERS:
-            raise WireError(f"{len(self._routers)} routers are here already")
+            raise WireError(f"too many routers (limit {MAX_ROUTERS})")
         if peer is not None and peer.epoch != message.epoch:
             self._on_router_lost(router)
         if peer is None:
@@ -213,16 +213,16 @@ class ControlServer:
 
     def _lose(self, router: bytes, peer: RouterPeer, why: str) -> None:
         if peer.has_stayed:
-            log.warning("router %s is %s: its requests end", peer.router_id, why)
+            log.warning("router %s lost (%s): ending its requests", peer.router_id, why)
         else:
-            log.info("router %s has left after its hello", peer.router_id)
+            log.info("router %s disconnected after its hello", peer.router_id)
         del self._routers[router]
         self._on_router_lost(router)
 
     async def _beat(self) -> None:
         while True:
             self.broadcast_heartbeat()
-            self._told.clear()
+            self._notified.clear()
             now = time.monotonic()
             self._drops.flush(now)
             deadline = now - self._router_timeout_s
@@ -230,14 +230,14 @@ class ControlServer:
                 if peer.last_heard < deadline:
                     self._lose(router, peer, f"silent for {self._router_timeout_s:g} s")
                 elif peer.num_cut >= CUT_BEATS:
-                    self._lose(router, peer, "cut off")
+                    self._lose(router, peer, "disconnected")
             await asyncio.sleep(self._heartbeat_s)
 
 
 def bind_control(
     context: zmq.asyncio.Context, host: str, port: int, curve: Curve | None = None
 ) -> tuple[zmq.asyncio.Socket, str]:
-    """Bind the control socket, on the parent process's listener if there is one, and return it with its address.
+    """Bind the control socket, on the parent process's listener if any, and return it with its address.
 
     Raises zmq.ZMQError if the port is in use.
     """

@@ -1,11 +1,11 @@
-"""The duties of a worker process, one after the other: the first one at its start, others when routers order them.
+"""Runs a worker's current role: the first one at startup, others when routers order them.
 
-    ChangeRole ─> drain ─> stop the engine ─> build that of the other role ─> hello with a new epoch
-                   │                           └── fails: build one of the role before, hello with a new epoch
-                   └── requests are left after ROLE_DRAIN_S: go on as before
+    ChangeRole ─> drain ─> stop the engine ─> build the other role's engine ─> hello with a new epoch
+                   │                           └── fails: rebuild the previous role, hello with a new epoch
+                   └── requests remain after ROLE_DRAIN_S: keep the role
 
-The model, its KV memory, the compiled grammars and how long steps took outlast a duty. The fit of steps is kept for
-each role: that of one knows little of the other, and a router takes the pool's until a worker has its own.
+The model, its KV memory, the compiled grammars and the step times survive a role change. The step time model is kept
+per role, because steps of one role say little about the other. Routers use the pool's model until a worker has its own.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 DRAIN_POLL_S = 0.02
-"""Between two looks whether the last request has ended, and between two tries to bind."""
+"""Interval, in seconds, of checks that all requests have ended, and of attempts to bind."""
 ROLE_DRAIN_S = 30.0
-"""How long a worker that is to change its role takes nothing new. If requests are left then, it stays what it is."""
+"""Drain time, in seconds, before a role change. If requests remain afterwards, the worker keeps its role."""
 BIND_S = 2.0
-"""How long the system may take to release the KV port that an earlier duty had."""
+"""Time, in seconds, that the system may take to release the KV port of the previous role."""
 
 
 class Duties:
-    """The present duty, its engine and its identity. Belongs to the event loop.
+    """The current role with its engine and identity. Used on the event loop.
 
-    `engine` is None before the model is loaded, and for a moment between two duties.
+    `engine` is None before the model is loaded and during a role change.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Duties:
         metrics: WorkerMetrics,
         identity: WorkerIdentity,
     ) -> None:
-        """`other` is the role that a router may change the worker to; None: its role is pinned."""
+        """`other`: role to which a router may change the worker; None if the role is fixed."""
         self._context, self._curve, self._metrics = context, curve, metrics
         self._offers = {offer.role: offer for offer in (home, other) if offer is not None}
         self.identity = identity
@@ -83,41 +83,41 @@ class Duties:
 
     @property
     def config(self) -> WorkerConfig:
-        """The settings of the present role."""
+        """Settings of the current role."""
         return self._duty.config
 
     @property
     def lend_address(self) -> str:
-        """Where other workers copy cached blocks of the present duty."""
+        """Address from which other workers copy cached blocks."""
         return self._duty.lend_address
 
     @property
     def block_log(self) -> BlockLog:
-        """What the prefix cache of the present duty holds."""
+        """Log of the current role's prefix cache."""
         return self._duty.block_log
 
     @property
     def may_change(self) -> bool:
-        """Whether a router may change the role: a worker whose model generates no text has nothing to decode."""
+        """Whether a router may change the role. Models that do not generate text have no decode role."""
         return len(self._offers) > 1 and (self.loaded is None or self.loaded.task.generates)
 
-    # ------------------------------------------------------------ the first duty, and the end
+    # ------------------------------------------------------------ first role and shutdown
 
     def bind(self) -> None:
-        """Bind the first duty's KV socket, before the model is loaded. Raises zmq.ZMQError."""
+        """Bind the first role's KV socket, before the model is loaded. Raises zmq.ZMQError."""
         self.kv_address = self._duty.bind()
         self._has_unused_socket = True
 
     def start(
         self, files: ModelFiles, loaded: LoadedModel, grammars: Grammars, control: ControlServer, times: StepTimes
     ) -> None:
-        """Begin the first duty. Owns `grammars` from now on."""
+        """Start the first role. Takes ownership of `grammars`."""
         self._files, self.loaded, self._grammars = files, loaded, grammars
         self.engine = self._start_engine(self._duty, control, times)
         self._has_unused_socket = False
 
     def stop(self) -> bool:
-        """End the engine; False when its thread still runs. Blocks."""
+        """Stop the engine. Blocks; returns False if its thread still runs."""
         has_ended = True
         if self.engine is not None:
             has_ended = self.engine.stop()
@@ -130,7 +130,7 @@ class Duties:
         return has_ended
 
     async def settle(self) -> None:
-        """Before the end: a change that still drains is given up, one that has stopped its engine is completed."""
+        """Finish a role change before shutdown: abort it while it drains, otherwise wait for its completion."""
         self._is_leaving = True
         if (change := self._change) is not None:
             await asyncio.wait({change})
@@ -138,12 +138,12 @@ class Duties:
 
     @property
     def must_drain(self) -> bool:
-        """Whether another host, with ranks of this worker, wants to end."""
+        """Whether another host with ranks of this worker is shutting down."""
         others = self.loaded.others if self.loaded is not None else None
         return others is not None and others.is_leaving
 
     def check(self) -> None:
-        """Raises the error of a change that left the worker without an engine, or RankLost."""
+        """Raise the error of a role change that left the worker without an engine, or RankLost."""
         others = self.loaded.others if self.loaded is not None else None
         if others is not None and (why := others.failure):
             raise RankLost(why)
@@ -151,50 +151,56 @@ class Duties:
             change, self._change = self._change, None
             change.result()
 
-    # ------------------------------------------------------------ another role
+    # ------------------------------------------------------------ role change
 
     def order(self, order: ChangeRole, control: ControlServer) -> None:
-        """Begin to change the role, if the worker may and is not at it already."""
+        """Start changing the role, if possible."""
         if order.role not in self._offers or not self.may_change:
-            why = "its role is pinned: --role-change is off, or its model generates no text"
+            why = "the role is fixed: --role-change is off, or the model does not generate text"
         elif order.role == self.role:
-            why = "it is one"
+            why = "this is already its role"
         elif self._change is not None:
-            why = "it changes its role already"
+            why = "a role change is already in progress"
         elif self.engine is None or self.is_draining:
-            why = "it does not serve"
+            why = "the worker is starting or draining"
         else:
             self._change = asyncio.create_task(self._change_role(order, self.engine, control), name="change of role")
             return
-        log.warning("ignores the order to become a %s worker: %s", order.role, why)
+        log.warning("ignored the order to change role to %s: %s", order.role, why)
 
     async def _change_role(self, order: ChangeRole, engine: Engine, control: ControlServer) -> None:
-        """Raises what keeps the worker from having any role."""
-        log.info("changes from %s to %s: %s", self.role, order.role, order.reason)
+        """Change the role. Raises if the worker ends up without any role."""
+        log.info("changing role from %s to %s: %s", self.role, order.role, order.reason)
         began, before = time.monotonic(), self.role
         self.is_draining = True
         control.broadcast_heartbeat()
         if not await self._is_left(engine, began + ROLE_DRAIN_S):
-            log.warning("stays a %s worker: %d requests are left", before, engine.status.num_active)
+            log.warning(
+                "role change cancelled, still %s: %d requests remain after draining for %g s",
+                *(before, engine.status.num_active, ROLE_DRAIN_S),
+            )
             self.is_draining = False
             control.broadcast_heartbeat()
             return
         drained_at, self.engine = time.monotonic(), None
         if not await asyncio.to_thread(engine.stop):
-            raise RuntimeError("the engine of the role before did not stop")
+            raise RuntimeError(f"the engine of the {before} role did not stop")
         engine.check_integrity()
         try:
             await self._take_up(order.role, engine, control)
-        except Exception:  # whatever it was, the worker was of use in the role before
-            log.exception("cannot become a %s worker: goes back to %s", order.role, before)
+        except Exception:  # whatever the error, the previous role worked
+            log.exception("role change to %s failed: returning to %s", order.role, before)
             await self._take_up(before, engine, control)
         self.is_draining = False
         control.broadcast_hello()
         drain_s, change_s = drained_at - began, time.monotonic() - drained_at
-        log.info("is a %s worker now: drained in %.3f s, changed in %.3f s", self.role, drain_s, change_s)
+        log.info(
+            "role changed from %s to %s: drained in %.3f s, changed in %.3f s",
+            *(before, self.role, drain_s, change_s),
+        )
 
     async def _is_left(self, engine: Engine, deadline: float) -> bool:
-        """Wait until all requests have left; False at the deadline, and when the process is to end."""
+        """Wait until all requests have ended. Returns False at the deadline or at shutdown."""
         while engine.alive and not self._is_leaving and time.monotonic() < deadline:
             if engine.is_empty and not engine.has_commands:
                 return True
@@ -202,7 +208,7 @@ class Duties:
         return False
 
     async def _take_up(self, role: Role, former: Engine, control: ControlServer) -> None:
-        """Start a duty with an epoch of its own; nothing is left of it if that raises."""
+        """Start a role with a new epoch. Releases everything if it raises."""
         identity = self.identity.renewed(role)
         duty = self._new(role, identity)
         address = await _bind_again(duty.bind)
@@ -218,9 +224,9 @@ class Duties:
         return self._offers[role].begin(WorkerParts(identity, self._context, self._curve, self._metrics))
 
     def _start_engine(self, duty: Duty, control: ControlServer, times: StepTimes) -> Engine:
-        """`times` are those of all steps of this worker, in whatever role."""
+        """`times`: step times of this worker in all roles."""
         files, loaded, grammars = self._files, self.loaded, self._grammars
-        assert files is not None and loaded is not None and grammars is not None  # set before the first engine
+        assert files is not None and loaded is not None and grammars is not None  # set before the first engine starts
         shared = grammars.shared()
         try:
             engine = duty.build_engine(files, loaded, shared, control.send_threadsafe)
@@ -238,7 +244,7 @@ class Duties:
 
 
 async def _bind_again(bind: Callable[[], str]) -> str:
-    """Bind a KV socket, maybe on the port of an earlier duty. Raises zmq.ZMQError after `BIND_S`."""
+    """Bind a KV socket, possibly on the port of the previous role. Raises zmq.ZMQError after `BIND_S`."""
     deadline = time.monotonic() + BIND_S
     while True:
         try:

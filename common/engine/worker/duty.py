@@ -1,6 +1,6 @@
-"""What a worker does for as long as it has one role: a KV socket and an engine, over a model that outlasts it.
+"""Base class of a worker's roles: a KV socket and an engine, over a model that outlives them.
 
-A worker process has a duty at a time. To change its role it ends one duty and takes up another, over the same weights
+A worker process has one role at a time. To change it, the process stops one and starts another with the same weights
 and KV memory (docs/decisions/0030-roles-without-restart.md).
 """
 
@@ -21,7 +21,7 @@ from common.engine.transfer import (
     KVLender,
     KVPuller,
     KVSender,
-    Lendable,
+    LendableBlocks,
     LenderIdentity,
     PeerCaches,
     TransferEnded,
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
-    """What a duty gets from its process. `identity` is of this duty alone: each has an epoch of its own."""
+    """Resources that a role receives from its process. Each `identity` has its own epoch."""
 
     identity: WorkerIdentity
     context: zmq.Context[zmq.Socket[bytes]]
@@ -54,24 +54,24 @@ class WorkerParts:
 
 
 class Duty(ABC):
-    """One term of a role. The process calls `bind`, then `build_engine`, or `close_kv` if no engine was built."""
+    """One run of a role. The process calls `bind`, then `build_engine`, or `close_kv` if no engine was built."""
 
     role: ClassVar[Role]
 
     def __init__(self, config: WorkerConfig, parts: WorkerParts) -> None:
         self.config, self.parts = config, parts
         self.block_log = BlockLog(parts.identity.epoch)
-        """What the prefix cache holds; it begins empty, as the pool of each duty does."""
+        """Log of the prefix cache, which is empty at the start of each role."""
         self.transport: Transport
-        """How KV travels, from `bind` on."""
+        """KV transport, set by `bind`."""
         self._tiers: BlockTiers | None = None
         self._lender: KVLender | None = None
         self._puller: KVPuller | None = None
 
     def bind(self) -> str:
-        """Bind the sockets for KV, and return the address of `bind_kv`.
+        """Bind the KV sockets and return the address of `bind_kv`.
 
-        Raises zmq.ZMQError for a taken port, ConfigError when the KV transport does not work here.
+        Raises zmq.ZMQError if a port is in use, ConfigError if the KV transport is unavailable.
         """
         config = self.config
         self.transport = new_transport(config, self.parts.identity.worker_id)
@@ -86,15 +86,15 @@ class Duty(ABC):
 
     @property
     def lend_address(self) -> str:
-        """Where others copy cached blocks; "": they do not."""
+        """Address from which others copy cached blocks; "" if they cannot."""
         return self._lender.address if self._lender is not None else ""
 
     def bind_kv(self) -> str:
-        """Bind the socket that transfers arrive on, if this role has one. Raises zmq.ZMQError."""
+        """Bind the socket that receives transfers, if this role has one. Raises zmq.ZMQError."""
         return ""
 
     def close_kv(self) -> None:
-        """Close what `bind` bound and the tiers, when no engine took them over."""
+        """Close the sockets of `bind` and the tiers if no engine took ownership."""
         if self._lender is not None:
             self._lender.stop()
         if self._puller is not None:
@@ -104,7 +104,7 @@ class Duty(ABC):
 
     @abstractmethod
     def build_engine(self, files: ModelFiles, loaded: LoadedModel, grammars: Grammars, send: Send) -> Engine:
-        """The engine, not started. It closes `grammars`."""
+        """Create the engine without starting it. The engine closes `grammars`."""
 
     def engine_config(self, files: ModelFiles, loaded: LoadedModel) -> EngineConfig:
         identity = self.parts.identity
@@ -124,9 +124,9 @@ class Duty(ABC):
         )
 
     def new_tiers(self, loaded: LoadedModel, pool: BlockPool, notify: Callable[[ReadEnded], None]) -> BlockTiers | None:
-        """The tiers below the prefix cache, started; None without. Raises ConfigError or OSError.
+        """Create and start the tiers below the prefix cache; None if not configured. Raises ConfigError or OSError.
 
-        Called before any socket is made that only the engine would close.
+        Must be called before creating sockets that only the engine closes.
         """
         from common.engine.kv.tiers import open_tiers
 
@@ -136,9 +136,9 @@ class Duty(ABC):
         return self._tiers
 
     def new_peers(self, loaded: LoadedModel, pool: BlockPool, notify: Callable[[ReadEnded], None]) -> PeerCaches | None:
-        """Takes blocks from the caches of others and lends those of this worker, started; None without.
+        """Create and start the lender and puller of cached blocks; None if disabled.
 
-        Called after `new_tiers`. The engine closes it.
+        Must be called after `new_tiers`. The engine closes them.
         """
         if (lender := self._lender) is None:
             return None
@@ -159,7 +159,7 @@ class Duty(ABC):
         )
         lender.start(
             LenderIdentity(identity.worker_id, identity.epoch, loaded.fingerprint, offer),
-            Lendable(pool, outgoing_blocks(kv, blocks_in_queues(kv.wire_bytes)), kv.wire_bytes, self._tiers),
+            LendableBlocks(pool, outgoing_blocks(kv, blocks_in_queues(kv.wire_bytes)), kv.wire_bytes, self._tiers),
         )
         puller.start()
         return PeerCaches(lender, puller)
@@ -171,10 +171,11 @@ class Duty(ABC):
         quantise: Callable[[Sequence[int]], Sequence[memoryview]] | None = None,
         **options: Any,
     ) -> KVSender:
-        """Ships blocks of this worker's cache; `options` are the settings of `KVSender` that differ by role.
+        """Create the sender of this worker's blocks. `options`: arguments of `KVSender` that differ by role.
 
-        Raises ConfigError where other workers have to read this one's memory, and cannot.
+        Raises ConfigError if the transport requires shared memory and it is unavailable.
         """
+        # Imported late because it imports torch, which the model has loaded by now.
         # Imported here: it imports torch, as the model has by now.
         from common.engine.kv import GatheredOutgoing, outgoing_blocks
 
@@ -195,7 +196,7 @@ class Duty(ABC):
 
 @dataclass(frozen=True, slots=True)
 class DutyOffer:
-    """A role that a process may have: its settings, and what begins a duty of it."""
+    """A role that a process may have: its settings and the factory of its runs."""
 
     role: Role
     config: WorkerConfig

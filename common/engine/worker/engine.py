@@ -1,4 +1,4 @@
-"""The loop of both workers' engines: one thread owns scheduler, blocks and model, and takes commands.
+"""Engine loop of both workers: one thread owns the scheduler, blocks and model, and processes commands.
 
 event loop ─ submit(command) ─> inbox ─> engine thread: apply commands, step, publish status ─> outbox ─> event loop
 """
@@ -24,23 +24,23 @@ from common.wire.messages import Message
 
 log = logging.getLogger(__name__)
 Send = Callable[[list[tuple[bytes, Message]]], None]
-"""Sends messages to routers, given as (router, message) pairs. Callable from the engine's thread."""
+"""Sends (router, message) pairs to routers. Callable from the engine thread."""
 IDLE_WAIT_S = 0.05
-"""How long an idle loop waits for a command."""
+"""Time, in seconds, that an idle loop waits for a command."""
 IDLE_CHECK_S = 0.5
-"""How long a worker must be idle before it checks its blocks. At once, the check would take the core on which the other
-pool computes the same request's next token."""
+"""Idle time, in seconds, before the worker checks its blocks. An immediate check would use the core on which the other
+pool computes the next token of the same request."""
 INBOX_BOUND = 65_536
-"""Commands that wait for the engine: more than routers send a worker in a step."""
+"""Maximum number of queued commands: more than routers send a worker during a step."""
 PROGRESS_INTERVAL_S = 1.0
-"""How often routers hear of requests that make progress but have no new token."""
+"""Interval, in seconds, of progress reports for requests without a new token."""
 MAX_FAILED_STEPS = 8
-"""Failed steps in a row after which the engine ends and the worker becomes unhealthy."""
+"""Consecutive failed steps after which the engine stops and the worker becomes unhealthy."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestReceived:
-    """A router sent a request, an abort or an order."""
+    """A router sent a request, abort or order."""
 
     router: bytes
     message: Message
@@ -48,16 +48,16 @@ class RequestReceived:
 
 @dataclass(frozen=True, slots=True)
 class RouterLost:
-    """A router is gone: its requests end."""
+    """A router was lost: its requests end."""
 
     router: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """`identity` is the worker's id and boot epoch. `max_model_len` is the model's; the cache may hold less.
+    """`identity`: the worker's ID and boot epoch. `max_model_len`: the model's limit; the cache may be smaller.
 
-    `max_waiting` requests may wait here beside those that run.
+    `max_waiting`: maximum number of queued requests, in addition to running ones.
     """
 
     identity: tuple[str, int]
@@ -68,13 +68,12 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """A snapshot for heartbeats, health and metrics, published after every turn of the loop.
+    """Snapshot for heartbeats, health and metrics, published after every iteration of the loop.
 
-    `batch_cap` requests run side by side at most, and `step_tokens` prompt tokens are computed in one step, as things
-    are.
-    `num_adapters` take a place; requests that use one run or wait, by its digest. A draft model has `draft_blocks`, and
-    has computed for `draft_seconds`.
-    `serials`: by router, the largest serial of a request that the snapshot counts. `at`: when it was published.
+    Currently, at most `batch_cap` requests run concurrently, and a step computes at most `step_tokens` prompt tokens.
+    `num_adapters` slots are in use; requests that use an adapter are counted by its digest. A draft model has
+    `draft_blocks` and has computed for `draft_seconds`. `serials`: per router, the largest serial of a request included
+    in the snapshot. `at`: time of publication.
     """
 
     num_running: int = 0
@@ -104,16 +103,16 @@ class EngineStatus:
 
     @property
     def num_active(self) -> int:
-        """Requests that would break off if the worker ended now."""
+        """Requests that would be interrupted if the worker stopped now."""
         return self.num_running + self.num_waiting + self.num_transferring
 
     def waiting_left_s(self, now: float) -> float:
-        """The rest of `waiting_s`: since the snapshot a long step has computed on."""
+        """Return the remainder of `waiting_s`, given the time since the snapshot."""
         return max(0.0, self.waiting_s - max(0.0, now - self.at))
 
 
 class Engine(ABC):
-    """The loop. Subclasses say what a command does, what a step computes, and what expires."""
+    """Engine loop. Subclasses define how commands are applied, what a step computes, and what expires."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -140,30 +139,33 @@ class Engine(ABC):
         self._thread.start()
 
     def share_cores(self, cores: CoreShare, set_threads: Callable[[int], None]) -> None:
-        """Before `start`: let `cores` say how many threads each step may use. `set_threads` is called with changes."""
+        """Let `cores` decide how many threads each step uses. Must precede `start`.
+
+        `set_threads` is called when the number changes.
+        """
         self._cores, self._set_threads = cores, set_threads
 
     def stop(self, timeout_s: float = 10.0) -> bool:
-        """End the loop after the current step; False when that step took longer than `timeout_s`."""
+        """Stop the loop after the current step. Returns False if that took longer than `timeout_s`."""
         self._stopping = True
         self._inbox.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def submit(self, command: object) -> bool:
-        """Hand a command to the loop; False when its inbox is full. Callable from any thread."""
+        """Queue a command; False if the inbox is full. Thread-safe."""
         if self._inbox.qsize() >= INBOX_BOUND:
             return False
         self._inbox.put(command)
         return True
 
     def notify(self, event: object) -> None:
-        """Hand over an event of the engine's own threads. The number of requests bounds the number of these."""
+        """Queue an event of the engine's own threads. Not bounded: the number of requests limits these events."""
         self._inbox.put(event)
 
     @property
     def has_commands(self) -> bool:
-        """Whether some wait in the inbox. Callable from any thread."""
+        """Whether commands are queued. Thread-safe."""
         return not self._inbox.empty()
 
     @property
@@ -172,26 +174,26 @@ class Engine(ABC):
 
     @property
     def turn_limit_s(self) -> float:
-        """How long the present turn of the loop may take before it counts as stuck."""
+        """Maximum duration of the current iteration before it counts as stuck."""
         return self._watch[1]
 
     def is_stuck(self, now: float) -> bool:
-        """Whether the present turn takes longer than it may. Callable from any thread."""
+        """Return whether the current iteration exceeds its limit. Thread-safe."""
         began, limit_s = self._watch
         return now - began > limit_s
 
     def emit(self, router: bytes, message: Message) -> None:
-        """Queue a message for a router; all of a turn leave together."""
+        """Queue a message for a router. Messages of an iteration are sent together."""
         self._outbox.append((router, message))
 
     def planned(self, shape: StepShape) -> None:
-        """`step` calls this before it computes a step of this shape, or waits for one."""
+        """Set the time limit. `step` calls this before it computes, or waits for, a step of this shape."""
         self._watch = (time.monotonic(), self.step_times.limit_s(shape, self.step_fit.model))
 
     def took(self, shape: StepShape, step_s: float) -> None:
-        """`step` calls this once a step of this shape has ended.
+        """Record a completed step of this shape. Called by `step`.
 
-        It took `step_s` seconds from its begin, or from the end of the step before if it was launched earlier.
+        `step_s`: seconds since its start, or since the end of the previous step if it was launched earlier.
         """
         self.step_fit.observe(shape, step_s)
         self.step_times.add(shape, step_s, self.step_fit.model)
@@ -203,57 +205,57 @@ class Engine(ABC):
 
     @property
     def is_light(self) -> bool:
-        """Whether the next step is bound by memory, so that one core less hardly slows it down."""
+        """Whether the next step is memory-bound, so that one core less hardly slows it down."""
         return False
 
     @property
     def is_prefill(self) -> bool:
-        """Whether the next step computes prompts alone, for which decode workers of the same cores make room."""
+        """Whether the next step computes only prompts. Decode workers on the same cores have priority over it."""
         return False
 
     def hold_s(self, now: float) -> float:
-        """How long the next step should wait: for others on the same cores, or for requests that it may hold."""
+        """Return how long to delay the next step, to favour others on the same cores or to batch requests."""
         return 0.0
 
     @property
     @abstractmethod
     def is_empty(self) -> bool:
-        """Whether no request is here in any state."""
+        """Whether there are no requests in any state."""
 
     @abstractmethod
     def apply(self, command: object) -> None:
-        """Carry out one command or event."""
+        """Apply one command or event."""
 
     @abstractmethod
     def step(self, now: float) -> None:
-        """Schedule and compute once."""
+        """Schedule and compute one step."""
 
     @abstractmethod
     def expire(self, now: float) -> None:
-        """End requests that have passed their deadline."""
+        """End requests that have exceeded their deadline."""
 
     @abstractmethod
     def tell_progress(self, *, has_stepped: bool) -> None:
         """Emit an output without tokens for each request that makes progress but has no new token.
 
-        Requests that wait to be computed make progress only if `has_stepped`: a step has ended since the last call.
+        Requests waiting to be computed make progress only if `has_stepped`: a step has ended since the last call.
         """
 
     @abstractmethod
     def snapshot(self) -> EngineStatus:
-        """The status to publish."""
+        """Return the status to publish."""
 
     @abstractmethod
     def check_integrity(self) -> BlockCounts:
-        """Raises BlockError when a block's owner is no live request."""
+        """Raise BlockError if a block's owner is not a live request."""
 
     @abstractmethod
     def fail_step(self, error: Exception) -> None:
-        """A step raised: fail the requests that were in it."""
+        """Fail the requests of a step that raised."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release what the loop's thread holds, on that thread."""
+        """Release the resources of the engine thread, on that thread."""
 
     def _main(self) -> None:
         try:
@@ -280,10 +282,10 @@ class Engine(ABC):
                 self.step(now)
                 self._failed_steps, self._has_stepped = 0, True
             except (BlockError, RankLost):
-                raise  # ownership is broken: further steps could mix up requests; or no further step can run
+                raise  # block ownership is inconsistent, so requests could get mixed up; or no further step can run
             except Exception as error:
                 self._failed_steps += 1
-                log.exception("step failed (%d in a row)", self._failed_steps)
+                log.exception("engine: step failed (%d consecutive failures)", self._failed_steps)
                 self.fail_step(error)
                 if self._failed_steps >= MAX_FAILED_STEPS:
                     raise
@@ -291,21 +293,21 @@ class Engine(ABC):
             self._busy = False
             self.check_integrity()
         if not self.has_work:
-            self._cores.end()  # before waiting for commands: the other pool may be about to begin
+            self._cores.end()  # before waiting for commands: the other pool may be about to start
         self.num_steps += 1
-        self._tell_progress(now)
+        self._report_progress(now)
         self._publish()
         self._flush()
 
     def _hold(self, held_s: float) -> None:
-        """Compute nothing for so long, or until a command comes."""
+        """Delay computation for `held_s` seconds or until a command arrives."""
         self._cores.end()
         self._publish()
         self._flush()
         with contextlib.suppress(Empty):
             self._carry_out([self._inbox.get(timeout=min(IDLE_WAIT_S, held_s))])
 
-    def _tell_progress(self, now: float) -> None:
+    def _report_progress(self, now: float) -> None:
         if now - self._progress_told_at >= PROGRESS_INTERVAL_S:
             self.tell_progress(has_stepped=self._has_stepped)
             self._has_stepped, self._progress_told_at = False, now
@@ -317,22 +319,20 @@ class Engine(ABC):
         if self._set_threads is None:
             return
         num_threads = self._cores.begin(prompts=self.is_prefill)
-        if (
-            self.is_light
-        ):  # leave a core to the processes that pass tokens on: one preempted thread keeps all others waiting
+        if self.is_light:  # leave a core to processes that forward tokens: one preempted thread delays all others
             num_threads = max(1, num_threads - 1)
         if num_threads != self._num_threads:
             self._num_threads = num_threads
             self._set_threads(num_threads)
 
     def _take_commands(self) -> None:
-        """Apply the commands that are there now: a flood of further ones must not keep the loop from its steps."""
+        """Apply the queued commands. Later ones wait, so that a flood of commands cannot starve steps."""
         try:
             command = self._inbox.get_nowait() if self.has_work else self._inbox.get(timeout=IDLE_WAIT_S)
         except Empty:
             return
         self._carry_out([command, *(self._inbox.get_nowait() for _ in range(self._inbox.qsize()))])
-        self._publish()  # before a step that may take long, so that heartbeats count its requests
+        self._publish()  # before a step, which may take long, so that heartbeats include its requests
         self._flush()
 
     def _carry_out(self, commands: Iterable[object]) -> None:

@@ -1,4 +1,4 @@
-"""The metrics of one worker, under vLLM's names where vLLM has the quantity, else under `diptych_`."""
+"""Metrics of one worker, under vLLM's names where vLLM has the metric, otherwise prefixed `diptych_`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RATES = (1e6, 1e7, 1e8, 2.5e8, 5e8, 1e9, 2e9, 4e9, 8e9, 1.6e10, 5e10)
 
 
 class TierCollector(Collector):
-    """What the tiers hold and held, at each scrape; nothing of a worker without tiers."""
+    """State of the tiers at each scrape. Empty for a worker without tiers."""
 
     def __init__(self, status: Callable[[], EngineStatus], labels: dict[str, str]) -> None:
         self._status, self._families = status, Families(labels)
@@ -33,21 +33,21 @@ class TierCollector(Collector):
         gauge, counter = self._families.gauge, self._families.counter
         states = [((t.name, "used"), t.num_blocks) for t in tiers]
         states += [((t.name, "free"), max(0, t.num_slots - t.num_blocks) * t.is_on) for t in tiers]
-        yield gauge("diptych_kv_tier_blocks", "Places for KV blocks in tiers, by state", states, (*TIER, "state"))
+        yield gauge("diptych_kv_tier_blocks", "Slots for KV blocks in tiers, by state", states, (*TIER, "state"))
         is_on = [((t.name,), int(t.is_on)) for t in tiers]
-        yield gauge("diptych_kv_tier_up", "Whether a tier works: 0 after its disk failed or was full", is_on, TIER)
+        yield gauge("diptych_kv_tier_up", "Whether a tier works: 0 after its disk failed or became full", is_on, TIER)
         yield from (
             counter(name, text, [((t.name,), getattr(t, field)) for t in tiers], TIER)
             for name, text, field in (
                 ("diptych_kv_tier_blocks_written", "KV blocks written to tiers", "num_written"),
-                ("diptych_kv_tier_blocks_lost", "KV blocks that left memory before they were written", "num_lost"),
-                ("diptych_kv_tier_blocks_corrupt", "KV blocks whose checksum failed in a tier", "num_corrupt"),
+                ("diptych_kv_tier_blocks_lost", "KV blocks evicted from memory before they were written", "num_lost"),
+                ("diptych_kv_tier_blocks_corrupt", "KV blocks that failed their checksum in a tier", "num_corrupt"),
             )
         )
 
 
 class AdapterCollector(Collector):
-    """What adapters take and who uses them, at each scrape; nothing of a worker without places for any."""
+    """Adapters and their requests at each scrape. Empty for a worker without adapter slots."""
 
     def __init__(
         self,
@@ -66,24 +66,24 @@ class AdapterCollector(Collector):
         running = {names.get(digest, digest): num for digest, num in status.adapters_running.items()}
         waiting = {names.get(digest, digest): num for digest, num in status.adapters_waiting.items()}
         used = [(("used",), status.num_adapters), (("free",), self._max_loras - status.num_adapters)]
-        yield gauge("diptych_lora_places", "Places for adapters, by state", used, ("state",))
+        yield gauge("diptych_lora_places", "Adapter slots, by state", used, ("state",))
         loaded = [state for state in self._adapters.states if state.status == "loaded"]
         sizes = [((state.name,), state.num_bytes) for state in loaded]
-        yield gauge("diptych_lora_bytes", "Memory that an adapter takes", sizes, ADAPTER)
+        yield gauge("diptych_lora_bytes", "Memory of an adapter", sizes, ADAPTER)
         requests = [((name, "running"), num) for name, num in running.items()]
         requests += [((name, "waiting"), num) for name, num in waiting.items()]
-        yield gauge("diptych_lora_requests", "Requests here by adapter and state", requests, (*ADAPTER, "state"))
+        yield gauge("diptych_lora_requests", "Requests by adapter and state", requests, (*ADAPTER, "state"))
         shown = (str(self._max_loras), ",".join(sorted(running)), ",".join(sorted(waiting)))
         yield gauge(
             "vllm:lora_requests_info",
-            "Adapters whose requests run and wait, as labels; the value is the time",
+            "Adapters with running and waiting requests, as labels; the value is the current time",
             [(shown, time.time())],
             ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
         )
 
 
 class _StatusCollector(Collector):
-    """Gauges of the engine's last snapshot, and signals for autoscalers made of them, at each scrape."""
+    """Gauges of the engine's last snapshot, and autoscaling signals derived from them, at each scrape."""
 
     def __init__(
         self,
@@ -104,9 +104,9 @@ class _StatusCollector(Collector):
             gauge("vllm:num_requests_running", "Requests in the running batch", status.num_running),
             gauge("vllm:num_requests_waiting", "Requests waiting to be scheduled", status.num_waiting),
             gauge("vllm:kv_cache_usage_perc", "Share of KV blocks owned by requests, 0 to 1", usage),
-            gauge("diptych_num_requests_transferring", "Requests whose KV is under way", status.num_transferring),
-            gauge("diptych_waiting_tokens", "Prompt tokens accepted and not computed", status.num_waiting_tokens),
-            gauge("diptych_tokens_per_second", "Recent rate of computed tokens", status.tokens_per_s),
+            gauge("diptych_num_requests_transferring", "Requests with KV in transfer", status.num_transferring),
+            gauge("diptych_waiting_tokens", "Prompt tokens accepted but not computed", status.num_waiting_tokens),
+            gauge("diptych_tokens_per_second", "Recent number of tokens computed per second", status.tokens_per_s),
             gauge("diptych_step_seconds", "Recent duration of an engine step", status.step_time_s),
         )
         yield from self._scaling(status, usage)
@@ -115,23 +115,23 @@ class _StatusCollector(Collector):
         if status.draft_blocks.total:
             drafts = status.draft_blocks
             states = ((("free",), drafts.free), (("cached",), drafts.cached), (("owned",), drafts.owned))
-            yield gauge("diptych_draft_kv_blocks", "Blocks of the draft model's KV by state", states, ("state",))
-            yield counter("diptych_draft_model_seconds", "Seconds that the draft model computed", status.draft_seconds)
+            yield gauge("diptych_draft_kv_blocks", "KV blocks of the draft model by state", states, ("state",))
+            yield counter("diptych_draft_model_seconds", "Compute time of the draft model", status.draft_seconds)
         dropped, refused = status.num_dropped_frames, status.num_refused_connections
-        yield counter("diptych_frames_dropped", "Frames that were not valid, or came too late", dropped)
-        yield counter("diptych_connections_refused", "Connections with a key not authorised", refused)
+        yield counter("diptych_frames_dropped", "Frames that were invalid or late", dropped)
+        yield counter("diptych_connections_refused", "Connections rejected because of an unauthorised key", refused)
 
     def _scaling(self, status: EngineStatus, usage: float) -> Iterator[Metric]:
         active, gauge = status.num_active, self._families.gauge
-        yield gauge("diptych_active_requests", "Requests that would be cut if this worker ended now", active)
+        yield gauge("diptych_active_requests", "Requests that would be cut if this worker stopped now", active)
         role = self._role()
         if role == "prefill":
             share = unblocked_share(usage, status.num_running, status.num_transferring)
             waiting_s = backlog_s(share * status.num_waiting_tokens, status.full_tokens_per_s)
-            yield gauge("diptych_prefill_backlog_seconds", "Seconds of prompts that wait here", waiting_s)
+            yield gauge("diptych_prefill_backlog_seconds", "Time to compute the queued prompts", waiting_s)
         elif role == "decode":
             full = pressure(_decode_work(status, usage), self._slo_tpot_s)
-            yield gauge("diptych_decode_pressure", "How full this worker is, 1 at its limit", full)
+            yield gauge("diptych_decode_pressure", "Utilisation of this worker, 1 at its limit", full)
 
 
 def _decode_work(status: EngineStatus, usage: float) -> DecodeLoad:
@@ -146,7 +146,7 @@ def _decode_work(status: EngineStatus, usage: float) -> DecodeLoad:
 
 
 class WorkerMetrics:
-    """Counters and histograms that an engine writes; `/metrics` shows `registry`."""
+    """Counters and histograms updated by an engine; `/metrics` exposes `registry`."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class WorkerMetrics:
         role: str = "",
         slo_tpot_s: float = 0.0,
     ) -> None:
-        """`slo_tpot_s` is the goal for a token after the first; 0: no goal. `role` is the first one."""
+        """`slo_tpot_s`: target time per output token; 0 for none. `role`: the initial role."""
         self._role = role
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": worker_id}
@@ -174,23 +174,23 @@ class WorkerMetrics:
         self.computed_tokens = counter("diptych_prompt_tokens_computed", "Prompt tokens whose KV this worker computed")
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated")
         self.drafts = DraftMetrics(self.registry, self._labels, DRAFT_KINDS)
-        self.preemptions = counter("vllm:num_preemptions", "Sequences that lost their blocks and were recomputed")
+        self.preemptions = counter("vllm:num_preemptions", "Sequences preempted: blocks freed and recomputed")
         self._finished = self._labelled(
             "vllm:request_success", "Requests finished on this worker, by reason", "finished_reason"
         )
-        self._failed = self._labelled("diptych_requests_failed", "Requests this worker gave up, by phase", "phase")
-        self.steps = counter("diptych_engine_steps", "Computed engine steps")
+        self._failed = self._labelled("diptych_requests_failed", "Requests failed on this worker, by phase", "phase")
+        self.steps = counter("diptych_engine_steps", "Engine steps computed")
         self.step_seconds = histogram("diptych_engine_step_seconds", "Duration of an engine step", SHORT_SECONDS)
         self.grant_wait_seconds = histogram("diptych_kv_grant_wait_seconds", "From KVOpen to KVGrant", SHORT_SECONDS)
         self.transfer_seconds = histogram(
             "diptych_kv_transfer_seconds", "From KVGrant to the last block", SHORT_SECONDS
         )
         self.exposed_seconds = histogram(
-            "diptych_kv_exposed_transfer_seconds", "From the end of prefill to the last block arrived", SHORT_SECONDS
+            "diptych_kv_exposed_transfer_seconds", "From the end of prefill to the last block received", SHORT_SECONDS
         )
-        self.transfer_bytes = counter("diptych_kv_transfer_bytes", "Bytes of KV blocks received or shipped")
+        self.transfer_bytes = counter("diptych_kv_transfer_bytes", "Bytes of KV blocks received or sent")
         self.transfer_rate = histogram(
-            "diptych_kv_transfer_bytes_per_second", "Bytes of a transfer over its busy time, by the receiver", RATES
+            "diptych_kv_transfer_bytes_per_second", "Bytes of a transfer per second of its busy time (receiver)", RATES
         )
         self._transfers = self._labelled(
             "diptych_kv_transfers",
@@ -199,24 +199,24 @@ class WorkerMetrics:
         )
         self.handover_pause_seconds = histogram(
             "diptych_handover_pause_seconds",
-            "From a stream's last token here to its safe arrival on another worker",
+            "From a stream's last token on this worker to its arrival on another worker",
             SHORT_SECONDS,
         )
         self._tier_hits, self._tier_reads, self._pulls = self._tiers()
         self._knob, self._knob_changes = self._knobs()
-        self.skipped_blocks = counter("diptych_kv_blocks_skipped", "Blocks not shipped: the receiver had them")
+        self.skipped_blocks = counter("diptych_kv_blocks_skipped", "Blocks not sent because the receiver had them")
 
     def register(self, collector: Callable[[dict[str, str]], Collector]) -> None:
-        """Show what a collector, made with the labels of this worker, collects."""
+        """Register a collector created with the labels of this worker."""
         self.registry.register(collector(self._labels))
 
     def change_role(self, role: str) -> None:
-        """Signals for autoscalers are those of this role from now on."""
+        """Switch the autoscaling signals to this role."""
         self._role = role
-        self._knob.clear()  # those of the former role
+        self._knob.clear()  # values of the previous role
 
     def describe_cache(self, block_size: int, num_blocks: int, dtype: str) -> None:
-        """Export the cache's shape as labels, the way vLLM does."""
+        """Export the cache's shape as labels, like vLLM."""
         info = Gauge(
             "vllm:cache_config_info",
             "Layout of the KV cache",
@@ -226,8 +226,8 @@ class WorkerMetrics:
         info.labels(*self._labels.values(), str(block_size), dtype, str(num_blocks)).set(1)
 
     def show_pinned(self, num_bytes: Callable[[], int]) -> None:
-        """Of a loaded model."""
-        text = "Host memory that the worker has pinned, for copies to and from its GPU"
+        """Export the amount of pinned memory of a loaded model."""
+        text = "Host memory pinned for copies to and from the GPU"
         gauge = Gauge("diptych_pinned_bytes", text, list(self._labels), registry=self.registry)
         gauge.labels(*self._labels.values()).set_function(num_bytes)
 
@@ -240,7 +240,7 @@ class WorkerMetrics:
         self._finished.labels(*self._labels.values(), reason).inc()
 
     def count_hits(self, num_tokens: int, tier: str = "memory") -> None:
-        """So many tokens of a prompt were found there."""
+        """Count prompt tokens found in `tier`."""
         self._tier_hits.labels(*self._labels.values(), tier).inc(num_tokens)
 
     def count_tier_read(self, outcome: str) -> None:
@@ -253,15 +253,15 @@ class WorkerMetrics:
         self._failed.labels(*self._labels.values(), phase).inc()
 
     def count_transfer(self, transport: str) -> None:
-        """Count a prompt whose KV was transferred; `transport` is the name of a KV transport."""
+        """Count a prompt whose KV was transferred by the KV transport `transport`."""
         self._transfers.labels(*self._labels.values(), transport).inc()
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, list(self._labels), registry=self.registry).labels(*self._labels.values())
 
     def _knobs(self) -> tuple[Gauge, Counter]:
-        text = "Numbers that the worker chooses by itself: step_tokens, batch_cap, draft_tokens"
-        changes = "Times that the reason for such a number changed, by the new reason"
+        text = "Self-tuned parameters of the worker: step_tokens, batch_cap, draft_tokens"
+        changes = "Changes of the reason for a self-tuned parameter, by the new reason"
         knob = Gauge("diptych_knob", text, [*self._labels, "knob"], registry=self.registry)
         return knob, self._labelled("diptych_knob_changes", changes, "knob", "reason")
 
@@ -276,7 +276,7 @@ class WorkerMetrics:
         )
 
     def _labelled(self, name: str, text: str, *labels: str) -> Counter:
-        """A counter with more labels than the others."""
+        """Create a counter with additional labels."""
         return Counter(name, text, [*self._labels, *labels], registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:

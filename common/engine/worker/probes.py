@@ -1,6 +1,6 @@
-"""A worker's `/health`, `/ready` and `/metrics`, served inside the worker's own event loop.
+"""HTTP server for a worker's `/health`, `/ready` and `/metrics`, in the worker's own event loop.
 
-A worker whose loop stands still does not answer, which is what a liveness probe must see.
+A worker whose loop is blocked does not answer, so that a liveness probe detects it.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from common.wire import listen
 
 PROBE_BACKLOG = 128
-"""Connections that wait to be accepted."""
+"""Maximum number of connections waiting to be accepted."""
 ANSWER_S = 10.0
-"""How long a connection may live without a completed answer."""
+"""Maximum time, in seconds, that a connection may stay open without a completed response."""
 MAX_CONNECTIONS = 256
-"""Beyond it the one that was answered longest ago is closed: probes must always get in."""
+"""Maximum number of connections. Beyond it, the one that was answered longest ago is closed, so that probes get in."""
 MAX_REQUEST_BYTES = 16 * 1024
-"""A probe is a line and some headers."""
+"""Maximum size of a probe request: a line and some headers."""
 
 
 @dataclass(frozen=True)
 class ProbeStatus:
-    """`healthy`: no restart needed. `ready`: may get requests. Both answers show `detail`, as JSON."""
+    """`healthy`: no restart needed. `ready`: may receive requests. Both responses contain `detail`, as JSON."""
 
     ready: bool
     healthy: bool
@@ -44,7 +44,7 @@ class ProbeStatus:
 
 
 class _Connection(HttpToolsProtocol):
-    """uvicorn's connection with bounds: its own waits for ever, for requests of any size."""
+    """uvicorn connection with limits on time and size, which uvicorn does not have."""
 
     def __init__(self, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
@@ -74,7 +74,7 @@ class _Connection(HttpToolsProtocol):
 
 
 class _QuietServer(uvicorn.Server):
-    """uvicorn without signal handlers, because the worker decides when to end. `listening` is set once it answers."""
+    """uvicorn server without signal handlers; the worker handles signals. `listening` is set after startup."""
 
     def __init__(self, config: uvicorn.Config, answer_s: float) -> None:
         super().__init__(config)
@@ -98,7 +98,7 @@ class _QuietServer(uvicorn.Server):
 
 
 class WorkerHTTP:
-    """The small HTTP server of one worker. `status` is called for every probe and must be quick."""
+    """HTTP server of one worker. `status` is called for every probe and must be fast."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class WorkerHTTP:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
-        """Listen, and return the port that was bound. Raises OSError."""
+        """Start listening and return the bound port. Raises OSError."""
         listener = listen(self._host, self._port, PROBE_BACKLOG)
         app = Starlette(
             routes=[
@@ -127,12 +127,12 @@ class WorkerHTTP:
         self._server = _QuietServer(
             uvicorn.Config(
                 app,
-                loop="none",  # the worker's loop runs already
+                loop="none",  # runs in the worker's loop
                 http=_Connection,
                 ws="none",
                 lifespan="off",
                 log_config=None,
-                log_level="error",  # else uvicorn logs a line for each invalid request
+                log_level="error",  # otherwise uvicorn logs each invalid request
                 access_log=False,
                 timeout_graceful_shutdown=1,
             ),
@@ -143,7 +143,7 @@ class WorkerHTTP:
         return int(listener.getsockname()[1])
 
     async def stop(self) -> None:
-        """Close the port and open connections. May be called twice, or without `start`."""
+        """Close the port and open connections. Idempotent; may be called without `start`."""
         if self._server is None or self._task is None:
             return
         self._server.should_exit = True

@@ -1,4 +1,4 @@
-"""The life of a worker process, of either kind:
+"""Lifecycle of a worker process of either role:
 
 bind sockets ─> write --address-file ─> load the model (not ready) ─> run the engine (ready) ─> SIGTERM: drain ─> exit 0
 
@@ -54,13 +54,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 ADDRESS_RETRY_S = 2.0
-"""Seconds between attempts to write the address file while the disk is full."""
+"""Interval, in seconds, between attempts to write the address file while the disk is full."""
 LAST_WORDS_MS = 500
-"""Time at the end for the last messages to routers to leave."""
+"""Time, in milliseconds, to send the last messages to routers at exit."""
 
 
 class WorkerProcess:
-    """Runs one engine behind one control socket. `home` is its first role; to `other` a router may change it."""
+    """Runs one engine and one control socket. `home`: its first role; `other`: role to which a router may change it."""
 
     def __init__(self, home: DutyOffer, other: DutyOffer | None = None) -> None:
         self.config = config = home.config
@@ -74,12 +74,12 @@ class WorkerProcess:
         self.curve = Curve.load(config.curve_key, config.curve_authorized)
         self.gatekeeper: Gatekeeper | None = None
         self.control: ControlServer | None = None
-        self.adapters = WorkerAdapters(self._tell_routers)
+        self.adapters = WorkerAdapters(self._notify_routers)
         self.metrics.register(lambda labels: AdapterCollector(self.adapters, self._status, labels, config.lora_places))
         self.duties = Duties(home, other, self.blocking_context, self.curve, self.metrics, identity)
 
     async def run(self) -> None:
-        """Serve until SIGTERM or SIGINT; raises the error that ended the engine."""
+        """Run until SIGTERM or SIGINT. Raises the error that stopped the engine."""
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, stop)
@@ -110,7 +110,7 @@ class WorkerProcess:
             await self._close(http)
 
     async def _listen(self) -> tuple[ControlServer, WorkerHTTP]:
-        """Bind all sockets and tell their addresses. The control server does not run yet."""
+        """Bind all sockets and publish their addresses. Does not run the control server yet."""
         config = self.config
         if self.curve is not None:
             warn_of_readers(config.curve_key)
@@ -125,7 +125,7 @@ class WorkerProcess:
             self.metrics.registry,
         )
         http_port = await http.start()
-        self._tell_addresses(self._advertised(address), http_port)
+        self._write_address_file(self._advertised(address), http_port)
         self.control = ControlServer(
             control_socket,
             self._hello,
@@ -141,24 +141,24 @@ class WorkerProcess:
         return self.control, http
 
     async def _close(self, http: WorkerHTTP) -> None:
-        """End the engine and all threads, and close the sockets."""
+        """Stop the engine and all threads, and close the sockets."""
         await self.adapters.close()
         has_ended = await asyncio.to_thread(self.duties.stop)
         await http.stop()
         if self.gatekeeper is not None:
             await asyncio.to_thread(self.gatekeeper.stop)
-        if has_ended:  # else the engine's thread holds sockets, and `destroy` would wait for them
+        if has_ended:  # otherwise the engine thread still has open sockets, for which `destroy` would wait
             self.context.destroy(linger=LAST_WORDS_MS)
 
     def _abandon_loading(self, serving: asyncio.Task[None]) -> NoReturn:
-        """End at once: nothing can interrupt the thread that loads weights, and nothing else has begun."""
-        log.info("stopping while the model is loaded")
+        """Exit immediately: the thread that loads weights cannot be interrupted, and nothing else has started."""
+        log.info("stopping while the model is loading")
         end_process(1 if serving.done() else 0)
 
     def _tend_pod(self) -> asyncio.Task[None] | None:
         if not self.config.pod_deletion_cost:
             return None
-        # Imported here: other workers need no HTTP client.
+        # Imported late: other workers need no HTTP client.
         from common.engine.worker.pod_deletion_cost import keep_pod_deletion_cost
 
         return keep_pod_deletion_cost(self.config, self._status)
@@ -168,7 +168,7 @@ class WorkerProcess:
         files, loaded = await asyncio.to_thread(self._load)
         if loaded.adapters is not None:
             await self.adapters.load_flags(loaded.adapters, self.config.lora)
-        # Before the engine: a large vocabulary stops every thread for a second, while no router waits for this worker.
+        # Before the engine: compiling a large vocabulary blocks all threads for a second.
         grammars = await asyncio.to_thread(_grammars, files, loaded)
         self.metrics.describe_cache(self.config.block_tokens, loaded.kv.num_blocks, loaded.kv_dtype)
         floor_s = DEVICE_FLOOR_S if self.config.on_gpu else FLOOR_S
@@ -189,10 +189,10 @@ class WorkerProcess:
         if of_windows := loaded.windows_in_words:
             log.info("%s", of_windows)
         if num_bytes := loaded.pinned_bytes():
-            log.info("pinned %.1f MiB of host memory, for copies of steps and of KV", num_bytes / 2**20)
+            log.info("pinned %.1f MiB of host memory for step and KV copies", num_bytes / 2**20)
 
     def _load(self) -> tuple[ModelFiles, LoadedModel]:
-        # Imported here: torch takes a second, and the sockets should answer before that.
+        # Imported late: importing torch takes a second, and the sockets should answer earlier.
         from common.engine.run import LoadedModel
 
         files = resolve_model(self.config.model, progress=False)
@@ -203,22 +203,22 @@ class WorkerProcess:
         return files, LoadedModel.load(files, self.config)
 
     async def _watch_engine(self) -> None:
-        """Raise the reason when the engine's thread ends, the gatekeeper's, or a change of role without any engine.
+        """Raise the error when the engine, the gatekeeper or a role change fails.
 
-        Returns when a host with other ranks wants to end.
+        Returns when a host with other ranks is shutting down.
         """
         while (engine := self.duties.engine) is None or engine.alive:
             self.duties.check()
             if self.gatekeeper is not None and self.gatekeeper.failure is not None:
                 raise RuntimeError("the gatekeeper died") from self.gatekeeper.failure
             if self.duties.must_drain:
-                log.info("drains: a host with ranks of this worker is asked to end")
+                log.info("draining: another host with ranks of this worker is shutting down")
                 return
             await asyncio.sleep(0.1)
         raise RuntimeError("the engine died") from engine.failure
 
     async def _drain(self, control: ControlServer, serving: asyncio.Task[None]) -> None:
-        """Take nothing new, let what runs finish or be handed over, up to the deadline."""
+        """Reject new requests and let running ones finish or be handed over, up to the deadline."""
         self.duties.is_draining = True
         control.broadcast_heartbeat()
         deadline, engine = time.monotonic() + self.config.drain_timeout_s, self.duties.engine
@@ -226,11 +226,16 @@ class WorkerProcess:
             if engine.is_empty:
                 break
             await asyncio.sleep(DRAIN_POLL_S)
-        log.info("stopping: %s", "all requests finished" if engine and engine.is_empty else "drain time over")
+        why = (
+            "all requests finished"
+            if engine and engine.is_empty
+            else f"drain timeout of {self.config.drain_timeout_s:g} s expired"
+        )
+        log.info("stopping: %s", why)
 
     def _on_signal(self, stop: asyncio.Event) -> None:
         if stop.is_set():
-            log.warning("second signal: exiting at once")
+            log.warning("received a second signal: exiting immediately")
             os._exit(1)
         stop.set()
 
@@ -242,9 +247,9 @@ class WorkerProcess:
         elif isinstance(message, SetAdapter):
             self.adapters.order(message)
         elif duties.is_draining and control is not None and isinstance(message, PrefillRequest | DecodeRequest):
-            control.send(router, self._refusal(message))  # its router sent it before it heard of the drain
+            control.send(router, self._refusal(message))  # sent before the router was notified of the drain
         elif duties.engine is not None and not duties.engine.submit(RequestReceived(router, message)):
-            log.error("the engine's inbox is full: dropped %s", type(message).__name__)
+            log.error("engine inbox is full: dropped %s", type(message).__name__)
 
     def _refusal(self, message: PrefillRequest | DecodeRequest) -> RequestFailed:
         return RequestFailed(
@@ -252,7 +257,7 @@ class WorkerProcess:
             request_id=message.request_id,
             attempt=message.attempt,
             phase="queue",
-            message="the worker drains",
+            message="the worker is draining",
             retryable=True,
         )
 
@@ -279,7 +284,7 @@ class WorkerProcess:
             adapters=self.adapters.states,
         )
 
-    def _tell_routers(self) -> None:
+    def _notify_routers(self) -> None:
         if self.control is not None:
             self.control.broadcast_heartbeat()
 
@@ -293,14 +298,14 @@ class WorkerProcess:
         )
 
     def _advertised(self, address: str) -> str:
-        """The address that others reach this worker by."""
+        """Return the address at which others reach this worker."""
         host = self.config.advertise_host
         if not address or not host:
             return address
         return f"tcp://{in_url(host)}:{address.rsplit(':', 1)[1]}"
 
-    def _tell_addresses(self, address: str, http_port: int, *, again: bool = False) -> None:
-        """Write the address file. On a full disk, retry later."""
+    def _write_address_file(self, address: str, http_port: int, *, again: bool = False) -> None:
+        """Write the address file. Retries later if the disk is full."""
         if not self.config.address_file:
             return
         host = self.config.advertise_host or self.config.host
@@ -319,7 +324,7 @@ class WorkerProcess:
                 raise
             if not again:
                 log.error("cannot write --address-file, retrying every %g s: %s", ADDRESS_RETRY_S, error)
-            retry = partial(self._tell_addresses, address, http_port, again=True)
+            retry = partial(self._write_address_file, address, http_port, again=True)
             asyncio.get_running_loop().call_later(ADDRESS_RETRY_S, retry)
 
 
@@ -339,10 +344,10 @@ def _grammars(files: ModelFiles, loaded: LoadedModel) -> Grammars:
 
 
 def run_worker(process: Callable[[], WorkerProcess]) -> int:
-    """Run a worker to its end and return the exit status; a refusal to start is one line on stderr."""
+    """Run a worker and return its exit status. A refusal to start is logged in one line."""
     import uvloop
 
-    # The KV thread must get the interpreter quickly when a frame arrives while the engine computes.
+    # The KV thread must get the GIL quickly when a frame arrives while the engine computes.
     sys.setswitchinterval(0.0005)
     keep_large_buffers()
     raise_file_limit()
@@ -356,7 +361,7 @@ def run_worker(process: Callable[[], WorkerProcess]) -> int:
         log.error("cannot start: %s", error)
         return 2
     except (DiptychError, zmq.ZMQError, OSError) as error:
-        log.error("cannot start or go on: %s", error)
+        log.error("stopped by an error: %s", error)
         return 1
     except RuntimeError as error:
         log.error("%s: %s", error, error.__cause__)
@@ -372,8 +377,8 @@ def run_worker(process: Callable[[], WorkerProcess]) -> int:
 
 
 def end_process(status: int) -> NoReturn:
-    """End at once: to take the interpreter and torch apart needs a second or two, which a replacement would wait."""
+    """Exit immediately: tearing down the interpreter and torch takes seconds, which would delay a replacement."""
     for flush in (logging.shutdown, sys.stdout.flush, sys.stderr.flush):
-        with suppress(OSError):  # log or output file on a full disk
+        with suppress(OSError):  # log or output file is on a full disk
             flush()
     os._exit(status)

@@ -1,9 +1,9 @@
-"""From when on a step of an engine must be stuck, and how long its recent steps took. Pure.
+"""Time limit after which an engine step counts as stuck, derived from recent steps. Pure.
 
-The time of a step is what the worker's `StepModel` predicts, and as much more as its slowest recent step took than was
-predicted. Before the model knows steps of a kind, such as prompts on a worker that has only decoded, they take as long
-as the slowest step so far, and in proportion to its work if they are larger. A worker that has computed a few steps
-sees within seconds that one hangs; a slow machine, whose steps are long, waits longer accordingly.
+The expected duration is the prediction of the worker's `StepModel`, plus the largest recent excess over a prediction.
+Before the model has seen a kind of step, such as prompts on a worker that has only decoded, a step is expected to take
+as long as the slowest step so far, scaled by its work if it is larger. A worker detects a hang within seconds once it
+has computed a few steps. Slow machines get proportionally longer limits.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from __future__ import annotations
 from common.latency import StepModel, StepShape
 from common.observe import Ewma
 
-# When a step is stuck, in seconds or as a multiple of what it should take.
+# Limits: in seconds, or as a multiple of the expected duration.
 FACTOR = 20.0
-"""Machines are shared, and swap."""
+"""Multiple for short steps: machines are shared, and swap."""
 LEAST_FACTOR = 3.0
-"""However long a step should take."""
+"""Minimum multiple, for steps of any expected duration."""
 FLOOR_S = 3.0
-"""On a CPU a swapped-out page or another process may cost so much in any step."""
+"""Minimum on a CPU: a swapped-out page or another process may delay any step by that much."""
 DEVICE_FLOOR_S = 20.0
-"""On a GPU the first launch of a kernel variant compiles it, in the middle of any step."""
+"""Minimum on a GPU: the first launch of a kernel variant compiles it, during any step."""
 LONGEST_S = 60.0
-"""For the first step, and for every step unless it should take nearly as long."""
+"""Limit of the first step, and of every step unless its expected duration is close to it."""
 
 CONTEXT_TOKENS = 2048
-"""While nothing is known of attention, a token with this many tokens before it counts as two."""
+"""Until the cost of attention is known, a token with this many preceding tokens counts as two."""
 SMOOTHING = 0.2
-"""The share of one more step in the mean time and the mean rate: those of about five steps."""
+"""Weight of the latest step in the averages, which cover about five steps."""
 FORGETTING = 0.02
-"""What each step takes from the difference to the slowest one."""
+"""Decay per step of the difference to the slowest step."""
 
 
 class StepRate:
-    """The time and the tokens a second of recent steps, for heartbeats and metrics."""
+    """Average duration and token rate of recent steps, for heartbeats and metrics."""
 
     def __init__(self) -> None:
         self._step_s, self._tokens_per_s = Ewma(SMOOTHING, 0.0), Ewma(SMOOTHING, 0.0)
@@ -51,15 +51,15 @@ class StepRate:
 
 
 def work_of(shape: StepShape) -> float:
-    """The size of a step: its tokens, weighted by their context."""
+    """Return the size of a step: its tokens, weighted by their context."""
     return shape.num_tokens + shape.num_rows + (shape.num_pairs / 2 + shape.context) / CONTEXT_TOKENS
 
 
 class StepTimes:
-    """Computed steps. A `fixed_s` above 0 is the limit for every step.
+    """Durations of computed steps. If `fixed_s` is above 0, it is the limit for every step.
 
-    `token_s` is what each token of a small step took during warm-up: it gives a slow machine time for its first step.
-    Tokens of large steps take less.
+    `token_s`: time per token of a small step during warm-up, which extends the first limit on a slow machine. Larger
+    steps take less time per token.
     """
 
     def __init__(self, *, fixed_s: float = 0.0, floor_s: float = FLOOR_S, token_s: float = 0.0) -> None:
@@ -69,7 +69,7 @@ class StepTimes:
         self._has_rows = False
 
     def add(self, shape: StepShape, step_s: float, model: StepModel) -> None:
-        """A step took `step_s` seconds."""
+        """Record a step that took `step_s` seconds."""
         self._has_rows |= shape.num_rows > 0
         if self._is_known(shape, model):
             self._excess_s = _slowest(self._excess_s, step_s - _predicted_s(shape, model))
@@ -78,11 +78,11 @@ class StepTimes:
 
     @property
     def idle_limit_s(self) -> float:
-        """How long a turn without a step may take."""
+        """Maximum duration of a loop iteration without a step."""
         return self._fixed_s or self._floor_s
 
     def limit_s(self, shape: StepShape, model: StepModel) -> float:
-        """How long a step may take before it must be stuck."""
+        """Return the maximum duration of a step before it counts as stuck."""
         if self._fixed_s:
             return self._fixed_s
         if not self._most_work:
@@ -94,13 +94,13 @@ class StepTimes:
         return max(min(LONGEST_S, max(self._floor_s, FACTOR * expected_s)), LEAST_FACTOR * expected_s)
 
     def _is_known(self, shape: StepShape, model: StepModel) -> bool:
-        """Whether the model was fitted to steps of all kinds that are in this one."""
+        """Return whether the model was fitted to all kinds of work in this step."""
         has_prompts, has_rows = shape.num_tokens > 0, shape.num_rows > 0
         return model.is_known and (model.knows_prompts or not has_prompts) and (self._has_rows or not has_rows)
 
 
 def _predicted_s(shape: StepShape, model: StepModel) -> float:
-    """What the model predicts, and more for a long context while it has seen none."""
+    """Return the model's prediction, increased for a long context if the model has not seen one."""
     predicted_s = model.seconds(shape)
     if (shape.num_pairs and not model.pair_s) or (shape.context and not model.context_s):
         predicted_s *= work_of(shape) / (shape.num_tokens + shape.num_rows)
@@ -108,5 +108,5 @@ def _predicted_s(shape: StepShape, model: StepModel) -> float:
 
 
 def _slowest(known: float, step_s: float) -> float:
-    """The slowest, which is forgotten slowly."""
+    """Update a slowly decaying maximum."""
     return max(step_s, known + FORGETTING * (step_s - known))

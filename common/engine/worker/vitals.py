@@ -1,4 +1,4 @@
-"""What a worker says about itself: hellos and heartbeats to routers, answers to probes."""
+"""Identity and status of a worker: hellos and heartbeats for routers, probe results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """Which process this is, and its duty. `home`: the role it was started with; `epoch` is new with every duty."""
+    """Identity of a process in its current role. `home`: initial role. `epoch` is new for each role."""
 
     worker_id: str
     role: str
@@ -35,7 +35,7 @@ class WorkerIdentity:
         return cls(name, role, role, _new_epoch())
 
     def renewed(self, role: str) -> WorkerIdentity:
-        """The same process with another duty."""
+        """Return the identity of the same process in another role."""
         return replace(self, role=role, epoch=max(_new_epoch(), self.epoch + 1))
 
 
@@ -52,7 +52,7 @@ def hello_of(
     *,
     changes_role: bool = False,
 ) -> WorkerHello:
-    """`config` is that of the present role. `loaded` is None while the model loads."""
+    """Create a hello. `config`: settings of the current role. `loaded` is None while the model is loading."""
     return WorkerHello(
         worker_id=identity.worker_id,
         role=identity.role,
@@ -86,7 +86,7 @@ def heartbeat_of(
     planner: str = "",
     adapters: tuple[AdapterState, ...] = (),
 ) -> WorkerHeartbeat:
-    """The heartbeat for a router. `engine` is None while the model loads, and between two duties."""
+    """Create a heartbeat for a router. `engine` is None while the model is loading and during a role change."""
     return WorkerHeartbeat(
         worker_id=identity.worker_id,
         epoch=identity.epoch,
@@ -118,7 +118,7 @@ def heartbeat_of(
 
 
 def probe_of(identity: WorkerIdentity, engine: Engine | None, *, draining: bool) -> ProbeStatus:
-    """Healthy while the engine's loop turns; ready when a router may send requests."""
+    """Return the probe status: healthy while the engine loop runs, ready when requests may be sent."""
     if engine is None:
         return ProbeStatus(ready=False, healthy=True, detail={"state": "changing role" if draining else "loading"})
     healthy = engine.alive and not engine.is_stuck(time.monotonic())

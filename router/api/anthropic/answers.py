@@ -1,4 +1,4 @@
-"""The shapes of answers in Anthropic's forms, for the OpenAPI schema only."""
+"""Response bodies of Anthropic's API, for the OpenAPI schema only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class AnthropicBlock(BaseModel):
 
 
 class AnthropicUsage(BaseModel):
-    """`input_tokens` counts the tokens of the prompt that no prefix cache held."""
+    """`input_tokens` counts prompt tokens that were not read from a prefix cache."""
 
     input_tokens: int
     output_tokens: int

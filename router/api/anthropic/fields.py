@@ -1,4 +1,4 @@
-"""The fields of Anthropic's Messages API, and the chat request that they mean."""
+"""Request fields of Anthropic's Messages API and their translation to a chat request."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from router.request.fields import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, ChatReques
 
 TEXT = frozenset(("text",))
 UNSEEN = frozenset(("thinking", "redacted_thinking"))
-"""Blocks of earlier answers that are left out of the prompt."""
+"""Types of blocks in earlier answers that are omitted from the prompt."""
 CLEARS_THINKING = "clear_thinking_20251015"
 NAMES: Mapping[str, str] = {
     "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
     "tool_choice.function": "tool_choice",
 }
-"""Fields of a chat request by the names that they have in this API."""
+"""Fields of a chat request, mapped to their names in this API."""
 
 
 class Block(Fields):
-    """One part of a message; its type decides which members it has."""
+    """One part of a message. Its type determines its members."""
 
     type: Annotated[str, Field(max_length=64)]
-    text: str | None = Field(None, description='with type "text"')
-    id: Annotated[str, Field(max_length=256)] | None = Field(None, description='with type "tool_use"')
+    text: str | None = Field(None, description='Only with type "text".')
+    id: Annotated[str, Field(max_length=256)] | None = Field(None, description='Only with type "tool_use".')
     name: Annotated[str, Field(max_length=64)] | None = None
     input: dict[str, Any] | None = None
-    tool_use_id: Annotated[str, Field(max_length=256)] | None = Field(None, description='with type "tool_result"')
+    tool_use_id: Annotated[str, Field(max_length=256)] | None = Field(None, description='Only with type "tool_result".')
     content: str | Annotated[list[Block], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     is_error: bool | None = None
     caller: Annotated[Any, Only(({"type": "direct"},))] = None
@@ -64,7 +64,7 @@ class Turn(Fields):
 
 
 class MessageTool(Fields):
-    type: Annotated[str, Field(max_length=64)] | None = Field(None, description='null or "custom"')
+    type: Annotated[str, Field(max_length=64)] | None = Field(None, description='Null or "custom".')
     name: Annotated[str, Field(pattern=ours.FUNCTION_NAME)] | None = None
     description: Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)] | None = None
     input_schema: dict[str, Any] | None = None
@@ -75,7 +75,7 @@ class MessageTool(Fields):
 
 class MessageToolChoice(Fields):
     type: Literal["auto", "any", "tool", "none"]
-    name: Annotated[str, Field(max_length=64)] | None = Field(None, description='with type "tool"')
+    name: Annotated[str, Field(max_length=64)] | None = Field(None, description='Only with type "tool".')
     disable_parallel_tool_use: bool | None = None
 
 
@@ -85,7 +85,9 @@ class Metadata(Fields):
 
 class Thinking(Fields):
     type: Literal["enabled", "disabled", "adaptive"]
-    display: Literal["summarized", "omitted"] | None = Field(None, description="omitted: think, and do not show it")
+    display: Literal["summarized", "omitted"] | None = Field(
+        None, description="With `omitted`, the model thinks but its thinking is not returned."
+    )
 
 
 class OutputFormat(Fields):
@@ -94,8 +96,8 @@ class OutputFormat(Fields):
 
 
 class OutputConfig(Fields):
-    format: OutputFormat | None = Field(None, description="the form of the answer")
-    effort: Effort | None = Field(None, description="for chat templates that know of it")
+    format: OutputFormat | None = Field(None, description="The format that the answer must have.")
+    effort: Effort | None = Field(None, description="Passed to chat templates that support it.")
     task_budget: Refused = None
 
 
@@ -108,11 +110,11 @@ class ContextManagement(Fields):
 
 
 class Conversation(Fields):
-    """The fields of `/v1/messages` and `/v1/messages/count_tokens` that make the prompt."""
+    """Fields of `/v1/messages` and `/v1/messages/count_tokens` that define the prompt."""
 
     names: ClassVar = NAMES
 
-    model: Annotated[str, Field(max_length=1024)] | None = Field(None, description="null: the default model")
+    model: Annotated[str, Field(max_length=1024)] | None = Field(None, description="Default: the default model.")
     messages: Annotated[
         list[Turn],
         Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
@@ -123,31 +125,31 @@ class Conversation(Fields):
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = Field(None, description="the older name of output_config.format")
+    output_format: OutputFormat | None = Field(None, description="Former name of `output_config.format`.")
     chat_template_kwargs: dict[str, Any] | None = None
     context_management: ContextManagement | None = None
     thread: Any = None
 
-    # Fields of Anthropic's API that this server does not have.
+    # Fields of Anthropic's API that this server does not support.
     compaction: Refused = None
     container: Refused = None
     mcp_servers: Refused = None
 
     @property
     def is_long(self) -> bool:
-        """Whether translating it takes milliseconds."""
+        """Whether translating the request takes milliseconds."""
         system = self.system if isinstance(self.system, list) else ()
         return ours.has_many_parts([*self.messages, *system, *(self.tools or ())])
 
     def as_chat(self) -> ChatRequest:
-        """The chat request that means the same. Raises InvalidRequest."""
+        """Return the equivalent chat request. Raises InvalidRequest."""
         if self.thread is not None:
-            what = "this server stores no conversations: send all messages, without a thread"
+            what = "not supported, because this server does not store conversations; send all messages"
             raise ThreadUnsupported(f"thread: {what}", param="thread")
         return ChatRequest(**self._members())
 
     def longest_text(self) -> str | list[int]:
-        """The text of the last message, because templates may leave others out."""
+        """Return the text of the last message, because templates may omit others."""
         content = self.messages[-1].content
         return content if isinstance(content, str) else ""
 
@@ -156,11 +158,11 @@ class Conversation(Fields):
         for i, turn in enumerate(self.messages):
             messages += _messages(turn, f"messages[{i}].content")
         if not messages:
-            raise InvalidRequest("messages: there is no text in them", param="messages")
+            raise InvalidRequest("messages: must contain text", param="messages")
         thinks = self.thinking is not None and self.thinking.type != "disabled"
         shown = self.thinking is not None and self.thinking.display != "omitted"
         members: dict[str, Any] = {"model": self.model, "messages": messages, "include_reasoning": thinks and shown}
-        variables = {"enable_thinking": thinks}  # for templates that know of it
+        variables = {"enable_thinking": thinks}  # for templates that support it
         members["chat_template_kwargs"] = variables | (self.chat_template_kwargs or {})
         members["reasoning_effort"] = self.output_config.effort if self.output_config is not None else None
         members["response_format"] = self._response_format()
@@ -176,7 +178,9 @@ class Conversation(Fields):
     def _response_format(self) -> ours.ResponseFormat | None:
         wanted = self.output_config.format if self.output_config is not None else None
         if wanted is not None and self.output_format is not None:
-            raise InvalidRequest("output_format: is the older name of output_config.format", param="output_format")
+            raise InvalidRequest(
+                "output_format: cannot be combined with output_config.format, its new name", param="output_format"
+            )
         wanted = wanted or self.output_format
         if wanted is None:
             return None
@@ -184,26 +188,26 @@ class Conversation(Fields):
 
 
 class MessagesRequest(Conversation, Extensions):
-    """`POST /v1/messages`."""
+    """Body of `POST /v1/messages`."""
 
     id_prefix: ClassVar = "msg_"
 
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)]
     stream: bool | None = None
     stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="default 1; 0 is greedy")
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="Default: 1. Greedy sampling: 0.")
     top_p: TopP | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     metadata: Metadata | None = None
 
-    # Fields of our other APIs.
+    # Fields of this server's other APIs.
     n: Annotated[Any, Only((1,))] = None
     stop: Refused = None
     response_format: Refused = None
 
     @property
     def end_user(self) -> str:
-        """The client's own user, if the body names one."""
+        """The client's user id, if the body has one."""
         return (self.metadata.user_id if self.metadata is not None else None) or ""
 
     def _members(self) -> dict[str, Any]:
@@ -214,7 +218,7 @@ class MessagesRequest(Conversation, Extensions):
 
 
 class CountTokensRequest(Conversation):
-    """`POST /v1/messages/count_tokens`."""
+    """Body of `POST /v1/messages/count_tokens`."""
 
 
 def _system(content: Content | None) -> Iterator[ours.Message]:
@@ -223,7 +227,7 @@ def _system(content: Content | None) -> Iterator[ours.Message]:
 
 
 def _messages(turn: Turn, where: str) -> Iterator[ours.Message]:
-    """The chat messages of one turn; each result of a call is a message of its own."""
+    """Yield the chat messages of one turn. Each tool result becomes a separate message."""
     if isinstance(turn.content, str):
         yield ours.Message(role=turn.role, content=turn.content)
         return
@@ -246,7 +250,7 @@ def _messages(turn: Turn, where: str) -> Iterator[ours.Message]:
 
 def _call(block: Block, where: str) -> ours.ToolCall:
     if block.id is None or block.name is None:
-        raise InvalidRequest(f"{where}: a tool_use block has an id and a name", param="messages")
+        raise InvalidRequest(f"{where}: a tool_use block must have an id and a name", param="messages")
     arguments = orjson.dumps(block.input or {}).decode()
     return ours.ToolCall(id=block.id, function=ours.FunctionCall(name=block.name, arguments=arguments))
 
@@ -255,7 +259,7 @@ def _result(block: Block, where: str) -> ours.Message:
     if block.tool_use_id is None:
         raise InvalidRequest(f"{where}.tool_use_id: is required", param="messages")
     content = _content(block.content, f"{where}.content")
-    if block.is_error:  # a chat message has no member for it
+    if block.is_error:  # chat messages have no error flag
         if isinstance(content, str):
             content = f"Error: {content}"
         else:

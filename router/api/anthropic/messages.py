@@ -1,4 +1,4 @@
-"""`POST /v1/messages`: answers conversations in the shape of Anthropic's API, or counts their tokens."""
+"""Anthropic's Messages API: `POST /v1/messages` and `/v1/messages/count_tokens`."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from router.generation import (
     chat_of,
     conversation_tokens,
     event,
-    front_door_of,
     generation_call,
     key_of,
     plan_translated,
+    router_state_of,
     tool_calling,
 )
 from router.request import MESSAGES_PATH, named_as
@@ -49,10 +49,10 @@ STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_t
     **documented(MessagesRequest, AnthropicMessage, streams=True, errors=(AnthropicErrorBody,)),
 )
 async def messages(request: Request) -> Response:
-    """Answer a conversation, in the shape of Anthropic's API."""
+    """Generate the next message of a conversation (Anthropic's Messages API)."""
     async with generation_call(request, MessagesRequest) as (call, fields):
         model, plan = await call.plan(fields, plan_messages)
-        return call.answer(model, plan, MessagesFrames(model, plan, call.log))
+        return call.answer(model, plan, MessagesSerializer(model, plan, call.log))
 
 
 @message_routes.post(
@@ -61,11 +61,11 @@ async def messages(request: Request) -> Response:
     **documented(CountTokensRequest, TokenCount, errors=(AnthropicErrorBody,)),
 )
 async def message_tokens(request: Request) -> Response:
-    """The number of tokens in the prompt of a conversation, in the shape of Anthropic's API."""
-    door = front_door_of(request)
-    with door.bodies.lease() as lease:
-        fields = await door.reader.read(request, CountTokensRequest, lease)
-        model = door.models.one(fields.model, key_of(request))
+    """Count the prompt tokens of a conversation (Anthropic's Messages API)."""
+    router_state = router_state_of(request)
+    with router_state.bodies.lease() as lease:
+        fields = await router_state.reader.read(request, CountTokensRequest, lease)
+        model = router_state.models.one(fields.model, key_of(request))
         chat = await chat_of(model, fields.as_chat, is_long=fields.is_long)
         with named_as(fields.names):
             calling = tool_calling(chat)
@@ -75,24 +75,24 @@ async def message_tokens(request: Request) -> Response:
 
 
 async def plan_messages(model: ServedModel, fields: MessagesRequest, context: RequestContext) -> AnswerPlan:
-    """Plan the chat request that the messages mean. Raises RequestError."""
+    """Plan the answer to the equivalent chat request. Raises RequestError."""
     return await plan_translated(model, fields, context, fields.as_chat, is_long=fields.is_long)
 
 
-class MessagesFrames:
-    """A message of blocks: thoughts, text and calls of tools. A stream opens, fills and closes one after the other."""
+class MessagesSerializer:
+    """Serialises an answer as blocks of thinking, text and tool calls. A stream sends the blocks sequentially."""
 
     def __init__(self, model: ServedModel, plan: AnswerPlan, log: RequestLog) -> None:
         self._plan, self._log = plan, log
         self._parts = AnswerParts(model, plan.fields)
         self._num_blocks = 0
-        self._open = ""  # the type of the last block until it is closed
+        self._open = ""  # type of the block that is being streamed, if any
 
     def whole(self, pieces: Sequence[Sequence[Piece]]) -> Object:
         (choice,) = self._plan.choices
         content: list[Object] = []
         for kind, parts in groupby(self._parts.whole(choice, pieces[0]), type):
-            if kind is TextPart:  # marks between texts end no block, as in a stream
+            if kind is TextPart:  # as in a stream, marks between texts do not end a block
                 parts = iter([TextPart("".join([part.text for part in parts if isinstance(part, TextPart)]))])
             content += [self._block(choice, part) for part in parts]
         if not content or content[-1]["type"] == "thinking":
@@ -104,7 +104,7 @@ class MessagesFrames:
         return _event("message_start", {"message": message})
 
     def chunk(self, choice: AnswerChoice, piece: Piece) -> bytes:
-        events = [self._add(choice, part) for part in self._parts.taken_apart(choice, piece)]
+        events = [self._add(choice, part) for part in self._parts.split(choice, piece)]
         if piece.finish_reason:
             if self._open in ("", "thinking"):
                 events.append(self._begin(self._block(choice, TextPart(""))))
@@ -125,7 +125,7 @@ class MessagesFrames:
         return {**head, "content": content}
 
     def _add(self, choice: AnswerChoice, part: Part) -> bytes:
-        """Add a part, in a new block unless it continues the open one."""
+        """Return the events that add a part, in a new block unless it continues the open one."""
         if isinstance(part, CallPart):
             begun = self._begin(self._block(choice, CallPart(part.index, part.name))) if part.name else b""
             added: Object = {"type": "input_json_delta", "partial_json": part.arguments}
@@ -143,7 +143,7 @@ class MessagesFrames:
         return {"type": "tool_use", "id": call_id, "name": part.name, "input": _input(part.arguments)}
 
     def _begin(self, block: Object) -> bytes:
-        """Close the open block and begin another."""
+        """Close the open block and open another."""
         ended = self._end_block()
         self._open = str(block["type"])
         self._num_blocks += 1
@@ -175,7 +175,7 @@ class MessagesFrames:
 
 
 def _input(arguments: str) -> object:
-    """The arguments as an object; {} for a call that `max_tokens` cut off."""
+    """Return the arguments as an object; {} for a call that `max_tokens` cut off."""
     try:
         return orjson.loads(arguments)
     except orjson.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""Files and batches: what clients upload, and how its lines are answered without them."""
+"""OpenAI's Files and Batches APIs."""
 
 from __future__ import annotations
 

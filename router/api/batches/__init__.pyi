@@ -9,16 +9,16 @@ from router.api.batches.batch_format import (
 )
 from router.api.batches.fields import NewBatch
 from router.api.batches.files import file_routes
-from router.api.batches.kept import KeptBatches
 from router.api.batches.routes import batch_routes
 from router.api.batches.sender import BatchSender, Refused, SendSettings
+from router.api.batches.service import BatchService
 
 __all__ = [
     "BadBatch",
     "BatchRequest",
     "BatchResult",
     "BatchSender",
-    "KeptBatches",
+    "BatchService",
     "NewBatch",
     "PATHS",
     "Refused",

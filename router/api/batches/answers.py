@@ -1,4 +1,4 @@
-"""The shapes of files and batches, for the OpenAPI schema only."""
+"""Response bodies of the Files and Batches APIs, for the OpenAPI schema only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of a batch, a JSON object a line, in the form of OpenAI's batches: requests in, results out."""
+"""Input and output files of batches in OpenAI's JSON Lines format."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from router.request import CHAT_PATH, COMPLETION_PATH, EMBEDDINGS_PATH, MESSAGES
 
 PATHS = (CHAT_PATH, COMPLETION_PATH, RESPONSES_PATH, MESSAGES_PATH, EMBEDDINGS_PATH)
 MAX_ID_CHARS = 512
-"""Of a custom_id."""
+"""Maximum length of a custom_id."""
 MAX_SHOWN_CHARS = 100
-"""Of a faulty line's value in an error."""
+"""Maximum length, in characters, of an invalid value quoted in an error."""
 AGAIN = frozenset((408, 409, 425, 429, 500, 502, 503, 504))
-"""Statuses of answers that may be better another time."""
+"""Statuses that are worth a retry."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0
-"""Before the second try of a request; each further wait is twice as long, up to the second number."""
+"""Initial and maximum delay between attempts, in seconds. The delay doubles each time."""
 MAX_FAILURES = 5
-"""How often a request may be answered with 500 before this counts as its answer: it may be what fails."""
+"""Number of 500 answers after which the last one is final, because the request itself may be the cause."""
 
 
 class BadBatch(Exception):
-    """A file that cannot be used; the message says where and why."""
+    """An invalid batch file. The message gives the line and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """One line: `body` goes to `path`, and `custom_id` names its result."""
+    """One line of the input: `body` is sent to `path`, and `custom_id` identifies its result."""
 
     custom_id: str
     path: str
@@ -41,7 +41,7 @@ class BatchRequest:
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """How a request ended: an answer with its status, or with status 0 the reason why none came."""
+    """The result of a request: an answer with its status, or status 0 with the reason why there is none."""
 
     custom_id: str
     status: int
@@ -55,7 +55,7 @@ class BatchResult:
         return 200 <= self.status < 300
 
     def line(self, name: str = "") -> bytes:
-        """As a line of the output; `name` is its id, a new one without it."""
+        """Return the result as a line of the output. `name` is its id; without it a new one is generated."""
         answer = {"status_code": self.status, "request_id": self.request_id, "body": self.body}
         error = {"code": self.code, "message": self.problem}
         return orjson.dumps(
@@ -70,12 +70,12 @@ class BatchResult:
 
 
 def new_request_id() -> str:
-    """The id of a request of a batch."""
+    """Generate the id of a batch request."""
     return f"batch_req_{uuid.uuid4().hex}"
 
 
 def read_requests(path: Path) -> Iterator[BatchRequest]:
-    """The requests in their order; empty lines do not count. Raises BadBatch."""
+    """Yield the requests in order, skipping empty lines. Raises BadBatch."""
     with _opened(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -83,21 +83,21 @@ def read_requests(path: Path) -> Iterator[BatchRequest]:
 
 
 def check_requests(path: Path) -> int:
-    """The number of requests, all of which are in order, with names of their own. Raises BadBatch."""
+    """Validate all requests, including the uniqueness of their ids, and return their number. Raises BadBatch."""
     known: set[str] = set()
     for request in read_requests(path):
         if request.custom_id in known:
-            raise BadBatch(f"{path}: two requests have the custom_id {request.custom_id[:MAX_SHOWN_CHARS]!r}")
+            raise BadBatch(f"{path}: duplicate custom_id {request.custom_id[:MAX_SHOWN_CHARS]!r}")
         known.add(request.custom_id)
     return len(known)
 
 
 def take_up(path: Path) -> tuple[set[str], bool]:
-    """Make the output of an earlier run ready for more lines.
+    """Prepare the output file of an earlier run for appending.
 
-    Returns the names of the requests that it answers, and whether a new file has taken its place: without a line that
-    the run could not finish, and without those that say that no answer came, so that these requests are sent again.
-    Raises BadBatch for a file that is no output of a batch.
+    Returns the custom ids of completed requests, and whether the file was replaced. The new file omits an incomplete
+    last line and results without an answer, so that these requests are sent again. Raises BadBatch if the file is not
+    the output of a batch.
     """
     kept = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
@@ -113,7 +113,7 @@ def take_up(path: Path) -> tuple[set[str], bool]:
 
 
 def _copied(file: BinaryIO, copy: BinaryIO, path: Path) -> tuple[set[str], bool]:
-    """Copy the results that stay: the names of their requests, and whether some do not stay."""
+    """Copy the results to keep. Returns the custom ids of their requests, and whether any result was omitted."""
     answered: set[str] = set()
     changed = False
     for number, line in enumerate(file, 1):
@@ -122,7 +122,7 @@ def _copied(file: BinaryIO, copy: BinaryIO, path: Path) -> tuple[set[str], bool]
         result = _object(line, f"{path}, line {number}")
         name = result.get("custom_id")
         if not isinstance(name, str) or "response" not in result:
-            raise BadBatch(f"{path}, line {number}: is no result of a batch; name another output file")
+            raise BadBatch(f"{path}, line {number}: not a batch result; choose another output file")
         if result["response"] is None:
             changed = True
         else:
@@ -135,15 +135,15 @@ def _request(line: bytes, where: str) -> BatchRequest:
     fields = _object(line, where)
     name, method, path, body = (fields.get(key) for key in ("custom_id", "method", "url", "body"))
     if not isinstance(name, str) or not 0 < len(name) <= MAX_ID_CHARS:
-        raise BadBatch(f"{where}: custom_id must be a text of 1 to {MAX_ID_CHARS} characters")
+        raise BadBatch(f"{where}: custom_id must be a string of 1 to {MAX_ID_CHARS} characters")
     if method not in (None, "POST"):
-        raise BadBatch(f"{where}: method is {str(method)[:MAX_SHOWN_CHARS]!r}, only POST is possible")
+        raise BadBatch(f"{where}: invalid method {str(method)[:MAX_SHOWN_CHARS]!r}: must be POST")
     if path not in PATHS:
-        raise BadBatch(f"{where}: url is {str(path)[:MAX_SHOWN_CHARS]!r}, possible are {', '.join(PATHS)}")
+        raise BadBatch(f"{where}: invalid url {str(path)[:MAX_SHOWN_CHARS]!r}: must be one of {', '.join(PATHS)}")
     if not isinstance(body, dict):
         raise BadBatch(f"{where}: body must be a JSON object")
     if body.get("stream") or body.get("background"):
-        raise BadBatch(f"{where}: a request of a batch has its answer whole, without stream and background")
+        raise BadBatch(f"{where}: stream and background are not supported in batches")
     return BatchRequest(name, path, body)
 
 
@@ -151,7 +151,7 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
     try:
         fields = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise BadBatch(f"{where}: is not valid JSON ({error})") from error
+        raise BadBatch(f"{where}: invalid JSON ({error})") from error
     if not isinstance(fields, dict):
         raise BadBatch(f"{where}: must be a JSON object")
     return fields

@@ -1,4 +1,4 @@
-"""Why a request for a file or a batch is refused."""
+"""Errors of the Files and Batches APIs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from router.stored import FileInUse, StoreFull, asked
 
 T = TypeVar("T")
 
-OFF = "this router keeps no files (--response-store off)"
-ELSEWHERE = "has expired, was deleted, belongs to another API key, or lives on another router"
+OFF = "This router does not store files (--response-store off)."
+ELSEWHERE = "It may have expired, been deleted, or belong to another API key or router."
 
 
 class NoFiles(RequestError):
-    """This router has no store of files."""
+    """This router has no file store."""
 
     status = 404
     type = "invalid_request_error"
@@ -23,29 +23,29 @@ class NoFiles(RequestError):
 
 
 class UnknownFile(RequestError):
-    """There is no such file for this key."""
+    """The file does not exist or belongs to another key."""
 
     status = 404
     type = "invalid_request_error"
     code = "file_not_found"
 
     def __init__(self, file_id: str, *, param: str | None = None) -> None:
-        super().__init__(f"there is no file {quoted(file_id)} here: it {ELSEWHERE}", param=param)
+        super().__init__(f"The file {quoted(file_id)} does not exist. {ELSEWHERE}", param=param)
 
 
 class UnknownBatch(RequestError):
-    """There is no such batch for this key."""
+    """The batch does not exist or belongs to another key."""
 
     status = 404
     type = "invalid_request_error"
     code = "batch_not_found"
 
     def __init__(self, batch_id: str) -> None:
-        super().__init__(f"there is no batch {quoted(batch_id)} here: it {ELSEWHERE}")
+        super().__init__(f"The batch {quoted(batch_id)} does not exist. {ELSEWHERE}")
 
 
 class FilesFull(RequestError):
-    """There is no room for another file."""
+    """The file store has no capacity for another file."""
 
     status = 413
     type = "invalid_request_error"
@@ -53,7 +53,7 @@ class FilesFull(RequestError):
 
 
 async def answered(question: Awaitable[T]) -> T:
-    """The answer of the store of files. Raises FilesFull, InvalidRequest, or Unavailable when it has none."""
+    """Await a result of the file store. Raises FilesFull, InvalidRequest, or Unavailable if the store fails."""
     try:
         return await asked(question)
     except StoreFull as full:

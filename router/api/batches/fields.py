@@ -1,4 +1,4 @@
-"""The request for a new batch, as OpenAI has it."""
+"""Request body of OpenAI's Batches API."""
 
 from __future__ import annotations
 
@@ -11,36 +11,38 @@ from router.request import EMBEDDINGS_PATH, GENERATING, at_most
 from router.stored import BATCH_INPUT
 
 ENDPOINTS: Final = tuple(path for path in (*PATHS, EMBEDDINGS_PATH) if path in GENERATING)
-"""What a batch may ask: the endpoints that this router has and that answer without a stream."""
+"""Endpoints that batches may use: those that this router has and that answer without a stream."""
 PURPOSES: Final = (BATCH_INPUT,)
-"""What an uploaded file may be for."""
+"""Allowed purposes of uploaded files."""
 MAX_PAIRS, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
-"""Of metadata, as OpenAI has it."""
+"""OpenAI's limits on metadata."""
 MAX_FILE_ID_CHARS = 200
 LEAST_RESULT_S, MOST_RESULT_S = 3600, 30 * 86_400
-"""How long results may be kept, as OpenAI has it: an hour to 30 days."""
+"""OpenAI's limits on the retention of results: one hour to 30 days."""
 WINDOW: Final = "24h"
 WINDOW_S = 86_400.0
-"""The one window that OpenAI's API has: 24 hours."""
+"""The only completion window in OpenAI's API: 24 hours."""
 
 
 class ResultExpiry(BaseModel):
-    """How long the files of results are kept, from when they are made."""
+    """Retention of the result files, counted from their creation."""
 
     anchor: Literal["created_at"]
     seconds: int = Field(ge=LEAST_RESULT_S, le=MOST_RESULT_S)
 
 
 class NewBatch(BaseModel):
-    """`POST /v1/batches`."""
+    """Body of `POST /v1/batches`."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
     input_file_id: Annotated[str, Field(max_length=MAX_FILE_ID_CHARS)] = Field(
-        description="an uploaded file with a request a line"
+        description="Id of an uploaded JSON Lines file with one request per line."
     )
-    endpoint: str = Field(description=f"where all its requests go: {', '.join(ENDPOINTS)}")
-    completion_window: Literal["24h"] = Field(description="how long the batch may take; the rest of it then expires")
+    endpoint: str = Field(description=f"Endpoint of all requests in the batch. One of {', '.join(ENDPOINTS)}.")
+    completion_window: Literal["24h"] = Field(
+        description="Time within which the batch is processed. Unprocessed requests then expire."
+    )
     metadata: Annotated[dict[str, str], at_most(MAX_PAIRS)] | None = None
     output_expires_after: ResultExpiry | None = None
 
@@ -56,5 +58,7 @@ class NewBatch(BaseModel):
     def _is_short(cls, metadata: dict[str, str] | None) -> dict[str, str] | None:
         for key, value in (metadata or {}).items():
             if len(key) > MAX_KEY_CHARS or len(value) > MAX_VALUE_CHARS:
-                raise ValueError(f"keys may have {MAX_KEY_CHARS} characters, values {MAX_VALUE_CHARS}")
+                raise ValueError(
+                    f"keys may have up to {MAX_KEY_CHARS} characters, values up to {MAX_VALUE_CHARS} characters"
+                )
         return metadata

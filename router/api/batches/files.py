@@ -1,4 +1,4 @@
-"""The endpoints under `/v1/files`: they take, show, list and delete files."""
+"""OpenAI's Files API, under `/v1/files`."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from starlette.responses import Response, StreamingResponse
 from router.api.batches.answers import DeletedFile, FileBody, FileListBody
 from router.api.batches.errors import OFF, NoFiles
 from router.api.batches.fields import PURPOSES
-from router.api.batches.shape import file_object, page_object
+from router.api.batches.objects import file_object, page_object
 from router.api.openapi import documented
 from router.api.query import json_answer, number, order_of, owner_of, parameters
 from router.stored import StoredFile
 from router.stored import asked as asked_of_store
 
 if TYPE_CHECKING:  # loaded with a store
-    from router.api.batches.kept import KeptBatches
+    from router.api.batches.service import BatchService
     from router.stored import FileStore
 
 file_routes = APIRouter()
-"""`/v1/files` and the files below it."""
+"""`/v1/files` and the files under it."""
 
 TAGS: list[str | Enum] = ["files"]
 ONE: Final = "/v1/files/{file_id}"
 MAX_LISTED = 10_000
-"""Files in one answer, as OpenAI has it."""
+"""OpenAI's limit on the number of files in one page."""
 DOWNLOAD_BYTES = 1024 * 1024
-"""What a download holds in memory."""
+"""Maximum memory of a download."""
 
 UPLOADED: dict[str, Any] = documented(None, FileBody) | {
     "openapi_extra": {
@@ -70,9 +70,9 @@ DOWNLOADED: dict[str, Any] = {
 }
 
 
-def batches_of(request: Request) -> KeptBatches:
-    """The files and batches of the application that got the request. Raises NoFiles where there is no store."""
-    kept: KeptBatches | None = request.app.state.batches
+def batches_of(request: Request) -> BatchService:
+    """Return the application's files and batches. Raises NoFiles if there is no store."""
+    kept: BatchService | None = request.app.state.batches
     if kept is None:
         raise NoFiles(OFF)
     return kept
@@ -80,34 +80,34 @@ def batches_of(request: Request) -> KeptBatches:
 
 @file_routes.post("/v1/files", tags=TAGS, **UPLOADED)
 async def upload(request: Request) -> Response:
-    """Keep a file: `file` and its `purpose`, in a form."""
+    """Upload a file. The multipart form must have the parts `file` and `purpose`."""
     return json_answer(file_object(await batches_of(request).upload(request, owner_of(request))))
 
 
 @file_routes.get("/v1/files", tags=TAGS, **LISTED)
 async def list_files(request: Request) -> Response:
-    """The key's files, the latest first."""
-    asked = request.query_params
-    limit = number(asked, "limit", default=MAX_LISTED, least=1, most=MAX_LISTED)
+    """List the files of the API key, newest first by default."""
+    query = request.query_params
+    limit = number(query, "limit", default=MAX_LISTED, least=1, most=MAX_LISTED)
     found = await batches_of(request).files(
         owner_of(request),
-        purpose=asked.get("purpose"),
-        descending=order_of(asked) == "desc",
+        purpose=query.get("purpose"),
+        descending=order_of(query) == "desc",
         limit=limit + 1,
-        after=asked.get("after"),
+        after=query.get("after"),
     )
     return json_answer(page_object([file_object(file) for file in found], limit))
 
 
 @file_routes.get(ONE, tags=TAGS, **documented(None, FileBody))
 async def show_file(file_id: str, request: Request) -> Response:
-    """A file's record, without its content."""
+    """Retrieve information about a file."""
     return json_answer(file_object(await batches_of(request).file(file_id, owner_of(request))))
 
 
 @file_routes.get("/v1/files/{file_id}/content", tags=TAGS, **DOWNLOADED)
 async def download(file_id: str, request: Request) -> Response:
-    """What a file holds."""
+    """Download the content of a file."""
     kept = batches_of(request)
     file = await kept.file(file_id, owner_of(request))
     return StreamingResponse(
@@ -119,7 +119,7 @@ async def download(file_id: str, request: Request) -> Response:
 
 @file_routes.delete(ONE, tags=TAGS, **documented(None, DeletedFile))
 async def delete_file(file_id: str, request: Request) -> Response:
-    """Forget a file."""
+    """Delete a file."""
     await batches_of(request).delete_file(file_id, owner_of(request))
     return json_answer({"id": file_id, "object": "file", "deleted": True})
 

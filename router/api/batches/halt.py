@@ -1,4 +1,4 @@
-"""Why and how a batch stops before its last line."""
+"""Reasons and ways to stop a batch before its last line."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 from enum import Enum
 
 
-class Halted(Enum):
-    """`NOT` halted; by its client, by the end of its time, because the router ends, or because another one has it."""
+class HaltReason(Enum):
+    """Why a batch was halted: by its client, at the end of its window, by shutdown, or because its lease was lost."""
 
     NOT = "not"
     CANCELLED = "cancelled"
@@ -16,38 +16,38 @@ class Halted(Enum):
     LOST = "lost"
 
 
-class Halt:
-    """The brakes of one batch. The first reason stays, but for one that leaves the batch to another router."""
+class HaltSignal:
+    """Stop signal of one batch. The first reason is kept, except that `DRAINING` and `LOST` replace others."""
 
     def __init__(self) -> None:
-        self.reason = Halted.NOT
+        self.reason = HaltReason.NOT
         self._no_more, self._abort = asyncio.Event(), asyncio.Event()
 
     @property
     def stops(self) -> bool:
-        """Whether no more lines are begun."""
+        """Whether no new lines are started."""
         return self._no_more.is_set()
 
     @property
     def aborts(self) -> bool:
-        """Whether answers under way are given up."""
+        """Whether running lines are aborted."""
         return self._abort.is_set()
 
     @property
     def leaves(self) -> bool:
-        """Whether the rest of the batch is another router's, or another life's of this one."""
-        return self.reason in (Halted.DRAINING, Halted.LOST)
+        """Whether the rest of the batch is left to another router, or to this one after a restart."""
+        return self.reason in (HaltReason.DRAINING, HaltReason.LOST)
 
-    def set(self, reason: Halted, *, abort: bool = False) -> None:
-        """Begin no more lines; `abort` those under way as well."""
-        if self.reason is Halted.NOT or reason in (Halted.DRAINING, Halted.LOST):
+    def set(self, reason: HaltReason, *, abort: bool = False) -> None:
+        """Start no new lines. With `abort`, running lines are aborted too."""
+        if self.reason is HaltReason.NOT or reason in (HaltReason.DRAINING, HaltReason.LOST):
             self.reason = reason
         self._no_more.set()
         if abort:
             self._abort.set()
 
     async def pause(self, seconds: float) -> None:
-        """Wait, but not for longer than until it stops."""
+        """Sleep, but at most until the batch is halted."""
         try:
             async with asyncio.timeout(seconds):
                 await self._no_more.wait()
@@ -55,5 +55,5 @@ class Halt:
             pass
 
     async def aborted(self) -> None:
-        """Wait until answers under way are given up."""
+        """Wait until running lines are aborted."""
         await self._abort.wait()

@@ -1,4 +1,4 @@
-"""The lines of a batch's input: read from the store in pieces, and checked before anything is answered."""
+"""Input lines of a batch: read from the store in chunks, and validated before any line is executed."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from router.request import LARGE_BYTES
 from router.stored import BatchProblem, FileStore
 
 READ_BYTES = 256 * 1024
-"""Of a file at a time, parsed before the next are read."""
+"""Bytes of a file that are read and parsed at a time."""
 TURN_BYTES = 8 * 1024
 """Bytes of a file to split into lines before yielding to the event loop."""
 LINES_A_TURN = 32
-"""Lines that are parsed before other tasks of the event loop have their turn."""
+"""Lines to parse before yielding to the event loop."""
 ENVELOPE_BYTES = 4096
-"""What a line may have beside the body of its request."""
+"""Maximum size of a line without the body of its request."""
 MAX_PROBLEMS = 100
-"""Faults that a failed batch names."""
+"""Maximum number of errors that a failed batch reports."""
 MAX_MEMBER_BYTES = 16 * 1024
-"""Maximum size of a member's JSON that is parsed here. Longer JSON stays text and is shown as such."""
+"""Maximum size of a member's JSON that is parsed here. Longer JSON is kept as text for error messages."""
 NULL = msgspec.Raw(b"null")
 
 
-class FaultyLine(Exception):
-    """A line that makes its batch invalid."""
+class InvalidLine(Exception):
+    """An invalid line, which makes its batch fail."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -59,7 +59,7 @@ class _Body(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class InputLine:
-    """Line `number`: `body` goes to the batch's endpoint. `names_class`: it says itself which class it is of."""
+    """Line `number` of a batch. `body` is sent to the batch's endpoint. `names_class`: the body names its class."""
 
     number: int
     custom_id: str
@@ -69,8 +69,8 @@ class InputLine:
 
 
 @dataclass
-class InputReport:
-    """What a look at all lines found; the `model` is that of all lines, None where they name several."""
+class ValidationReport:
+    """Result of validating all lines. `model` is the model of all lines, or None if they name several."""
 
     num_lines: int = 0
     models: set[str] = field(default_factory=set)
@@ -82,25 +82,27 @@ class InputReport:
 
 
 def parse_line(number: int, line: bytes, endpoint: str) -> InputLine:
-    """A line as a request to `endpoint`. Raises FaultyLine. The body itself is checked when it is answered."""
+    """Parse a line as a request to `endpoint`. Raises InvalidLine. The body is validated when the line is executed."""
     try:
         fields = msgspec.json.decode(line, type=_Line)
     except (msgspec.ValidationError, msgspec.DecodeError, RecursionError) as error:
-        raise FaultyLine("invalid_json_line", f"this line is no JSON object: {error}") from error
+        raise InvalidLine("invalid_json_line", f"This line is not a valid JSON object: {error}") from error
     name, method, url = _value(fields.custom_id), _value(fields.method), _value(fields.url)
     if name is None:
-        raise FaultyLine("missing_required_parameter", "custom_id is required", "custom_id")
+        raise InvalidLine("missing_required_parameter", "custom_id is required", "custom_id")
     if not isinstance(name, str) or not 0 < len(name) <= MAX_ID_CHARS:
-        raise FaultyLine("invalid_request", f"custom_id must be a text of 1 to {MAX_ID_CHARS} characters", "custom_id")
+        raise InvalidLine(
+            "invalid_request", f"custom_id must be a string of 1 to {MAX_ID_CHARS} characters", "custom_id"
+        )
     if method != "POST":
-        raise FaultyLine("invalid_method", f"method is {_shown(method)}, expected POST", "method")
+        raise InvalidLine("invalid_method", f"method must be POST, got {_shown(method)}", "method")
     if url != endpoint:
-        raise FaultyLine("url_mismatch", f"url is {_shown(url)}, but the batch's endpoint is {endpoint!r}", "url")
+        raise InvalidLine("url_mismatch", f"url must be the batch's endpoint {endpoint!r}, got {_shown(url)}", "url")
     return _with_body(number, name, bytes(fields.body))
 
 
 def _value(raw: msgspec.Raw) -> Any:
-    """Parse valid JSON. Returns the beginning of its bytes if it is long or nested too deeply."""
+    """Parse valid JSON. Returns only its first bytes if it is long or nested too deeply."""
     view = memoryview(raw)
     if len(view) <= MAX_MEMBER_BYTES:
         with suppress(RecursionError):
@@ -110,39 +112,37 @@ def _value(raw: msgspec.Raw) -> Any:
 
 def _with_body(number: int, name: str, body: bytes) -> InputLine:
     if not body:
-        raise FaultyLine("missing_required_parameter", "body is required", "body")
+        raise InvalidLine("missing_required_parameter", "body is required", "body")
     try:
         fields = msgspec.json.decode(body, type=_Body)
     except (msgspec.ValidationError, msgspec.DecodeError, RecursionError) as error:
-        raise FaultyLine("invalid_request", "body must be a JSON object", "body") from error
+        raise InvalidLine("invalid_request", "body must be a JSON object", "body") from error
     for param in ("stream", "background"):
         if _value(getattr(fields, param)):
-            raise FaultyLine(
-                "invalid_request", f"a request of a batch has its answer whole, without {param}", f"body.{param}"
-            )
+            raise InvalidLine("invalid_request", f"{param} is not supported in batches", f"body.{param}")
     names_class = any(_value(named) is not None for named in (fields.service_tier, fields.request_class))
     return InputLine(number, name, body, _value(fields.model), names_class)
 
 
 async def parsed(number: int, line: bytes, endpoint: str) -> InputLine:
-    """Run `parse_line`, in a thread if the line is long. Raises FaultyLine."""
+    """Run `parse_line`, in a thread if the line is long. Raises InvalidLine."""
     if len(line) <= LARGE_BYTES:
         return parse_line(number, line, endpoint)
     return await asyncio.to_thread(parse_line, number, line, endpoint)
 
 
 async def _pieces_of(store: FileStore, file_id: str) -> AsyncGenerator[bytes, None]:
-    """Yield the bytes of a file in pieces. Yields to the event loop after each piece. Raises StoreFailed."""
+    """Yield the bytes of a file in chunks. Yields to the event loop after each chunk. Raises StoreFailed."""
     after = -1
     while pieces := await store.read(file_id, after, READ_BYTES):
-        for after, piece in pieces:  # noqa: B007 (the last number is where the next read begins)
+        for after, piece in pieces:  # noqa: B007 (the next read begins after the last number)
             for begin in range(0, len(piece), TURN_BYTES):
                 yield piece[begin : begin + TURN_BYTES]
                 await asyncio.sleep(0)
 
 
 async def lines_of(store: FileStore, file_id: str, max_bytes: int) -> AsyncGenerator[tuple[int, bytes | None], None]:
-    """The lines of a file that are not empty, with their numbers from 1 on; None for one of more than `max_bytes`.
+    """Yield the non-empty lines of a file with their numbers, from 1; None for lines longer than `max_bytes`.
 
     Raises StoreFailed.
     """
@@ -170,7 +170,7 @@ async def lines_of(store: FileStore, file_id: str, max_bytes: int) -> AsyncGener
         yield number, last
 
 
-async def judge(
+async def validate_lines(
     lines: AsyncIterator[tuple[int, bytes | None]],
     endpoint: str,
     check_model: Callable[[Any], str],
@@ -178,46 +178,46 @@ async def judge(
     max_lines: int,
     max_bytes: int,
     stopped: Callable[[], bool],
-) -> InputReport:
-    """Check all lines, until `stopped` or `MAX_PROBLEMS` faults. `check_model` raises ModelNotFound."""
-    report, known = InputReport(), set()
+) -> ValidationReport:
+    """Validate all lines, until `stopped` or `MAX_PROBLEMS` errors. `check_model` raises ModelNotFound."""
+    report, known = ValidationReport(), set()
     async for number, line in lines:
         report.num_lines += 1
         if stopped():
             return report
         if report.num_lines > max_lines:
-            text = f"the file has more than {max_lines:,} requests, the most of a batch"
+            text = f"The file has more than {max_lines:,} requests, the maximum of a batch."
             report.problems = [BatchProblem("too_many_tasks", text, number)]
             return report
         try:
             if line is None:
-                raise FaultyLine("invalid_request", f"this line has more than {max_bytes:,} bytes")
+                raise InvalidLine("invalid_request", f"This line exceeds the limit of {max_bytes:,} bytes.")
             request = await parsed(number, line, endpoint)
             mark = hashlib.blake2b(request.custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
             if mark in known:
-                raise FaultyLine(
+                raise InvalidLine(
                     "duplicate_custom_id",
-                    f"custom_id {_shown(request.custom_id)} is that of another line, and must be unique",
+                    f"custom_id must be unique; {_shown(request.custom_id)} is used by another line",
                     "custom_id",
                 )
             known.add(mark)
             report.models.add(_model_of(request, check_model))
-        except FaultyLine as fault:
+        except InvalidLine as fault:
             report.problems.append(fault.problem(number))
             if len(report.problems) >= MAX_PROBLEMS:
                 return report
     if not report.num_lines:
-        report.problems.append(BatchProblem("empty_file", "the file has no requests"))
+        report.problems.append(BatchProblem("empty_file", "The file contains no requests."))
     return report
 
 
 def _model_of(request: InputLine, check_model: Callable[[Any], str]) -> str:
     if request.model is not None and not isinstance(request.model, str):
-        raise FaultyLine("invalid_request", "model must be a text", "body.model")
+        raise InvalidLine("invalid_request", "model must be a string", "body.model")
     try:
         return check_model(request.model)
     except ModelNotFound as unknown:
-        raise FaultyLine("model_not_found", unknown.message, "body.model") from unknown
+        raise InvalidLine("model_not_found", unknown.message, "body.model") from unknown
 
 
 def _shown(value: object) -> str:

@@ -1,9 +1,9 @@
-"""Works one batch off, from wherever it is.
+"""Processing of one batch, from any state.
 
 validating ─> in_progress ─> finalizing ─> completed
-    └─> failed    ├─ cancelling ─> cancelled: answers under way are stored
-                  ├─ its time is over ─> expired: the rest is in the error file
-                  └─ the router ends ─> in_progress: whichever router looks next goes on behind the stored results
+    └─> failed    ├─ cancelling ─> cancelled: running lines are completed and stored
+                  ├─ window ends ─> expired: the remaining lines are reported in the error file
+                  └─ router stops ─> in_progress: the next router to claim the batch continues after the stored results
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 
 from common.machine import AGES_S
-from router.api.batches.asker import KeyGone, LineAsker, ModelAway
 from router.api.batches.batch_format import BatchResult
-from router.api.batches.halt import Halt, Halted
-from router.api.batches.lines import ENVELOPE_BYTES, InputLine, judge, lines_of, parsed
-from router.generation import FrontDoor
+from router.api.batches.halt import HaltReason, HaltSignal
+from router.api.batches.line_executor import KeyDeleted, LineExecutor, NoWorkers
+from router.api.batches.lines import ENVELOPE_BYTES, InputLine, lines_of, parsed, validate_lines
+from router.generation import RouterState
 from router.stored import (
     CANCELLED,
     COMPLETED,
@@ -37,50 +37,50 @@ from router.stored import (
 log = logging.getLogger(__name__)
 
 MAX_LINES = 50_000
-"""Requests of a batch, as at OpenAI."""
+"""Maximum number of requests in a batch, as in OpenAI's API."""
 STORE_RETRY_S = 2.0
-"""Between two tries to store a result that the store could not take."""
-AWAY_S = 1.0
-"""Between two looks whether a model has workers again, for which lines were put off."""
+"""Delay before storing a result is retried."""
+DEFERRED_POLL_S = 1.0
+"""Polling interval for workers of models whose lines were deferred."""
 EXPIRED_A_TIME = 200
-"""Lines without an answer that are written at once when a batch's time is over."""
-EXPIRED_TEXT = "the batch's completion window ended before this request had an answer"
+"""Unanswered lines per write when a batch expires."""
+EXPIRED_TEXT = "The completion window of the batch ended before this request was answered."
 
 
 class BatchRun:
-    """The work on one batch by this router, which has its lease."""
+    """Processing of one batch by this router, which holds its lease."""
 
-    def __init__(self, door: FrontDoor, store: FileStore, asker: LineAsker, batch: StoredBatch) -> None:
-        self._door, self._store, self._asker, self.batch = door, store, asker, batch
+    def __init__(self, router_state: RouterState, store: FileStore, executor: LineExecutor, batch: StoredBatch) -> None:
+        self._router_state, self._store, self._executor, self.batch = router_state, store, executor, batch
         self._turn = asyncio.Lock()
-        self._away: set[str] = set()  # models whose lines were put off
+        self._deferred: set[str] = set()  # models whose lines were deferred
         self._timer: asyncio.TimerHandle | None = None
-        self.halt = Halt()
+        self.halt = HaltSignal()
 
     async def run(self) -> None:
-        """Work until the batch has ended, or is another router's."""
+        """Process the batch until it ends or another router owns it."""
         self._look_at_clock()
         try:
             await self._work()
         except StoreFull as full:
             await self._fail("file_storage_full", str(full))
-        except KeyGone:
-            await self._fail("key_not_found", "the API key that made this batch no longer exists")
-        except StoreFailed as failed:  # counted; the batch is taken up again once its lease has run out
-            log.warning("a batch stops for now: %s", failed, extra={"batch": self.batch.id})
+        except KeyDeleted:
+            await self._fail("key_not_found", "The API key that created this batch no longer exists.")
+        except StoreFailed as failed:  # already counted; a router claims the batch again when its lease has expired
+            log.warning("batch interrupted, will be resumed: %s", failed, extra={"batch": self.batch.id})
         except Exception:
-            log.exception("a batch failed", extra={"batch": self.batch.id})
-            await self._fail("internal_error", "the server failed to work on this batch")
+            log.exception("batch failed", extra={"batch": self.batch.id})
+            await self._fail("internal_error", "The server failed to process this batch.")
         finally:
             if self._timer is not None:
                 self._timer.cancel()
             self._store.batches.stop_renewing(self.batch)
 
     def _look_at_clock(self) -> None:
-        """Halt once the window has passed by the earliest possible time. Repeats while the clock is in doubt."""
+        """HaltSignal once the window has certainly passed. Repeats while the clock is uncertain."""
         left_s = self.batch.expires_at - self._store.batches.clock.earliest(AGES_S)
         if left_s <= 0:
-            self.halt.set(Halted.EXPIRED, abort=True)
+            self.halt.set(HaltReason.EXPIRED, abort=True)
         else:
             self._timer = asyncio.get_running_loop().call_later(min(left_s, AGES_S), self._look_at_clock)
 
@@ -90,13 +90,13 @@ class BatchRun:
         if self.batch.status == VALIDATING and not await self._validate():
             return
         if not halt.stops:
-            await self._ask_all()
+            await self._execute_all()
         if halt.leaves:
             return
         status = COMPLETED
-        if halt.reason is Halted.CANCELLED:
+        if halt.reason is HaltReason.CANCELLED:
             status = CANCELLED
-        elif halt.reason is Halted.EXPIRED:
+        elif halt.reason is HaltReason.EXPIRED:
             if self.batch.num_total:
                 await self._give_up_the_rest()
             status = EXPIRED
@@ -104,11 +104,11 @@ class BatchRun:
             self._ended(await batches.end(self.batch, status))
 
     async def _fail(self, code: str, message: str) -> None:
-        """End the batch with what it has, for a reason that is none of its lines'."""
+        """End the batch as failed, keeping its results."""
         try:
             self._ended(await self._store.batches.end(self.batch, FAILED, [BatchProblem(code, message)]))
         except StoreFailed as failed:
-            log.warning("a batch could not be ended: %s", failed, extra={"batch": self.batch.id})
+            log.warning("batch could not be marked as failed: %s", failed, extra={"batch": self.batch.id})
 
     def _ended(self, batch: StoredBatch | None) -> None:
         if batch is not None:
@@ -118,13 +118,13 @@ class BatchRun:
     # ------------------------------------------------------------ validating
 
     async def _validate(self) -> bool:
-        """Whether the batch goes on: its lines are in order, and it is this router's."""
-        config, batches = self._door.config, self._store.batches
+        """Validate the lines. Returns whether to continue: the lines are valid and this router owns the batch."""
+        config, batches = self._router_state.config, self._store.batches
         async with aclosing(self._raw_lines()) as lines:
-            report = await judge(
+            report = await validate_lines(
                 lines,
                 self.batch.endpoint,
-                self._door.models.checked_name,
+                self._router_state.models.checked_name,
                 max_lines=MAX_LINES,
                 max_bytes=config.max_body_bytes + ENVELOPE_BYTES,
                 stopped=lambda: self.halt.stops,
@@ -136,55 +136,55 @@ class BatchRun:
             return False
         begun = await batches.begin(self.batch, report.num_lines, report.model)
         if begun is None:
-            self.halt.set(Halted.LOST)
+            self.halt.set(HaltReason.LOST)
             return False
         self.batch = begun
         return True
 
     # ------------------------------------------------------------ in progress
 
-    async def _ask_all(self) -> None:
-        """Answer every line without a result, those of models without workers when these are back.
+    async def _execute_all(self) -> None:
+        """Execute all lines without a result. Lines of models without workers are deferred until workers return.
 
-        Raises the first error of those that do it.
+        Raises the first error of the tasks that execute lines.
         """
         while not self.halt.stops:
-            self._away.clear()
-            await self._ask_once()
-            if not self._away:
+            self._deferred.clear()
+            await self._execute_once()
+            if not self._deferred:
                 return
-            while not self.halt.stops and all(map(self._asker.is_away, self._away)):
-                await self.halt.pause(AWAY_S)
+            while not self.halt.stops and all(map(self._executor.is_deferred, self._deferred)):
+                await self.halt.pause(DEFERRED_POLL_S)
 
-    async def _ask_once(self) -> None:
+    async def _execute_once(self) -> None:
         async with aclosing(self._unanswered()) as lines:
             try:
                 async with asyncio.TaskGroup() as group:
-                    for _ in range(min(self._asker.num_places, self.batch.num_total)):
-                        group.create_task(self._ask_some(lines), name=f"{self.batch.id}-lines")
-            except ExceptionGroup as errors:  # the first ended the others
+                    for _ in range(min(self._executor.max_lines, self.batch.num_total)):
+                        group.create_task(self._execute_some(lines), name=f"{self.batch.id}-lines")
+            except ExceptionGroup as errors:  # one failed, which cancelled the others
                 raise errors.exceptions[0] from errors
 
-    async def _ask_some(self, lines: AsyncIterator[InputLine]) -> None:
+    async def _execute_some(self, lines: AsyncIterator[InputLine]) -> None:
         while not self.halt.stops:
             async with self._turn:
                 line = await anext(lines, None)
             if line is None:
                 return
             try:
-                result = await self._asker.result(line, self.batch, self.halt)
-            except ModelAway as away:
-                self._away.add(away.model)
+                result = await self._executor.result(line, self.batch, self.halt)
+            except NoWorkers as no_workers:
+                self._deferred.add(no_workers.model)
                 continue
             if result is not None:
                 await self._keep([result])
 
     async def _keep(self, results: Sequence[LineResult]) -> None:
-        """Store results, however long that takes: nothing is answered meanwhile. Raises StoreFull, StoreFailed."""
+        """Store results, with retries; the task executes no lines in the meantime. Raises StoreFull, StoreFailed."""
         while True:
             try:
                 if not await self._store.batches.add(self.batch, results):
-                    self.halt.set(Halted.LOST, abort=True)
+                    self.halt.set(HaltReason.LOST, abort=True)
                 return
             except StoreFailed:
                 if self.halt.aborts:
@@ -192,7 +192,7 @@ class BatchRun:
                 await asyncio.sleep(STORE_RETRY_S)
 
     async def _give_up_the_rest(self) -> None:
-        """Say of every line without a result that its time is over."""
+        """Store an expiry error for every line without a result."""
         results: list[LineResult] = []
         async with aclosing(self._unanswered()) as lines:
             async for line in lines:
@@ -207,11 +207,11 @@ class BatchRun:
     # ------------------------------------------------------------ lines
 
     def _raw_lines(self) -> AsyncGenerator[tuple[int, bytes | None], None]:
-        max_bytes = self._door.config.max_body_bytes + ENVELOPE_BYTES
+        max_bytes = self._router_state.config.max_body_bytes + ENVELOPE_BYTES
         return lines_of(self._store, self.batch.input_file, max_bytes)
 
     async def _unanswered(self) -> AsyncGenerator[InputLine, None]:
-        """The lines that have no result yet, in order. All were valid when the batch began."""
+        """Yield the lines without a result, in order. All lines were valid when the batch began."""
         done = await self._store.batches.finished(self.batch)
         async with aclosing(self._raw_lines()) as lines:
             async for number, line in lines:
@@ -220,7 +220,7 @@ class BatchRun:
 
 
 def _facts(batch: StoredBatch) -> dict[str, object]:
-    """A batch's line in the log."""
+    """Return the log fields of a batch."""
     facts: dict[str, object] = {"id": batch.id, "status": batch.status, "path": batch.endpoint, "key": batch.owner}
     if batch.num_total:
         facts |= {"lines": batch.num_total, "completed": batch.num_completed, "failed": batch.num_failed}

@@ -1,8 +1,8 @@
-"""Sends the requests of a batch, a bounded number at a time, each again until it has an answer that will not change.
+"""Client of `diptych batch`: sends the requests of a batch concurrently and retries until their answers are final.
 
 request ──> 2xx, 4xx ──> result
-   ^└─ 408, 409, 425, 429, 5xx, no connection: after Retry-After or a growing wait ─┐
-   └─────────────────────────── until `patience_s` is over ─────────────────────────┘
+   ^└─ 408, 409, 425, 429, 5xx, no connection: after Retry-After or an exponential backoff ─┐
+   └──────────────────────────── until `patience_s` has passed ─────────────────────────────┘
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import httpx
 from router.api.batches.batch_format import AGAIN, FIRST_WAIT_S, LONGEST_WAIT_S, MAX_FAILURES, BatchRequest, BatchResult
 
 STOPS = frozenset((401, 403))
-"""Statuses that every other request would get too."""
+"""Statuses that all other requests would get too."""
 CONNECT_S = 10.0
-"""To the router, which is there or restarts."""
+"""Connection timeout. A router that is running accepts connections quickly."""
 MAX_PROBLEM_CHARS = 300
-"""Of a server's words in the output file."""
+"""Maximum length, in characters, of a server's error in the output file."""
 
 
 class Refused(Exception):
-    """The server takes no request of this client."""
+    """The server rejects all requests of this client."""
 
 
 @dataclass(frozen=True, slots=True)
 class SendSettings:
-    """`patience_s` is how long a request may take with all its tries; `answer_s` how long one answer may."""
+    """`patience_s` limits the time of a request with all its attempts; `answer_s` limits one attempt."""
 
     url: str
     headers: dict[str, str]
@@ -43,13 +43,13 @@ class SendSettings:
 
 
 class BatchSender:
-    """Sends requests until there are no more, and gives each result to `on_result`."""
+    """Sends all requests and passes each result to `on_result`."""
 
     def __init__(self, settings: SendSettings, on_result: Callable[[BatchResult], None]) -> None:
         self._settings, self._on_result = settings, on_result
 
     async def run(self, requests: Iterator[BatchRequest]) -> None:
-        """Raises Refused, and what `requests` and `on_result` raise. Cancelling it drops unanswered requests."""
+        """Send all requests. Raises Refused, and the errors of `requests` and `on_result`."""
         settings = self._settings
         limits = httpx.Limits(max_connections=settings.concurrency)
         timeout = httpx.Timeout(settings.answer_s, connect=CONNECT_S)
@@ -59,7 +59,7 @@ class BatchSender:
                 async with asyncio.TaskGroup() as group:
                     for _ in range(settings.concurrency):
                         group.create_task(self._send_all(client, requests))
-            except ExceptionGroup as errors:  # the first ended the others
+            except ExceptionGroup as errors:  # one failed, which cancelled the others
                 raise errors.exceptions[0] from errors
 
     async def _send_all(self, client: httpx.AsyncClient, requests: Iterator[BatchRequest]) -> None:
@@ -90,7 +90,7 @@ class BatchSender:
             wait_s = min(LONGEST_WAIT_S, 2 * wait_s)
             if time.monotonic() + wait > deadline:
                 last = f"HTTP {result.status}: {_message(result.body)}" if result.status else result.problem
-                tried = f"gave up after {self._settings.patience_s:,.0f} s; the last: {last}"
+                tried = f"gave up after {self._settings.patience_s:,.0f} s; last error: {last}"
                 return BatchResult(request.custom_id, 0, problem=tried[:MAX_PROBLEM_CHARS])
             await asyncio.sleep(wait)
 

@@ -1,4 +1,4 @@
-"""Reads an uploaded file, a form of parts, into the store: in pieces, within bounds of bytes and time."""
+"""Upload of a file as a multipart form into the store, in chunks and with limits on size and time."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PIECE_BYTES = 256 * 1024
-"""What an upload holds in memory, and a row of the store."""
+"""Maximum memory of an upload, and size of a row in the store."""
 UPLOAD_S = 3600.0
-"""How long an upload may take; none of its pieces may take longer than the body of another request."""
+"""Timeout of an upload. Each of its chunks has the timeout of an ordinary request body."""
 MAX_UPLOADS = 32
-"""Uploads at once, half of them for one key."""
+"""Maximum number of concurrent uploads. One key may have half of them."""
 MAX_FORM_BYTES = 64 * 1024
-"""What a form may have beside its file."""
+"""Maximum size of a form without its file."""
 MAX_VALUE_BYTES, MAX_NAME_CHARS = 1024, 255
-"""Of a form's field that is not the file; of a file's name, as file systems have it."""
+"""Maximum size of a form field other than the file, and maximum length of a file name."""
 MAX_CONTENT_TYPE_CHARS = 1024
 """Parsing the header takes time quadratic in its semicolons. A boundary has at most 70 characters (RFC 2046)."""
 BUSY_RETRY_S = 5.0
-"""Uploads take seconds."""
+"""Retry hint for too many uploads. Uploads take seconds."""
 
 
 class Uploads:
-    """Counts the uploads of a router, by key."""
+    """Counts the concurrent uploads of a router by key."""
 
     def __init__(self) -> None:
         self._of: Counter[str] = Counter()
 
     @contextmanager
     def place(self, owner: str) -> Iterator[None]:
-        """A place among all uploads. Raises Unavailable when there is none."""
+        """Hold an upload slot. Raises Unavailable if there is none."""
         share = MAX_UPLOADS // 2 if owner else MAX_UPLOADS
         if self._of.total() >= MAX_UPLOADS or self._of[owner] >= share:
             raise Unavailable(
-                f"{self._of.total()} files are being uploaded, {self._of[owner]} of them by this key; this router "
-                f"takes {MAX_UPLOADS} at once, {share} of a key",
+                f"Too many concurrent uploads: {self._of.total()} in total, {self._of[owner]} of this key. The limits "
+                f"are {MAX_UPLOADS} in total and {share} per key.",
                 retry_after_s=BUSY_RETRY_S,
             )
         self._of[owner] += 1
@@ -61,12 +61,12 @@ class Uploads:
             yield
         finally:
             self._of[owner] -= 1
-            self._of += Counter()  # forgets keys without uploads
+            self._of += Counter()  # removes keys without uploads
 
 
 @dataclass
 class UploadForm:
-    """The parts of a form, as they come: `values` by name, and of the file what is not taken yet."""
+    """State of a form that is being received: `values` by name, and the bytes of the file that are not stored yet."""
 
     values: dict[str, str] = field(default_factory=dict)
     filename: str | None = None
@@ -80,7 +80,7 @@ class UploadForm:
     _num_other_bytes: int = 0
 
     def parser(self, boundary: bytes) -> MultipartParser:
-        """A parser that fills this form. Raises FormParserError for a boundary that is none."""
+        """Create a parser that fills this form. Raises FormParserError for an invalid boundary."""
         return MultipartParser(
             boundary,
             {
@@ -98,7 +98,7 @@ class UploadForm:
     def _add(self, to: bytearray, data: bytes) -> None:
         self._num_other_bytes += len(data)
         if self._num_other_bytes > MAX_FORM_BYTES:
-            raise InvalidRequest(f"the form has more than {MAX_FORM_BYTES:,} bytes beside its file")
+            raise InvalidRequest(f"The form exceeds the limit of {MAX_FORM_BYTES:,} bytes without its file.")
         to += data
 
     def _on_part_begin(self) -> None:
@@ -113,7 +113,7 @@ class UploadForm:
             self._name = options.get(b"name", b"").decode("utf-8", "replace")
             if self._name == "file":
                 if self.filename is not None:
-                    raise InvalidRequest("file: there are several, and a request uploads one", param="file")
+                    raise InvalidRequest("file: only one file per request is allowed", param="file")
                 self.filename = _clean(options.get(b"filename", b"").decode("utf-8", "replace"))
                 self._in_file = True
         self._header.clear()
@@ -121,7 +121,7 @@ class UploadForm:
 
     def _on_headers_finished(self) -> None:
         if not self._name:
-            raise InvalidRequest("a part of the form has no name")
+            raise InvalidRequest("A part of the form has no name.")
 
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:
         if self._in_file:
@@ -129,7 +129,7 @@ class UploadForm:
         else:
             self._add(self._part, data[start:end])
             if len(self._part) > MAX_VALUE_BYTES:
-                raise InvalidRequest(f"{self._name[:80]}: has more than {MAX_VALUE_BYTES:,} bytes")
+                raise InvalidRequest(f"{self._name[:80]}: must have at most {MAX_VALUE_BYTES:,} bytes")
 
     def _on_part_end(self) -> None:
         if not self._in_file:
@@ -141,7 +141,7 @@ class UploadForm:
 
 @dataclass
 class Upload:
-    """One file on its way into the store."""
+    """State of one upload into the store."""
 
     store: FileStore
     file: StoredFile
@@ -153,22 +153,22 @@ class Upload:
     has_begun: bool = False
 
     async def read(self, request: Request) -> StoredFile:
-        """The file, once it is stored. Raises RequestError, ClientDisconnect."""
+        """Receive and store the file. Raises RequestError, ClientDisconnect."""
         try:
             async with asyncio.timeout(UPLOAD_S):
                 await self._receive(request)
             return await self._finish()
         except BaseException as error:
             if self.has_begun:
-                with suppress(StoreFailed, RequestError):  # counted; an upload that was left is deleted in time
+                with suppress(StoreFailed, RequestError):  # already counted; the store deletes abandoned uploads
                     await self.store.abandon(self.file)
             if isinstance(error, TimeoutError):
-                raise BodyTimeout(f"the file did not arrive within {UPLOAD_S:,.0f} s") from error
+                raise BodyTimeout(f"The file did not arrive within {UPLOAD_S:,.0f} s.") from error
             raise
 
     async def _receive(self, request: Request) -> None:
         if encoding := encoding_of(request.headers):
-            raise UnsupportedMediaType(f"Content-Encoding: {encoding} is not supported for files")
+            raise UnsupportedMediaType(f"Content-Encoding: {encoding} is not supported for files.")
         declared = request.headers.get("content-length", "")
         expected = int(declared) if declared.isascii() and declared.isdigit() else 0
         if expected > self.max_bytes + MAX_FORM_BYTES:
@@ -181,19 +181,19 @@ class Upload:
                     async with asyncio.timeout(BODY_TIMEOUT_S):
                         data = await anext(stream, None)
                 except TimeoutError as error:
-                    raise BodyTimeout(f"nothing more of the file arrived within {BODY_TIMEOUT_S:g} s") from error
+                    raise BodyTimeout(f"No data of the file arrived for {BODY_TIMEOUT_S:g} s.") from error
                 if data is None:
                     break
                 parser.write(data)
                 await self._take(expected, least=PIECE_BYTES)
             parser.finalize()
         except FormParserError as error:
-            raise InvalidRequest(f"the body is no valid form: {error}") from error
+            raise InvalidRequest(f"The body is not a valid multipart form: {error}") from error
         if not self.form.is_complete:
-            raise InvalidRequest("the body is no whole form: its last part has no end")
+            raise InvalidRequest("The multipart form is incomplete: its end boundary is missing.")
 
     async def _take(self, expected: int, *, least: int) -> None:
-        """Store what came of the file, in whole pieces."""
+        """Store the received bytes of the file while there are at least `least`."""
         waiting = self.form.waiting
         while len(waiting) >= least and waiting:
             piece = bytes(waiting[:PIECE_BYTES])
@@ -210,38 +210,40 @@ class Upload:
     async def _finish(self) -> StoredFile:
         form = self.form
         if form.filename is None:
-            raise InvalidRequest("file: is required, as a part of a form", param="file")
+            raise InvalidRequest("file: is required, as a part of the form", param="file")
         purpose = form.values.get("purpose")
         if purpose is None:
             raise InvalidRequest("purpose: is required", param="purpose")
         if purpose not in PURPOSES:
-            raise InvalidRequest(f"purpose: must be {' or '.join(PURPOSES)} (got {purpose[:80]!r})", param="purpose")
+            raise InvalidRequest(f"purpose: must be {' or '.join(PURPOSES)}, got {purpose[:80]!r}", param="purpose")
         age_s = _age_s(form.values, self.store.max_age_s)
         await self._take(0, least=1)
         if not self.has_begun:
-            raise InvalidRequest("file: is empty", param="file")
+            raise InvalidRequest("file: must not be empty", param="file")
         named = replace(self.file, filename=form.filename, expires_at=self.file.created_at + age_s)
         return await answered(self.store.complete(named))
 
     def _too_large(self, size: str) -> BodyTooLarge:
-        return BodyTooLarge(f"the file has {size}, this server takes {self.max_bytes:,} (--max-file-mib)")
+        return BodyTooLarge(
+            f"The file ({size}) exceeds this server's limit of {self.max_bytes:,} bytes (--max-file-mib)."
+        )
 
 
 def _boundary(request: Request) -> bytes:
     named = request.headers.get("content-type", "")
     if len(named) > MAX_CONTENT_TYPE_CHARS:
         raise UnsupportedMediaType(
-            f"Content-Type has {len(named):,} characters, at most {MAX_CONTENT_TYPE_CHARS:,} are taken"
+            f"Content-Type has {len(named):,} characters; the limit is {MAX_CONTENT_TYPE_CHARS:,}."
         )
     kind, options = parse_options_header(named)
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
         shown = kind.decode("latin-1")[:100]
-        raise UnsupportedMediaType(f"the body must be multipart/form-data with a boundary, not {shown!r}")
+        raise UnsupportedMediaType(f"The body must be multipart/form-data with a boundary, got {shown!r}.")
     return options[b"boundary"]
 
 
 def _age_s(values: dict[str, str], most: float) -> float:
-    """How long the file is kept, by `expires_after`. Raises InvalidRequest."""
+    """Return the retention of the file in seconds, from `expires_after`. Raises InvalidRequest."""
     anchor, text = values.get("expires_after[anchor]"), values.get("expires_after[seconds]")
     if anchor is None and text is None:
         return most
@@ -257,6 +259,6 @@ def _age_s(values: dict[str, str], most: float) -> float:
 
 
 def _clean(name: str) -> str:
-    """A client's name for its file, which only clients are shown."""
+    """Sanitise the client's file name, which is shown only to clients."""
     shown = "".join(char for char in name.replace("\\", "/").rpartition("/")[2] if char.isprintable())
     return shown[:MAX_NAME_CHARS] or "file"

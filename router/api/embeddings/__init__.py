@@ -1,4 +1,4 @@
-"""Answers of prompts alone: embeddings, and scores of pairs of texts."""
+"""Embedding, score and rerank endpoints."""
 
 from __future__ import annotations
 

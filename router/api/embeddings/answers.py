@@ -1,4 +1,4 @@
-"""The shapes of answers that are made of prompts alone, for the OpenAPI schema only."""
+"""Response bodies of the embedding, score and rerank endpoints, for the OpenAPI schema only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class PromptUsage(BaseModel):
 
 
 class EmbeddingObject(BaseModel):
-    """`embedding` is a list of numbers, or with `encoding_format: base64` their float32 in little-endian bytes."""
+    """`embedding` is a list of numbers, or with `encoding_format: base64` base64 of little-endian float32 values."""
 
     object: Literal["embedding"]
     index: int
@@ -47,7 +47,7 @@ class RankedText(BaseModel):
 
 
 class RankedDocument(BaseModel):
-    """`index` is the document's place in the request."""
+    """`index` is the position of the document in the request."""
 
     index: int
     relevance_score: float

@@ -1,4 +1,4 @@
-"""Embeddings, scores and rankings: answers that the prefill pool computes of prompts alone."""
+"""Embedding, score and rerank endpoints, whose answers the prefill pool computes from prompts."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ from router.request import EMBEDDINGS_PATH, RERANK_PATH, SCORE_PATH
 
 
 def numbers_of(values: bytes) -> array[float]:
-    """float32, little-endian as on every machine that this runs on."""
+    """Decode little-endian float32 values. All supported machines are little-endian."""
     return array("f", values)
 
 
 def normalised(vector: array[float]) -> array[float]:
-    """The vector of length one that points the same way; one of zeros stays as it is."""
+    """Return the vector scaled to length one. A zero vector is returned unchanged."""
     length = hypot(*vector)
     return array("f", [number / length for number in vector]) if length else vector
 
 
 def cosine(one: Sequence[float], other: Sequence[float]) -> float:
-    """The cosine of the angle between two vectors; 0 where one of them is all zeros."""
+    """Return the cosine of the angle between two vectors; 0 if one of them is zero."""
     lengths = hypot(*one) * hypot(*other)
     return sum(map(mul, one, other)) / lengths if lengths else 0.0
 
 
 def sigmoid(number: float) -> float:
-    """1 / (1 + exp(-number)), also where that exp would overflow."""
+    """Return 1 / (1 + exp(-number)) without overflow."""
     if number >= 0:
         return 1.0 / (1.0 + exp(-number))
     grown = exp(number)
@@ -58,18 +58,18 @@ def sigmoid(number: float) -> float:
 
 
 MAX_TOKENS = 300_000
-"""Of all inputs of a request together, as OpenAI has it; more where the model takes more of one input."""
+"""OpenAI's limit on the tokens of all inputs of a request; higher if the model accepts more in one input."""
 MOST_AT_ONCE = 64
-"""Prompts of a request that are with the pools at a time, so that others have their turns between them."""
+"""Maximum number of prompts of one request at the workers at a time, so that other requests can run in between."""
 
 
 async def plan_embeddings(model: ServedModel, fields: EmbeddingRequest, context: RequestContext) -> AnswerPlan:
-    """Tokenise the inputs. Raises RequestError."""
+    """Tokenise the inputs and plan their embeddings. Raises RequestError."""
     fields.check()
     sources, width = fields.sources, model.task.width
     if fields.dimensions is not None and fields.dimensions > width:
         raise InvalidRequest(
-            f"dimensions: {fields.dimensions:,} are more than the {width:,} that the model's embeddings have",
+            f"dimensions: must be at most {width:,}, the size of the model's embeddings, got {fields.dimensions:,}",
             param="dimensions",
         )
     special = fields.add_special_tokens is not False
@@ -80,9 +80,9 @@ async def plan_embeddings(model: ServedModel, fields: EmbeddingRequest, context:
 
 
 async def plan_scores(model: ServedModel, fields: ScoreRequest | RerankRequest, context: RequestContext) -> AnswerPlan:
-    """Tokenise pairs for a model that scores them, or the texts of both sides for one that embeds. Raises RequestError.
+    """Tokenise the pairs for a scoring model, or the texts of both sides for an embedding model. Raises RequestError.
 
-    The prompts of an embedding model are the texts of the first side, and behind them those of the second.
+    For an embedding model, the prompts are the texts of the first side followed by those of the second.
     """
     fields.check()
     first, second = fields.sides
@@ -106,7 +106,7 @@ def _plan(
 
 
 class _Inputs:
-    """Makes prompts of a request's texts, within its bounds."""
+    """Creates the prompts of a request's inputs, within its limits."""
 
     def __init__(self, model: ServedModel, fields: PoolingFields) -> None:
         self._model = model
@@ -114,7 +114,7 @@ class _Inputs:
         self._keep, self._side = fields.truncate_prompt_tokens, fields.truncation_side or "right"
         if self._keep is not None and self._keep > self._limit:
             raise InvalidRequest(
-                f"truncate_prompt_tokens: {self._keep:,} are more than the {self._limit:,} tokens that the model takes",
+                f"truncate_prompt_tokens: must be at most {self._limit:,}, the model's limit, got {self._keep:,}",
                 param="truncate_prompt_tokens",
             )
         if self._keep is not None and self._keep < 0:
@@ -123,7 +123,7 @@ class _Inputs:
     async def prompt(
         self, source: str | list[int], param: str, *, special: bool = True, second: str | None = None
     ) -> PlannedPrompt:
-        """The prompt of an input, or of a pair. Raises InvalidRequest, ContextLengthExceeded, Unavailable."""
+        """Create the prompt of an input or a pair. Raises InvalidRequest, ContextLengthExceeded, Unavailable."""
         if isinstance(source, str):
             token_ids = await self._encoded(source, second, param, special)
         else:
@@ -138,7 +138,7 @@ class _Inputs:
         most = max(MAX_TOKENS, self._limit)
         if self._num_tokens > most:
             raise InvalidRequest(
-                f"{param}: the inputs up to this one have {self._num_tokens:,} tokens, one request may have {most:,}",
+                f"{param}: the inputs up to this one have {self._num_tokens:,} tokens; the limit is {most:,}",
                 param=param,
             )
         if not isinstance(source, str):
@@ -151,21 +151,21 @@ class _Inputs:
             try:
                 return await encode(text, add_special_tokens=special, limit=self._limit, second=second)
             except ContextLengthExceeded as error:
-                told = ContextLengthExceeded(error.num_prompt_tokens, self._limit, 0, where=param, at_least=True)
-                raise told from error
+                exceeded = ContextLengthExceeded(error.num_prompt_tokens, self._limit, 0, where=param, at_least=True)
+                raise exceeded from error
         most, side = self._model.max_tokenize_bytes, self._side
         return await encode(text, add_special_tokens=special, max_bytes=most, second=second, keep=keep, side=side)
 
 
-class PooledFrames(ABC):
-    """Implements `Frames` for answers that are whole: their requests have no `stream`."""
+class PooledSerializer(ABC):
+    """Base class of `AnswerSerializer` without streaming: these requests have no `stream`."""
 
     def __init__(self, model: ServedModel, fields: PoolingFields, plan: AnswerPlan) -> None:
         self.task, self.plan = model.task, plan
 
     @abstractmethod
     def whole(self, pieces: Sequence[Sequence[Piece]]) -> Object:
-        """The answer, once every prompt has its vector."""
+        """Return the answer from the vectors of all prompts."""
 
     def opening(self) -> bytes:
         return b""
@@ -185,8 +185,8 @@ class PooledFrames(ABC):
         return {"prompt_tokens": number, "total_tokens": number}
 
 
-class EmbeddingFrames(PooledFrames):
-    """OpenAI's list of embeddings."""
+class EmbeddingSerializer(PooledSerializer):
+    """Serialises OpenAI's list of embeddings."""
 
     def __init__(self, model: ServedModel, fields: EmbeddingRequest, plan: AnswerPlan) -> None:
         super().__init__(model, fields, plan)
@@ -207,8 +207,8 @@ class EmbeddingFrames(PooledFrames):
         return base64.b64encode(vector.tobytes()).decode() if self._in_base64 else vector.tolist()
 
 
-class ScoringFrames(PooledFrames):
-    """Answers that hold a score for each pair of texts."""
+class ScoringSerializer(PooledSerializer):
+    """Base class of answers with one score per pair of texts."""
 
     def __init__(self, model: ServedModel, fields: ScoreRequest | RerankRequest, plan: AnswerPlan) -> None:
         super().__init__(model, fields, plan)
@@ -217,7 +217,7 @@ class ScoringFrames(PooledFrames):
 
     @property
     def scores(self) -> list[float]:
-        """Of each pair in turn: what the model's head makes of it, or the cosine of the embeddings of both texts."""
+        """The score of each pair: the output of the model's head, or the cosine of the two embeddings."""
         vectors = [numbers_of(choice.pooled) for choice in self.plan.choices]
         if self.task.name == "score":
             return [sigmoid(number) if self.task.sigmoid else number for (number,) in vectors]
@@ -229,16 +229,16 @@ class ScoringFrames(PooledFrames):
         return {"id": self.plan.id, "model": self.plan.model}
 
 
-class ScoreFrames(ScoringFrames):
-    """vLLM's list of scores."""
+class ScoreSerializer(ScoringSerializer):
+    """Serialises vLLM's list of scores."""
 
     def whole(self, pieces: Sequence[Sequence[Piece]]) -> Object:
         data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(self.scores)]
         return {**self.head, "object": "list", "created": self.plan.created, "data": data, "usage": self.usage}
 
 
-class RerankFrames(ScoringFrames):
-    """The best documents first, as Jina and Cohere have them."""
+class RerankSerializer(ScoringSerializer):
+    """Serialises documents by descending score, in the format of Jina's and Cohere's APIs."""
 
     def __init__(self, model: ServedModel, fields: RerankRequest, plan: AnswerPlan) -> None:
         super().__init__(model, fields, plan)
@@ -261,23 +261,23 @@ embedding_routes = APIRouter(tags=["generate"])
 
 @embedding_routes.post(EMBEDDINGS_PATH, **documented(EmbeddingRequest, EmbeddingList))
 async def embeddings(request: Request) -> Response:
-    """Embed texts: one vector for each."""
+    """Create an embedding vector for each input text."""
     async with generation_call(request, EmbeddingRequest) as (call, fields):
         model, plan = await call.plan(fields, plan_embeddings, "embed")
-        return call.answer(model, plan, EmbeddingFrames(model, fields, plan))
+        return call.answer(model, plan, EmbeddingSerializer(model, fields, plan))
 
 
 @embedding_routes.post(SCORE_PATH, **documented(ScoreRequest, ScoreList))
 async def score(request: Request) -> Response:
-    """Score pairs of texts, in the shape of vLLM's API."""
+    """Score pairs of texts (vLLM's score API)."""
     async with generation_call(request, ScoreRequest) as (call, fields):
         model, plan = await call.plan(fields, plan_scores, "embed", "score")
-        return call.answer(model, plan, ScoreFrames(model, fields, plan))
+        return call.answer(model, plan, ScoreSerializer(model, fields, plan))
 
 
 @embedding_routes.post(RERANK_PATH, **documented(RerankRequest, Ranking))
 async def rerank(request: Request) -> Response:
-    """Order documents by their scores with a query, in the shape of Jina's and Cohere's APIs."""
+    """Rank documents by relevance to a query (Jina's and Cohere's rerank APIs)."""
     async with generation_call(request, RerankRequest) as (call, fields):
         model, plan = await call.plan(fields, plan_scores, "embed", "score")
-        return call.answer(model, plan, RerankFrames(model, fields, plan))
+        return call.answer(model, plan, RerankSerializer(model, fields, plan))

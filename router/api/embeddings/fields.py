@@ -1,4 +1,4 @@
-"""The fields of requests whose answers are made of prompts alone: embeddings, scores and rankings."""
+"""Request fields of the embedding, score and rerank endpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from router.request import MAX_CLASS_CHARS, MAX_SALT_CHARS, Fields, Refused
 from router.request.fields import CompletionRequest, Ids, kind_of_prompt
 
 MAX_INPUTS = 2048
-"""Of one request, as OpenAI has it."""
+"""OpenAI's limit on the number of inputs of a request."""
 
 Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
 TextOrTexts = str | Texts
@@ -25,68 +25,70 @@ Input = Annotated[
 
 
 class PoolingFields(Fields):
-    """The fields that all of these requests have."""
+    """Fields that the embedding, score and rerank endpoints share."""
 
-    model: Annotated[str, Field(max_length=1024)] | None = Field(None, description="null: the served model")
+    model: Annotated[str, Field(max_length=1024)] | None = Field(None, description="Default: the default model.")
     user: Annotated[str, Field(max_length=4096)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
-        None, description="keep so many tokens of each text at most; -1: as many as the model takes"
+        None, description="Maximum number of tokens of each text; further ones are cut. -1: the model's maximum."
     )
     truncation_side: Literal["left", "right"] | None = Field(
-        None, description="where truncate_prompt_tokens cuts; default right"
+        None, description="Side on which truncate_prompt_tokens cuts. Default: right."
     )
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = Field(
-        None, description="requests share cached prefixes only with requests of the same salt"
+        None, description="Only requests with the same salt share cached prefixes."
     )
     request_class: Annotated[str, Field(max_length=MAX_CLASS_CHARS)] | None = Field(
-        None, description="the class of requests that it is of; so does the header X-Request-Class"
+        None, description="The request class. Equivalent to the header X-Request-Class."
     )
-    service_tier: Any = Field(None, description="flex: class batch, priority: class interactive, where these exist")
+    service_tier: Any = Field(
+        None, description="`flex` selects the class batch, `priority` the class interactive, if these classes exist."
+    )
 
-    # vLLM has these, this server has not.
+    # Fields of vLLM's API that this server does not support.
     mm_processor_kwargs: Refused = None
     embed_dtype: Refused = None
     endianness: Refused = None
 
     @property
     def tier(self) -> str | None:
-        """The service tier that it asks for; any other value than a text has no effect."""
+        """The requested service tier. Values that are not strings have no effect."""
         return self.service_tier if isinstance(self.service_tier, str) else None
 
     @property
     def end_user(self) -> str:
-        """The client's own user, if the body names one."""
+        """The client's user id, if the body has one."""
         return self.user or ""
 
     def longest_text(self) -> str | list[int]:
-        """See `SamplingFields.longest_text`: of a text that may be cut nothing is sure."""
+        """See `SamplingFields.longest_text`. The length of text that may be truncated is unknown."""
         return ""
 
     def as_completion(self) -> CompletionRequest:
-        """What such a request means to the pools: a prompt, behind which nothing is generated."""
+        """Return the equivalent completion request for the workers, whose single generated token is not used."""
         named = {"model": self.model, "cache_salt": self.cache_salt, "user": self.user}
         return CompletionRequest.model_validate({"prompt": "", "max_tokens": 1, **named})
 
     def check(self) -> None:
-        """Raises InvalidRequest for fields that exclude each other."""
+        """Raise InvalidRequest for fields that exclude each other."""
         if self.truncation_side is not None and self.truncate_prompt_tokens is None:
             raise InvalidRequest("truncation_side: only allowed with truncate_prompt_tokens", param="truncation_side")
         if self.truncate_prompt_tokens == 0:
             raise InvalidRequest(
-                "truncate_prompt_tokens: must be -1 or at least 1 (got 0)", param="truncate_prompt_tokens"
+                "truncate_prompt_tokens: must be -1 or at least 1, got 0", param="truncate_prompt_tokens"
             )
 
 
 class EmbeddingRequest(PoolingFields):
-    """`POST /v1/embeddings`."""
+    """Body of `POST /v1/embeddings`."""
 
-    input: Input = Field(description="text, texts, token ids or lists of token ids")
-    encoding_format: Literal["float", "base64"] | None = Field(None, description="default float")
+    input: Input = Field(description="A text, a list of texts, token ids, or a list of token id lists.")
+    encoding_format: Literal["float", "base64"] | None = Field(None, description="Default: float.")
     dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
         None,
-        description="keep so many numbers of each embedding, normalised again; for models that were trained for it",
+        description="Number of leading dimensions to return, normalised again. Only for models trained for it.",
     )
-    normalize: bool | None = Field(None, description="default: as the model has it")
+    normalize: bool | None = Field(None, description="Whether to normalise the embeddings. Default: as the model does.")
     add_special_tokens: bool | None = None
     messages: Refused = None
 
@@ -94,11 +96,11 @@ class EmbeddingRequest(PoolingFields):
         given = self.input if self.truncate_prompt_tokens is None else ""
         if isinstance(given, str) or not given or isinstance(given[0], int):
             return cast(str | list[int], given)
-        return max(cast(list[str], given), key=len)  # or lists of ids: the longest either way
+        return max(cast(list[str], given), key=len)  # works for lists of token ids too
 
     @property
     def sources(self) -> list[tuple[str | list[int], str]]:
-        """Each input with the name of its field. Raises InvalidRequest without any."""
+        """Return each input with the name of its field. Raises InvalidRequest if there is none."""
         given = self.input
         if isinstance(given, str):
             return [(given, "input")]
@@ -110,7 +112,7 @@ class EmbeddingRequest(PoolingFields):
 
 
 class ScoreRequest(PoolingFields):
-    """`POST /v1/score`: each text of the one side with its text of the other, or one text with each of the others."""
+    """Body of `POST /v1/score`. Scores the texts of both sides pairwise, or one text with each of the other side."""
 
     text_1: TextOrTexts
     text_2: TextOrTexts
@@ -119,25 +121,27 @@ class ScoreRequest(PoolingFields):
 
     @property
     def sides(self) -> tuple[list[str], list[str]]:
-        """The texts of both sides. Raises InvalidRequest where they make no pairs."""
+        """The texts of both sides. Raises InvalidRequest if they do not form pairs."""
         first, second = ([side] if isinstance(side, str) else side for side in (self.text_1, self.text_2))
         if len(first) not in (1, len(second)):
             raise InvalidRequest(
-                f"text_1: {len(first):,} texts make no pairs with the {len(second):,} of text_2: send one, or as many",
+                f"text_1: must have 1 text or as many as text_2 ({len(second):,}), got {len(first):,}",
                 param="text_1",
             )
         return first, second
 
 
 class RerankRequest(PoolingFields):
-    """`POST /v1/rerank`: documents in the order of their scores, in the shape of Jina's and Cohere's APIs."""
+    """Body of `POST /v1/rerank`, in the format of Jina's and Cohere's APIs."""
 
     query: str
     documents: Texts
-    top_n: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, description="null or 0: all")
-    return_documents: bool | None = Field(None, description="default true")
+    top_n: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        None, description="Number of documents to return. Null or 0: all."
+    )
+    return_documents: bool | None = Field(None, description="Whether to return the documents' texts. Default: true.")
 
     @property
     def sides(self) -> tuple[list[str], list[str]]:
-        """The query, and what is compared with it."""
+        """The query and the documents."""
         return [self.query], self.documents

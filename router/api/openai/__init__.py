@@ -1,4 +1,4 @@
-"""OpenAI's completions and chat completions."""
+"""OpenAI's Completions and Chat Completions APIs."""
 
 from __future__ import annotations
 

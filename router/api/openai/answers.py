@@ -1,4 +1,4 @@
-"""The shapes of answers in OpenAI's forms.
+"""Response bodies of OpenAI's APIs.
 
 They are for the OpenAPI schema only: endpoints write answers as plain dictionaries.
 """
@@ -85,7 +85,7 @@ class ChatChoice(BaseModel):
 
 
 class PromptToken(BaseModel):
-    """A token of a prompt, or an alternative to one."""
+    """A token of a prompt, or an alternative to it."""
 
     logprob: float
     rank: int | None
@@ -148,7 +148,7 @@ class ReasoningText(BaseModel):
 
 
 class OutputItem(BaseModel):
-    """A message has `role` and `content`; a thought `content`; a call `call_id`, `name` and `arguments`."""
+    """Messages have `role` and `content`, reasoning has `content`, calls have `call_id`, `name` and `arguments`."""
 
     type: Literal["message", "reasoning", "function_call"]
     id: str
@@ -163,7 +163,7 @@ class OutputItem(BaseModel):
 
 
 class InputTokensDetails(BaseModel):
-    """`cache_write_tokens` is what other servers charge for: always 0."""
+    """`cache_write_tokens` is always 0; other servers bill it."""
 
     cached_tokens: int
     cache_write_tokens: int
@@ -191,7 +191,7 @@ class ResponseFailure(BaseModel):
 
 
 class ResponseBody(BaseModel):
-    """The answer of `/v1/responses`, with the settings of its request."""
+    """Response of `/v1/responses`, including the settings of its request."""
 
     id: str
     object: Literal["response"]
@@ -227,7 +227,7 @@ class DeletedResponse(BaseModel):
 
 
 class InputItems(BaseModel):
-    """A page of the items that a response was made from."""
+    """A page of the input items of a response."""
 
     object: Literal["list"]
     data: list[dict[str, Any]]

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: answers conversations in OpenAI's shape."""
+"""OpenAI's Chat Completions API: `POST /v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from router.api.openapi import documented
 from router.generation import (
     AnswerChoice,
     AnswerParts,
-    LogprobShapes,
+    LogprobFormatter,
     Object,
-    OpenAIFrames,
+    OpenAISerializer,
     Piece,
     ServedModel,
     generation_call,
@@ -26,8 +26,8 @@ from router.request.fields import ChatRequest, SamplingFields
 from router.text import OPEN, CallPart, Part, TextPart, ThoughtPart, open_thought
 
 
-class ChoiceShape:
-    """The settings of a request that both shapes follow."""
+class BaseFormatter:
+    """Request settings that both shapes use."""
 
     @property
     def num_reasoning_tokens(self) -> int | None:
@@ -38,13 +38,13 @@ class ChoiceShape:
         self._logprobs = self._prompt_logprobs = None
         if wanted is not None:
             number = len(fields.logprob_token_ids or ()) or model.num_alternatives(wanted, "logprobs")
-            self._logprobs = LogprobShapes(model.text, number, as_ids=bool(as_ids))
+            self._logprobs = LogprobFormatter(model.text, number, as_ids=bool(as_ids))
         if of_prompt is not None:
-            self._prompt_logprobs = LogprobShapes(model.text, model.num_alternatives(of_prompt, "prompt_logprobs"))
+            self._prompt_logprobs = LogprobFormatter(model.text, model.num_alternatives(of_prompt, "prompt_logprobs"))
         self._token_ids, self._streams = bool(fields.return_token_ids), bool(fields.stream)
 
     def _of_prompt(self, choice: AnswerChoice) -> Object:
-        """The member `prompt_logprobs`; null for requests that do not want it."""
+        """Return the member `prompt_logprobs`; null if it was not requested."""
         if self._prompt_logprobs is None:
             return {"prompt_logprobs": None}
         token_ids = choice.request.prompt_token_ids
@@ -52,7 +52,7 @@ class ChoiceShape:
 
 
 def merged(choice: AnswerChoice, pieces: Sequence[Piece]) -> Piece:
-    """All pieces of a finished choice as one."""
+    """Merge all pieces of a finished choice into one."""
     return Piece(
         text="".join([piece.text for piece in pieces]),
         token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
@@ -66,14 +66,14 @@ chat_routes = APIRouter(tags=["generate"])
 
 @chat_routes.post(CHAT_PATH, **documented(ChatRequest, ChatCompletion, streams=True))
 async def chat_completions(request: Request) -> Response:
-    """Answer a conversation."""
+    """Generate the next message of a conversation (OpenAI's Chat Completions API)."""
     async with generation_call(request, ChatRequest) as (call, fields):
         model, plan = await call.plan(fields, plan_chat)
-        return call.answer(model, plan, OpenAIFrames(model, plan, ChatShape(model, fields), call.log))
+        return call.answer(model, plan, OpenAISerializer(model, plan, ChatFormatter(model, fields), call.log))
 
 
-class ChatShape(ChoiceShape):
-    """Chat answers and chunks."""
+class ChatFormatter(BaseFormatter):
+    """Formatter of chat completions and their chunks."""
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
@@ -93,10 +93,10 @@ class ChatShape(ChoiceShape):
         return _chunk(choice, delta | (_thought(self._echoed_thought) if self._echoed_thought else {}))
 
     def chunks(self, choice: AnswerChoice, piece: Piece, *, at_least_one: bool) -> list[Object]:
-        """One for each part, in the order of the text; log-probabilities and token ids are in the first of them."""
-        if self.only_text and piece.text and not piece.finish_reason:  # nearly every piece
+        """Return a chunk for each part, in text order. The first has the log-probabilities and token ids."""
+        if self.only_text and piece.text and not piece.finish_reason:  # the common case
             return [_chunk(choice, {"content": piece.text})]
-        deltas = [self._delta(choice, part) for part in self._parts.taken_apart(choice, piece)]
+        deltas = [self._delta(choice, part) for part in self._parts.split(choice, piece)]
         with_logprobs = piece.with_logprobs if self._logprobs is not None else []
         if not deltas:
             if not (with_logprobs or piece.finish_reason or self._token_ids or at_least_one):
@@ -159,7 +159,7 @@ def _split_echo(fields: ChatRequest) -> tuple[str, str]:
 
 
 def _thought(text: str) -> Object:
-    """A thought under both names that clients look for."""
+    """Return a thought under both names that clients use."""
     return {"reasoning_content": text, "reasoning": text}
 
 

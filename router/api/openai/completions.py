@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: continues texts, in OpenAI's shape. `POST /invocations` also answers conversations."""
+"""OpenAI's Completions API: `POST /v1/completions`. `POST /invocations` accepts conversations too."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.api.openai.answers import ChatCompletion, Completion
-from router.api.openai.chat import ChatShape, ChoiceShape, merged
+from router.api.openai.chat import BaseFormatter, ChatFormatter, merged
 from router.api.openapi import documented
 from router.generation import (
     AnswerChoice,
     Object,
-    OpenAIFrames,
+    OpenAISerializer,
     Piece,
     ServedModel,
     TokenWithLogprobs,
@@ -30,31 +30,31 @@ completion_routes = APIRouter(tags=["generate"])
 
 @completion_routes.post(COMPLETION_PATH, **documented(CompletionRequest, Completion, streams=True))
 async def completions(request: Request) -> Response:
-    """Continue a text."""
+    """Generate the continuation of a text (OpenAI's Completions API)."""
     async with generation_call(request, CompletionRequest) as (call, fields):
         model, plan = await call.plan(fields, plan_completion)
-        return call.answer(model, plan, OpenAIFrames(model, plan, CompletionShape(model, fields), call.log))
+        return call.answer(model, plan, OpenAISerializer(model, plan, CompletionFormatter(model, fields), call.log))
 
 
 @completion_routes.post(
     INVOCATIONS_PATH, **documented(ChatRequest | CompletionRequest, ChatCompletion | Completion, streams=True)
 )
 async def invocations(request: Request) -> Response:
-    """Answer a conversation, or continue a text: as the body has `messages` or a `prompt`."""
-    shape: ChatShape | CompletionShape
+    """Generate a chat completion if the body has `messages`, or a text completion if it has a `prompt`."""
+    formatter: ChatFormatter | CompletionFormatter
     async with generation_call(request, Invocation) as (call, body):
         fields = body.root
         if isinstance(fields, ChatRequest):
             model, plan = await call.plan(fields, plan_chat)
-            shape = ChatShape(model, fields)
+            formatter = ChatFormatter(model, fields)
         else:
             model, plan = await call.plan(fields, plan_completion)
-            shape = CompletionShape(model, fields)
-        return call.answer(model, plan, OpenAIFrames(model, plan, shape, call.log))
+            formatter = CompletionFormatter(model, fields)
+        return call.answer(model, plan, OpenAISerializer(model, plan, formatter, call.log))
 
 
-class CompletionShape(ChoiceShape):
-    """Completion answers and chunks."""
+class CompletionFormatter(BaseFormatter):
+    """Formatter of text completions and their chunks."""
 
     object = chunk_object = "text_completion"
 
@@ -65,7 +65,7 @@ class CompletionShape(ChoiceShape):
         self.only_text = self._logprobs is None and not self._token_ids
 
     def opening(self, choice: AnswerChoice, prompt_token_ids: list[int] | None) -> Object | None:
-        """The echo, unless it needs log-probabilities, and the prompt's token ids if the client wants them."""
+        """Return the echo, unless it needs log-probabilities, and the prompt's token ids if requested."""
         text = "" if self._echo_has_logprobs else choice.echo
         if not text and prompt_token_ids is None:
             return None
@@ -109,7 +109,7 @@ class CompletionShape(ChoiceShape):
         return {}
 
     def _logprobs_of(self, choice: AnswerChoice, tokens: Sequence[TokenWithLogprobs], *, echoes: bool) -> Object | None:
-        """Log-probabilities of generated tokens; with `echoes` those of the prompt's tokens come first."""
+        """Return log-probabilities of generated tokens; with `echoes`, those of the prompt's tokens come first."""
         if self._logprobs is None:
             return None
         generated = self._logprobs.completion(tokens, len(choice.echo))

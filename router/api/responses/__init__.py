@@ -1,4 +1,4 @@
-"""OpenAI's responses: answered, stored, continued and made in the background."""
+"""OpenAI's Responses API, including stored and background responses."""
 
 from __future__ import annotations
 

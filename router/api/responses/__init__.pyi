@@ -1,9 +1,9 @@
 from router.api.responses.fields import ResponsesRequest
-from router.api.responses.kept import KeptResponses
 from router.api.responses.routes import response_routes
+from router.api.responses.service import ResponseService
 
 __all__ = [
-    "KeptResponses",
+    "ResponseService",
     "ResponsesRequest",
     "response_routes",
 ]

@@ -1,4 +1,4 @@
-"""Writes the answers of `POST /v1/responses`, whole or as events, in the shape of OpenAI's Responses API."""
+"""Serialisation of responses, complete or as events, in the format of OpenAI's Responses API."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from router.generation import (
     AnswerChoice,
     AnswerParts,
     AnswerPlan,
-    LogprobShapes,
+    LogprobFormatter,
     Object,
     Piece,
     RequestLog,
@@ -25,15 +25,15 @@ from router.text import CallPart, Part, TextPart, ThoughtPart
 
 ID_PREFIX = "resp_"
 FULL = ("completed", "incomplete")
-"""States of a response whose answer ended as the model or its limit wanted."""
+"""Statuses of responses that ended normally or at their token limit."""
 ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 
-class ResponsesFrames:
-    """A response of items: thoughts, messages and calls of functions. Events open, fill and close one after the other.
+class ResponsesSerializer:
+    """Serialises a response as items: reasoning, messages and function calls. A stream sends the items sequentially.
 
-    `keep` gets the response whenever its status changes behind the first one. One that is made in the background has
-    its first events from `queued`.
+    `keep` is called with the response whenever its status changes after the first event. Background responses get
+    their first events from `queued`.
     """
 
     def __init__(
@@ -48,23 +48,23 @@ class ResponsesFrames:
     ) -> None:
         self._fields, self._plan, self._log, self._keep, self._stored = fields, plan, log, keep, stored
         self._parts = AnswerParts(model, plan.fields)
-        self._logprobs = LogprobShapes(model.text, fields.top_logprobs or 0) if fields.wants_logprobs else None
+        self._logprobs = LogprobFormatter(model.text, fields.top_logprobs or 0) if fields.wants_logprobs else None
         self._items: list[Object] = []
         self._text: list[str] = []
         self._arguments: list[str] = []
         self._sent_logprobs: list[object] = []
-        self._waiting: list[TokenWithLogprobs] = []  # until the text part comes that they belong to
-        self._text_start = self._text_end = 0  # the characters of the answer that the last text takes up
-        self._open = ""  # the type of the last item until it is closed
+        self._waiting: list[TokenWithLogprobs] = []  # tokens whose text has not arrived yet
+        self._text_start = self._text_end = 0  # character range of the last text in the answer
+        self._open = ""  # type of the item that is being streamed, if any
         self._num_events = 0
 
     def whole(self, pieces: Sequence[Sequence[Piece]]) -> Object:
         (choice,) = self._plan.choices
-        self.chunk(choice, merged(choice, pieces[0]))  # it collects the items; the events are not sent
+        self.chunk(choice, merged(choice, pieces[0]))  # only collects the items; the events are dropped
         return self._ended(choice)
 
     def queued(self) -> bytes:
-        """The events of a response that waits in the background; `opening` follows when it begins."""
+        """Return the events of a queued background response. `opening` follows when generation begins."""
         waiting: Object = {"response": self.response(QUEUED)}
         return self._event("response.created", waiting) + self._event("response.queued", waiting)
 
@@ -77,10 +77,10 @@ class ResponsesFrames:
     def chunk(self, choice: AnswerChoice, piece: Piece) -> bytes:
         if self._logprobs is not None:
             self._waiting += piece.with_logprobs
-        events = [self._add(choice, part) for part in self._parts.taken_apart(choice, piece)]
+        events = [self._add(choice, part) for part in self._parts.split(choice, piece)]
         if piece.finish_reason:
             cut = piece.finish_reason == "length" and not (self._in_call and self._parts.calls_are_whole(choice))
-            if not self._items or (self._open == "reasoning" and not cut):  # clients look for a message
+            if not self._items or (self._open == "reasoning" and not cut):  # clients expect a message
                 events.append(self._begin_message())
             events.append(self._end_item("incomplete" if cut else "completed"))
         return b"".join(events)
@@ -94,14 +94,14 @@ class ResponsesFrames:
         return self._failed("failed", {"code": code, "message": error.message})
 
     def cancelled(self, reason: str) -> bytes:
-        """The last event of a response that is made no further; without a `reason` its client wanted that.
+        """Return the last event of a cancelled response. Without a `reason`, its client has cancelled it.
 
-        OpenAI's API has no event of this name: `response.failed` brings a response that is cancelled.
+        OpenAI's API has no such event, so `response.failed` carries the cancelled response.
         """
         return self._failed("cancelled", {"code": "server_error", "message": reason} if reason else None)
 
     def response(self, status: str, output: Sequence[Object] = ()) -> Object:
-        """The response with the settings of its request."""
+        """Return the response with the settings of its request."""
         fields, is_full = self._fields, status in FULL
         wanted = fields.text.format if fields.text is not None else None
         reasoning = fields.reasoning
@@ -125,7 +125,7 @@ class ResponsesFrames:
             "temperature": 1.0 if fields.temperature is None else fields.temperature,
             "text": {"format": {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True)},
             "tool_choice": _shown_choice(fields),
-            "tools": [tool.model_dump() for tool in fields.tools or () if tool.type not in fields.left_out],
+            "tools": [tool.model_dump() for tool in fields.tools or () if tool.type not in fields.ignored_tools],
             "top_p": 1.0 if fields.top_p is None else fields.top_p,
             "truncation": "disabled",
             "usage": self._usage() if is_full else None,
@@ -178,7 +178,7 @@ class ResponsesFrames:
         return begun + self._event("response.function_call_arguments.delta", added)
 
     def _begin(self, item: Object) -> bytes:
-        """Close the open item and begin another."""
+        """Close the open item and open another."""
         ended = self._end_item()
         self._items.append(item | {"status": IN_PROGRESS})
         self._open = str(item["type"])
@@ -218,15 +218,15 @@ class ResponsesFrames:
         return self._event("response.failed", {"response": response})
 
     def _id(self, prefix: str) -> str:
-        """The id of the next item."""
+        """Return the id of the next item."""
         return f"{prefix}_{self._plan.id.removeprefix(ID_PREFIX)}_{len(self._items)}"
 
     def _of_item(self) -> Object:
-        """The place of the last item in the response."""
+        """Return the position of the last item in the response."""
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
     def _of_part(self) -> Object:
-        """The place of the text part in the response."""
+        """Return the position of the text part in the response."""
         return self._of_item() | {"content_index": 0}
 
     def _item_event(self, kind: str) -> bytes:
@@ -240,9 +240,9 @@ class ResponsesFrames:
         return {"type": "reasoning_text", "text": "".join(self._text)}
 
     def _logprobs_of(self, part: TextPart) -> list[object]:
-        """Log-probabilities of the tokens that begin in this text; those of calls and thoughts are dropped.
+        """Return log-probabilities of the tokens that begin in this text; those of calls and reasoning are dropped.
 
-        Tokens of earlier text come too: a token arrives after its first characters if a stop string may follow them.
+        Includes tokens of earlier text: if a stop string may follow, a token arrives after its first characters.
         """
         if self._logprobs is None:
             return []
@@ -254,7 +254,7 @@ class ResponsesFrames:
         return earlier + self._waiting_logprobs()
 
     def _waiting_logprobs(self) -> list[object]:
-        """Log-probabilities of waiting tokens that begin in the last text; tokens before its end wait no longer."""
+        """Return log-probabilities of waiting tokens that begin in the last text, and stop waiting for those before."""
         if self._logprobs is None:
             return []
         start, end = self._text_start, self._text_end
@@ -263,7 +263,7 @@ class ResponsesFrames:
         return [*self._logprobs.tokens(with_logprobs)]
 
     def _rest_of_logprobs(self) -> bytes:
-        """The event of tokens whose first characters end a message; the others were cut, or belong to a call."""
+        """Return an event for waiting tokens whose first characters end a message; drop other waiting tokens."""
         logprobs = self._waiting_logprobs()
         if not logprobs:
             return b""

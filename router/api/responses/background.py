@@ -1,9 +1,9 @@
-"""Answers with `background: true`: no connection waits for them, and clients ask for them later.
+"""Background responses (`background: true`): no connection waits for them; clients poll for them later.
 
     queued ─> in_progress ─> completed, incomplete, failed ─> the store
-       └────────────┴─ cancelled: by its client, or because the router ends
+       └────────────┴─ cancelled: by its client, or by shutdown
 
-An `Exchange` makes them like any other answer; its client is the `BackgroundAnswer`, which stays until the end.
+An `GenerationResponse` generates them like other answers, with a `BackgroundAnswer` as its client until the end.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from functools import partial
 from starlette.types import Message, Scope
 
 from common.errors import DeadlineExceeded, InternalError, Overloaded
-from router.access import Visit
-from router.api.responses.answers import ResponsesFrames
+from router.access import ClientRequest
+from router.api.responses.answers import ResponsesSerializer
 from router.api.responses.fields import ResponsesRequest
 from router.api.responses.items import record_of
 from router.generation import (
     KEEP_ALIVE,
     AnswerPlan,
-    Exchange,
-    FrontDoor,
     GenerationCall,
+    GenerationResponse,
     Object,
     RequestLog,
+    RouterState,
     ServedModel,
 )
 from router.request import RESPONSES_PATH
@@ -35,42 +35,44 @@ from router.stored import QUEUED, RUNNING, ResponseStore, StoredResponse, StoreF
 
 log = logging.getLogger(__name__)
 
-SHUTDOWN = "the router shut down before the response was complete"
+SHUTDOWN = "The router shut down before the response was complete."
 METHOD = "BACKGROUND"
-"""What the audit log shows as the method of an answer that outlives its request."""
+"""Method of a background response in the audit log."""
 RETRY_AFTER_S = 5.0
-"""Answers end in seconds, and only then there is room for another."""
+"""Retry hint for too many background responses. Responses take seconds."""
 STORE_CANCELLED_S = 5.0
-"""How long answers may take to be stored as cancelled when the router ends."""
+"""Maximum time, in seconds, for storing responses as cancelled during shutdown."""
 KEPT_S = 300.0
-"""How long events can be read again after their answer ended, and an answer that the store could not take."""
+"""Time, in seconds, for which events, and responses that could not be stored, remain readable after the end."""
 MAX_ENDED = 64
-"""Copies of ended answers that are kept at most; beyond it the oldest go."""
+"""Maximum number of ended responses that are kept in memory. The oldest are dropped."""
 MAX_EVENT_BYTES = 64 * 1024 * 1024
-"""Events of all streamed answers in the background; above it, the largest can no longer be read again."""
+"""Maximum size of the events of all streamed background responses. Above it, the largest ones are dropped."""
 GROWTH_BYTES = 256 * 1024
-"""The bound is looked at each time that an answer has so many more."""
+"""The total size is checked whenever a response has grown by this amount."""
 EVENT_BYTES = 64
-"""What an event takes beside its text."""
+"""Memory per event without its text."""
 END_S = 30.0
-"""How long a client waits for the end of an answer that it cancelled; all that happens then has shorter deadlines."""
+"""Maximum time, in seconds, that a request waits for the end of a response that it has cancelled."""
 SCOPE: Scope = {"type": "http", "http_version": "1.1", "method": "POST", "path": RESPONSES_PATH, "headers": []}
 
 
 class BackgroundAnswer:
-    """One answer; a client that polls gets `response` now. It has `events` if its client wants a stream."""
+    """One background response. `response` is its current state. `events` is None unless its client wants a stream."""
 
-    def __init__(self, fields: ResponsesRequest, given: bytes, visit: Visit, request_log: RequestLog) -> None:
-        """`given` are the input items as they are stored."""
+    def __init__(
+        self, fields: ResponsesRequest, given: bytes, client_request: ClientRequest, request_log: RequestLog
+    ) -> None:
+        """`given` are the input items as stored."""
         self._fields, self._given = fields, given
-        self.visit, self.log = visit, request_log
+        self.client_request, self.log = client_request, request_log
         self.on_growth: Callable[[], None] = lambda: None
         self.response: Object = {}
         self.events: list[bytes] | None = [] if fields.stream else None
         self.num_bytes = 0
         self.ended = asyncio.Event()
         self._cancelled, self._reason = asyncio.Event(), ""
-        self._more = asyncio.Event()  # replaced at each event
+        self._more = asyncio.Event()  # replaced after each event
 
     @property
     def id(self) -> str:
@@ -78,33 +80,33 @@ class BackgroundAnswer:
 
     @property
     def owner(self) -> str:
-        return self.visit.key.name
+        return self.client_request.key.name
 
     @property
     def is_running(self) -> bool:
         return self.response["status"] in RUNNING
 
     def record(self, response: Object) -> StoredResponse:
-        """What the store keeps of this answer while its response is `response`."""
+        """Return the store's record of this response in the state `response`."""
         return record_of(response, self._fields, self._given, self.owner)
 
     def cancel(self, reason: str = "") -> None:
-        """End it; without a `reason` its client wanted that. `ended` is set soon after."""
+        """Cancel the response; `ended` is set soon after. Without a `reason`, its client has cancelled it."""
         if not self._cancelled.is_set():
             self._reason = reason
             self._cancelled.set()
 
     async def end(self) -> Object:
-        """The response once it has ended and is stored. Raises DeadlineExceeded."""
+        """Wait until the response has ended and is stored, and return it. Raises DeadlineExceeded."""
         try:
             async with asyncio.timeout(END_S):
                 await self.ended.wait()
         except TimeoutError:
-            raise DeadlineExceeded(f"the response did not end within {END_S:g} s") from None
+            raise DeadlineExceeded(f"The response did not end within {END_S:g} s.") from None
         return self.response
 
-    async def make(self, exchange: Exchange, frames: ResponsesFrames) -> None:
-        """Make the answer. It always ends in a state that says how."""
+    async def make(self, generation: GenerationResponse, serializer: ResponsesSerializer) -> None:
+        """Generate the response. It always ends in a final status."""
         begun = False
 
         async def receive() -> Message:
@@ -119,18 +121,19 @@ class BackgroundAnswer:
                 self.add(message["body"])
 
         try:
-            await exchange(SCOPE, receive, send)
+            await generation(SCOPE, receive, send)
         except Exception:
-            log.exception("an answer in the background failed", extra={"id": self.id})
+            log.exception("background response failed", extra={"id": self.id})
         finally:
             if self.is_running:
                 if self._cancelled.is_set():
-                    self.add(frames.cancelled(self._reason))
+                    self.add(serializer.cancelled(self._reason))
                 else:
-                    self.add(frames.error(self.log.error or InternalError("the server failed to make this response")))
+                    failed = InternalError("The server failed to generate this response.")
+                    self.add(serializer.error(self.log.error or failed))
 
     def add(self, data: bytes) -> None:
-        """Keep events for clients that read them."""
+        """Store events for clients that read the stream."""
         if self.events is None:
             return
         before = self.num_bytes
@@ -144,12 +147,12 @@ class BackgroundAnswer:
         self._more = asyncio.Event()
 
     def forget_events(self) -> None:
-        """They can no longer be read; who reads them now gets no more."""
+        """Drop the events. Streams that are reading them end."""
         self.events, self.num_bytes = None, 0
         self._more.set()
 
     async def follow(self, start: int, keepalive_s: float) -> AsyncIterator[bytes]:
-        """The events from number `start` on, until the answer ends."""
+        """Yield the events from number `start` until the response ends."""
         while (events := self.events) is not None:
             more, ended = self._more, self.ended.is_set()
             if start < len(events):
@@ -165,10 +168,10 @@ class BackgroundAnswer:
 
 
 class BackgroundAnswers:
-    """The answers in the background of this process: those that run, and for a while those that ended."""
+    """Background responses of this process: the running ones and, for a while, those that have ended."""
 
-    def __init__(self, door: FrontDoor, store: ResponseStore) -> None:
-        self._door, self._store = door, store
+    def __init__(self, router_state: RouterState, store: ResponseStore) -> None:
+        self._router_state, self._store = router_state, store
         self._answers: dict[str, BackgroundAnswer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -179,71 +182,73 @@ class BackgroundAnswers:
         return sum(not answer.ended.is_set() for answer in self._answers.values())
 
     def find(self, response_id: str, owner: str) -> BackgroundAnswer | None:
-        """An answer of this key that runs here, or ended a short time ago."""
+        """Return a response of this key that runs here or has ended recently."""
         answer = self._answers.get(response_id)
         return answer if answer is not None and answer.owner == owner else None
 
     async def settled(self, response_id: str, owner: str) -> None:
-        """Wait for an answer that is complete and not stored yet."""
+        """Wait until a response that is complete is also stored."""
         answer = self.find(response_id, owner)
         if answer is not None and not answer.is_running:
             await answer.end()
 
     def forget(self, response_id: str) -> None:
-        """Keep no copy of an answer."""
+        """Remove a response from memory."""
         self._answers.pop(response_id, None)
 
-    def check_room(self, owner: str) -> None:
-        """Raises Overloaded when as many answers as allowed are being made, for all keys or for this one."""
-        most = self._door.config.max_background
+    def check_capacity(self, owner: str) -> None:
+        """Raise Overloaded if all keys together, or this key, already have the maximum of running responses."""
+        most = self._router_state.config.max_background
         own = most if not owner else max(1, most // 2)
         running = [answer.owner for answer in self._answers.values() if not answer.ended.is_set()]
         num_own = running.count(owner)
         if len(running) >= most or num_own >= own:
             raise Overloaded(
-                f"background: {len(running):,} responses are being made in the background, {num_own:,} of them for "
-                f"this key; this router makes {most:,} at once, {own:,} for a key",
+                f"background: too many background responses: {len(running):,} in total, {num_own:,} of this key. The "
+                f"limits are {most:,} in total and {own:,} per key.",
                 retry_after_s=RETRY_AFTER_S,
             )
 
     async def start(
         self, call: GenerationCall, model: ServedModel, fields: ResponsesRequest, given: bytes, plan: AnswerPlan
     ) -> BackgroundAnswer:
-        """Begin to make an answer, which takes its visit's place among the key's. `given` are its stored input items.
+        """Start a response, which takes over the request's place in the key's concurrency limit.
+
+        `given` are its input items as stored.
 
         Raises StoreFailed, Overloaded.
         """
-        answer = BackgroundAnswer(fields, given, call.visit, call.log)
-        frames = ResponsesFrames(model, fields, plan, call.log, partial(self._keep, answer), stored=True)
-        exchange = call.answer(model, plan, frames)
+        answer = BackgroundAnswer(fields, given, call.client_request, call.log)
+        serializer = ResponsesSerializer(model, fields, plan, call.log, partial(self._keep, answer), stored=True)
+        generation = call.answer(model, plan, serializer)
         self._loop = asyncio.get_running_loop()
-        self.check_room(answer.owner)  # others may have come while this one was tokenised
-        answer.response = frames.response(QUEUED)
-        answer.add(frames.queued())
+        self.check_capacity(answer.owner)  # others may have started while the prompt was tokenised
+        answer.response = serializer.response(QUEUED)
+        answer.add(serializer.queued())
         self._answers[answer.id] = answer
         try:
             await self._store.begin(answer.record(answer.response))
         except BaseException:
             self.forget(answer.id)
             raise
-        came, answer.visit = answer.visit, _continued(answer.visit)
+        came, answer.client_request = answer.client_request, _continued(answer.client_request)
         came.admitted, came.model_quotas = False, ()
-        answer.log.visit = answer.visit
+        answer.log.client_request = answer.client_request
         answer.on_growth = self._bound_events
-        task = asyncio.create_task(self._run(answer, exchange, frames), name=f"{answer.id}-background")
+        task = asyncio.create_task(self._run(answer, generation, serializer), name=f"{answer.id}-background")
         self._tasks.add(task)
-        self._door.num_active += 1
+        self._router_state.num_active += 1
         task.add_done_callback(self._on_done)
         return answer
 
     def _keep(self, answer: BackgroundAnswer, response: Object) -> None:
-        """An answer's response has changed; how it ended is stored with its end."""
+        """Update the state of a response. Final states are stored by `_run`."""
         answer.response = response
         if response["status"] in RUNNING:
             self._store.note(answer.record(response))
 
     async def close(self) -> None:
-        """Cancel what runs, and wait until that is stored."""
+        """Cancel all running responses and wait until they are stored."""
         for answer in list(self._answers.values()):
             answer.cancel(SHUTDOWN)
         if self._tasks:
@@ -254,18 +259,20 @@ class BackgroundAnswers:
 
     # ------------------------------------------------------------ inside
 
-    async def _run(self, answer: BackgroundAnswer, exchange: Exchange, frames: ResponsesFrames) -> None:
+    async def _run(
+        self, answer: BackgroundAnswer, generation: GenerationResponse, serializer: ResponsesSerializer
+    ) -> None:
         stored = False
         try:
-            await answer.make(exchange, frames)
+            await answer.make(generation, serializer)
             await self._store.finish(answer.record(answer.response))
             stored = True
-        except StoreFailed:  # counted and logged; the copy here is all there is
+        except StoreFailed:  # already counted and logged; only the copy in memory remains
             pass
         finally:
             answer.ended.set()
-            answer.add(b"")  # wakes those who read
-            self._door.gate.leave(answer.visit)
+            answer.add(b"")  # wakes the readers
+            self._router_state.access.leave(answer.client_request)
             if stored and answer.events is None:
                 self.forget(answer.id)
             else:
@@ -274,12 +281,12 @@ class BackgroundAnswers:
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._door.num_active -= 1
+        self._router_state.num_active -= 1
         if not task.cancelled() and task.exception() is not None:
-            log.error("an answer in the background was lost", exc_info=task.exception())
+            log.error("background response was lost", exc_info=task.exception())
 
     def _drop_oldest(self) -> None:
-        """Bound the copies of answers that ended."""
+        """Limit the number of ended responses in memory."""
         ended = [name for name, answer in self._answers.items() if answer.ended.is_set()]
         for name in ended[: max(0, len(ended) - MAX_ENDED)]:
             self.forget(name)
@@ -290,7 +297,7 @@ class BackgroundAnswers:
             max(kept, key=lambda answer: answer.num_bytes).forget_events()
 
     def _on_cancel(self, ids: Sequence[str]) -> None:
-        """Another router was asked to cancel these; the store's thread calls."""
+        """Cancel responses as requested at another router. Called on the store's thread."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._cancel, ids)
 
@@ -300,8 +307,15 @@ class BackgroundAnswers:
                 self._answers[name].cancel()
 
 
-def _continued(visit: Visit) -> Visit:
-    """The visit of an answer whose request is over: the same key and its place, and a line of its own."""
-    continued = Visit(visit.request_id, METHOD, visit.path, visit.client, visit.key, visit.quota)
-    continued.admitted, continued.model_quotas = visit.admitted, visit.model_quotas
+def _continued(client_request: ClientRequest) -> ClientRequest:
+    """Create the state of a response whose request has ended: same key and limits, but a separate audit entry."""
+    continued = ClientRequest(
+        client_request.request_id,
+        METHOD,
+        client_request.path,
+        client_request.client,
+        client_request.key,
+        client_request.quota,
+    )
+    continued.admitted, continued.model_quotas = client_request.admitted, client_request.model_quotas
     return continued

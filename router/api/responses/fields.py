@@ -1,4 +1,4 @@
-"""The fields of OpenAI's Responses API, and the chat request that they mean."""
+"""Request fields of OpenAI's Responses API and their translation to a chat request."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from router.request.fields import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, ChatReques
 TEXT_PARTS = frozenset(("input_text", "output_text", "text"))
 MAX_ID_CHARS = 256
 MAX_METADATA = 256
-"""Maximum number of entries of a response's metadata."""
+"""Maximum number of metadata entries of a response."""
 WITH_LOGPROBS = "message.output_text.logprobs"
 SAME = ("model", "temperature", "top_p", "top_logprobs", "stream", "parallel_tool_calls", "user", "stop")
-"""Fields that mean the same in a chat request, beside the extensions."""
+"""Fields with the same meaning in a chat request, in addition to the extensions."""
 HOSTED_TOOL = re.compile(
     r"(web_search|web_search_preview|file_search|code_interpreter|image_generation|mcp|tool_search)(_\d{4}_\d\d_\d\d)?"
 )
@@ -48,11 +48,11 @@ NAMES: Mapping[str, str] = {
     "messages": "input",
     "tool_choice.function": "tool_choice",
 }
-"""Fields of a chat request by the names that they have in this API."""
+"""Fields of a chat request, mapped to their names in this API."""
 
 
 class Part(Fields):
-    """One part of a message; only text is understood here."""
+    """One part of a message. Only text is supported."""
 
     type: Annotated[str, Field(max_length=64)]
     text: str | None = None
@@ -62,27 +62,29 @@ Content = str | Annotated[list[Part], Field(max_length=MAX_MESSAGES, fail_fast=T
 
 
 class Item(Fields):
-    """A message, a call, or the output of a call; its type decides which members it has."""
+    """A message, a function call, or the output of a call. Its type determines its members."""
 
-    type: Annotated[str, Field(max_length=64)] | None = Field(None, description='null: "message"')
-    role: Literal["user", "assistant", "system", "developer"] | None = Field(None, description='with type "message"')
+    type: Annotated[str, Field(max_length=64)] | None = Field(None, description='Default: "message".')
+    role: Literal["user", "assistant", "system", "developer"] | None = Field(
+        None, description='Only with type "message".'
+    )
     content: Content | None = None
-    call_id: Annotated[str, Field(max_length=256)] | None = Field(None, description="of a call and of its output")
+    call_id: Annotated[str, Field(max_length=256)] | None = Field(None, description="Id of a call, also in its output.")
     name: Annotated[str, Field(max_length=64)] | None = None
-    arguments: str | None = Field(None, description="JSON")
-    output: Content | None = Field(None, description='with type "function_call_output"')
-    id: Any = Field(None, description="kept with the item, if it is a plain text")
-    summary: Any = Field(None, description='with type "reasoning": kept with the item')
-    namespace: Annotated[str, Field(max_length=64)] | None = Field(None, description="namespace of the called function")
+    arguments: str | None = Field(None, description="Arguments of a call as JSON text.")
+    output: Content | None = Field(None, description='Only with type "function_call_output".')
+    id: Any = Field(None, description="Stored with the item if it is a plain string.")
+    summary: Any = Field(None, description='Only with type "reasoning". Stored with the item.')
+    namespace: Annotated[str, Field(max_length=64)] | None = Field(None, description="Namespace of the function.")
     is_async: Refused = Field(None, alias="async")
     caller: Annotated[Any, Only(({"type": "direct"},))] = None
 
 
 class ResponseTool(Fields):
-    type: Annotated[str, Field(max_length=64)] = Field(description='"function" or "namespace"')
+    type: Annotated[str, Field(max_length=64)] = Field(description='"function" or "namespace".')
     name: Annotated[str, Field(pattern=ours.FUNCTION_NAME)] | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
-        None, description='functions of a tool of type "namespace"', exclude_if=lambda tools: tools is None
+        None, description='Functions of a tool of type "namespace".', exclude_if=lambda tools: tools is None
     )
     description: Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)] | None = None
     parameters: dict[str, Any] | None = None
@@ -111,9 +113,9 @@ class TextOptions(Fields):
 
 
 class Reasoning(Fields):
-    """How the model reasons. The response contains its reasoning, and no summary of it."""
+    """Reasoning options. The response contains the model's reasoning but no summary of it."""
 
-    effort: Effort | None = Field(None, description="for chat templates that know of it")
+    effort: Effort | None = Field(None, description="Passed to chat templates that support it.")
     summary: Annotated[Any, Only(("auto",))] = None
     generate_summary: Annotated[Any, Only(("auto",))] = None
     context: Annotated[Any, Only(("auto", "current_turn"))] = None
@@ -121,19 +123,19 @@ class Reasoning(Fields):
 
 
 class ResponsesRequest(Extensions):
-    """`POST /v1/responses`. `previous_response_id` names the stored response that the conversation goes on from."""
+    """Body of `POST /v1/responses`. `previous_response_id` is the stored response whose conversation continues."""
 
     names: ClassVar = NAMES
     id_prefix: ClassVar = "resp_"
 
-    model: Annotated[str, Field(max_length=1024)] | None = Field(None, description="null: the default model")
+    model: Annotated[str, Field(max_length=1024)] | None = Field(None, description="Default: the default model.")
     input: Annotated[
         str | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)],
         BeforeValidator(ours.not_too_many_parts),
     ]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    temperature: Temperature | None = Field(None, description="default 1; 0 is greedy")
+    temperature: Temperature | None = Field(None, description="Default: 1. Greedy sampling: 0.")
     top_p: TopP | None = None
     top_logprobs: ours.NumAlternatives | None = None
     include: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
@@ -142,23 +144,25 @@ class ResponsesRequest(Extensions):
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
-    store: bool | None = Field(None, description="default true: the response is kept for later requests")
+    store: bool | None = Field(None, description="Whether to store the response for later requests. Default: true.")
     previous_response_id: Annotated[str, Field(max_length=MAX_ID_CHARS)] | None = None
-    background: bool | None = Field(None, description="answer at once, and let the client ask for the response later")
+    background: bool | None = Field(
+        None, description="Return immediately and generate the response in the background. Poll for it by its id."
+    )
     metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], at_most(MAX_METADATA)] | None = None
     user: Annotated[str, Field(max_length=4096)] | None = None
     reasoning: Reasoning | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    # Fields of OpenAI's API that this server does not have.
+    # Fields of OpenAI's API that this server does not support.
     conversation: Refused = None
     prompt: Refused = None
     context_management: Refused = None
     moderation: Refused = None
     truncation: Annotated[Any, Only(("disabled",))] = None
 
-    # Fields of our other APIs.
+    # Fields of this server's other APIs.
     n: Annotated[Any, Only((1,))] = None
     max_tokens: Refused = None
     messages: Refused = None
@@ -167,18 +171,18 @@ class ResponsesRequest(Extensions):
 
     @property
     def end_user(self) -> str:
-        """The client's own user, if the body names one."""
+        """The client's user id, if the body has one."""
         return self.user or ""
 
     def longest_text(self) -> str | list[int]:
-        """The text of the last item, because templates may leave others out."""
+        """Return the text of the last item, because templates may omit others."""
         if isinstance(self.input, str):
             return self.input
         content = self.input[-1].content
         return content if isinstance(content, str) else ""
 
     def without_prompt(self) -> Self:
-        """Return a copy without the input, which is kept while the answer is made."""
+        """Return a copy without the prompt, to be kept while the answer is generated."""
         return self.model_copy(update={"input": "", "chat_template_kwargs": None})
 
     @property
@@ -193,7 +197,7 @@ class ResponsesRequest(Extensions):
         return 1 if isinstance(self.input, str) else len(self.input)
 
     def is_long(self, past: Sequence[Item]) -> bool:
-        """Whether translating it and the items before it takes milliseconds."""
+        """Whether translating the request and the items before it takes milliseconds."""
         given = () if isinstance(self.input, str) else self.input
         return ours.has_many_parts([*past, *given, *(self.tools or ())])
 
@@ -202,7 +206,7 @@ class ResponsesRequest(Extensions):
         return self.top_logprobs is not None or WITH_LOGPROBS in (self.include or ())
 
     @cached_property
-    def left_out(self) -> tuple[str, ...]:
+    def ignored_tools(self) -> tuple[str, ...]:
         """Types of declared tools that this server ignores, because OpenAI's servers run them."""
         return tuple(dict.fromkeys(tool.type for tool in self.tools or () if HOSTED_TOOL.fullmatch(tool.type)))
 
@@ -212,7 +216,7 @@ class ResponsesRequest(Extensions):
         return FunctionNames(self.tools or ())
 
     def as_chat(self, past: Sequence[Item] = ()) -> ChatRequest:
-        """The chat request that means the same, behind the items of the conversation so far. Raises InvalidRequest."""
+        """Return the equivalent chat request, including the conversation so far. Raises InvalidRequest."""
         members: dict[str, Any] = {name: getattr(self, name) for name in (*SAME, *EXTENSIONS)}
         members |= {
             "messages": list(self._messages(past)),
@@ -229,7 +233,7 @@ class ResponsesRequest(Extensions):
     def _messages(self, past: Sequence[Item]) -> Iterator[ours.Message]:
         if self.instructions:
             yield ours.Message(role="system", content=self.instructions)
-        said: ours.Message | None = None  # the assistant's text; the calls that follow it are in the same message
+        said: ours.Message | None = None  # the assistant's text; calls that follow it belong to the same message
         calls: list[ours.ToolCall] = []
         for i, item in enumerate((*past, *self.items), start=-len(past)):
             where = f"input[{i}]"
@@ -251,7 +255,7 @@ class ResponsesRequest(Extensions):
 
 
 class FunctionNames:
-    """The functions of a request by the names that the model sees.
+    """Mapping between a request's functions and the names that the model sees.
 
     The model sees a function's own name, or `namespace__name` if another function has the same name.
     """
@@ -274,7 +278,7 @@ class FunctionNames:
             self.tools.append(function_tool(name, tool.description, tool.parameters))
 
     def seen(self, namespace: str | None, name: str) -> str:
-        """Return the name that the model sees. An undeclared function keeps its own name."""
+        """Return the name that the model sees. Undeclared functions keep their names."""
         return self._seen.get((namespace or None, name), name)
 
     def place(self, seen: str) -> tuple[str | None, str]:
@@ -313,15 +317,15 @@ def _answer(said: ours.Message | None, calls: Sequence[ours.ToolCall]) -> ours.M
 
 
 def _message(item: Item, where: str) -> ours.Message | None:
-    """The chat message of an item; None for an item that the prompt leaves out. Raises InvalidRequest."""
+    """Convert an item to a chat message; None if the prompt omits it. Raises InvalidRequest."""
     match item.type:
         case None | "message":
             if item.role is None or item.content is None:
-                raise InvalidRequest(f"{where}: a message has a role and content", param="input")
+                raise InvalidRequest(f"{where}: a message must have a role and content", param="input")
             return ours.Message(role=item.role, content=_content(item.content, f"{where}.content"))
         case "function_call_output":
             if item.call_id is None or item.output is None:
-                raise InvalidRequest(f"{where}: the output of a call has a call_id and an output", param="input")
+                raise InvalidRequest(f"{where}: the output of a call must have a call_id and an output", param="input")
             output = _content(item.output, f"{where}.output")
             return ours.Message(role="tool", content=output, tool_call_id=item.call_id)
         case "reasoning":
@@ -335,7 +339,7 @@ def _content(content: Content, where: str) -> str | list[ours.ContentPart]:
 
 def _call(item: Item, where: str, functions: FunctionNames) -> ours.ToolCall:
     if item.call_id is None or item.name is None:
-        raise InvalidRequest(f"{where}: a call has a call_id and a name", param="input")
+        raise InvalidRequest(f"{where}: a call must have a call_id and a name", param="input")
     name = functions.seen(item.namespace, item.name)
     function = ours.FunctionCall(name=name, arguments=item.arguments or "{}")
     return ours.ToolCall(id=item.call_id, function=function)

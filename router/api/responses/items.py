@@ -1,4 +1,4 @@
-"""The items of a conversation as the Responses API lists them, and as later requests read them again."""
+"""Conversion of conversation items between the Responses API, the store and later requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ITEMS = TypeAdapter(list[Item])
 
 
 def listed(fields: ResponsesRequest, response_id: str) -> bytes:
-    """The request's own input items as JSON, with ids; those without one are numbered after the response."""
+    """Serialise the request's own input items with ids. Items without one get a number and the response's id."""
     base = response_id.rpartition("_")[2]
     return orjson.dumps([_listed(item, f"{base}_i{i}") for i, item in enumerate(fields.items)])
 
@@ -53,9 +53,10 @@ def _parts(content: Content, role: str | None) -> list[Object]:
 
 
 def record_of(response: Object, fields: ResponsesRequest, given: bytes, owner: str) -> StoredResponse:
-    """What the store keeps of a response to this request; `given` are its `listed` items.
+    """Return the store's record of a response. `given` are the request's items as returned by `listed`.
 
-    `head` has the output with log-probabilities, if there are any: those would fill the bounds of conversations.
+    If there are log-probabilities, only `head` has the output with them, because they would use up the size limit of
+    conversations.
     """
     output = orjson.dumps(response["output"])
     head = response if fields.wants_logprobs else {name: response[name] for name in response if name != "output"}
@@ -80,18 +81,18 @@ def _without_logprobs(output: bytes) -> list[Object]:
 
 
 def shown(record: StoredResponse, **changed: object) -> Object:
-    """A stored response as it was, for `orjson`; `changed` members replace its own."""
+    """Return a stored response for `orjson`. `changed` replaces its members."""
     head: Object = orjson.loads(record.head)
     return {"output": orjson.Fragment(record.output)} | head | changed
 
 
 def conversation_items(turns: Sequence[StoredTurn]) -> list[Item]:
-    """A conversation so far, for another request that goes on from it."""
+    """Return the items of a conversation so far, for a request that continues it."""
     return [item for turn in turns for part in (turn.input, turn.output) for item in ITEMS.validate_json(part)]
 
 
 def input_items(turns: Sequence[StoredTurn]) -> list[Object]:
-    """All items that the last response of a conversation was made from, in order; no two have the same id."""
+    """Return all input items of the last response of a conversation, in order and with unique ids."""
     items: list[Object] = []
     for turn in turns:
         items += orjson.loads(turn.input)
@@ -99,20 +100,20 @@ def input_items(turns: Sequence[StoredTurn]) -> list[Object]:
             items += orjson.loads(turn.output)
     seen: set[object] = set()
     for i, item in enumerate(items):
-        while item["id"] in seen:  # a client may send an item again
+        while item["id"] in seen:  # clients may send an item twice
             item["id"] = f"{item['id']}_{i}"
         seen.add(item["id"])
     return items
 
 
 def page_of(items: Sequence[Object], *, order: str, limit: int, after: str | None) -> Object:
-    """A page of a list in OpenAI's shape. Raises InvalidRequest for an `after` that is no item's id."""
+    """Return a page of a list in OpenAI's format. Raises InvalidRequest if `after` is not an item's id."""
     ordered = [*items] if order == "asc" else [*reversed(items)]
     start = 0
     if after is not None:
         places = [i for i, item in enumerate(ordered) if item["id"] == after]
         if not places:
-            raise InvalidRequest(f"after: there is no item {after[:80]!r} in this list", param="after")
+            raise InvalidRequest(f"after: the item {after[:80]!r} is not in this list", param="after")
         start = places[0] + 1
     page = ordered[start : start + limit]
     return {

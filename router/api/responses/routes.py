@@ -1,4 +1,4 @@
-"""The endpoints under `/v1/responses`: they make responses, and show, list, cancel and delete stored ones."""
+"""OpenAI's Responses API, under `/v1/responses`."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from common.errors import RETRY_AFTER_S, InvalidRequest, Unavailable
-from router.api.inner import CANCEL, DELETE, EVENTS
+from router.api.internal import CANCEL, DELETE, EVENTS
 from router.api.openai import DeletedResponse, InputItems, ResponseBody
 from router.api.openapi import documented
 from router.api.query import DEFAULT_LIMIT, MAX_LIMIT, flag, json_answer, number, order_of, owner_of, parameters
-from router.api.responses.answers import ResponsesFrames
+from router.api.responses.answers import ResponsesSerializer
 from router.api.responses.fields import ResponsesRequest
 from router.api.responses.items import page_of
-from router.api.responses.kept import KeptResponses
+from router.api.responses.service import ResponseService
 from router.generation import (
     STREAM_HEADERS,
     AnswerPlan,
-    FrontDoor,
     GenerationCall,
+    RouterState,
     ServedModel,
-    front_door_of,
     generation_call,
+    router_state_of,
 )
 from router.request import RESPONSES_PATH
 from router.stored import StoreFailed
@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # loaded with a store
     from router.api.responses.background import BackgroundAnswer
 
 response_routes = APIRouter()
-"""`/v1/responses` and the responses below it."""
+"""`/v1/responses` and the responses under it."""
 
 TAGS: list[str | Enum] = ["responses"]
 ONE = f"{RESPONSES_PATH}/{{response_id}}"
@@ -55,101 +55,103 @@ LISTED: dict[str, Any] = documented(None, InputItems) | {
 }
 
 
-def kept_of(request: Request) -> KeptResponses:
-    """What the application that got the request remembers."""
-    kept: KeptResponses = request.app.state.responses
-    return kept
+def service_of(request: Request) -> ResponseService:
+    """Return the stored and background responses of the application that received the request."""
+    service: ResponseService = request.app.state.responses
+    return service
 
 
 @response_routes.post(RESPONSES_PATH, tags=["generate"], **documented(ResponsesRequest, ResponseBody, streams=True))
 async def respond(request: Request) -> Response:
-    """Answer a conversation, in the shape of OpenAI's Responses API."""
-    kept = kept_of(request)
+    """Generate a response to a conversation (OpenAI's Responses API)."""
+    service = service_of(request)
     async with generation_call(request, ResponsesRequest) as (call, fields):
-        model, plan = await call.plan(fields, kept.plan)
-        call.visit.left_out = fields.left_out
-        given, fields = await kept.given(fields, plan.id), fields.without_prompt()
+        model, plan = await call.plan(fields, service.plan)
+        call.client_request.ignored_tools = fields.ignored_tools
+        given, fields = await service.given(fields, plan.id), fields.without_prompt()
         call.lease.rest_bytes += len(given)
         if fields.background:
-            return await _in_background(kept, call, model, fields, given, plan)
-        if not kept.stores(fields):
-            return call.answer(model, plan, ResponsesFrames(model, fields, plan, call.log))
-        keep = partial(kept.keep, fields, given, call.visit.key.name)
-        return call.answer(model, plan, ResponsesFrames(model, fields, plan, call.log, keep, stored=True), kept.written)
+            return await _in_background(service, call, model, fields, given, plan)
+        if not service.stores(fields):
+            return call.answer(model, plan, ResponsesSerializer(model, fields, plan, call.log))
+        keep = partial(service.keep, fields, given, call.client_request.key.name)
+        return call.answer(
+            model, plan, ResponsesSerializer(model, fields, plan, call.log, keep, stored=True), service.written
+        )
 
 
 @response_routes.get(ONE, tags=TAGS, **SHOWN)
 async def show(response_id: str, request: Request) -> Response:
-    """A stored response, or one that is made in the background; with `stream` the events of the latter."""
-    kept, owner = kept_of(request), owner_of(request)
-    asked = request.query_params
-    if not flag(asked, "stream"):
-        return json_answer(await kept.find(response_id, owner))
-    start = number(asked, "starting_after", default=-1, least=0, most=2**31) + 1
-    answer = kept.background.find(response_id, owner)
+    """Retrieve a stored or background response. With `stream`, the events of a background response."""
+    service, owner = service_of(request), owner_of(request)
+    query = request.query_params
+    if not flag(query, "stream"):
+        return json_answer(await service.find(response_id, owner))
+    start = number(query, "starting_after", default=-1, least=0, most=2**31) + 1
+    answer = service.background.find(response_id, owner)
     if answer is None and (theirs := await _by_maker(request, response_id, EVENTS, start=str(start))):
         return theirs
     if answer is None:
-        await kept.find(response_id, owner)  # raises for an unknown one
+        await service.find(response_id, owner)  # raises if the response does not exist
     if answer is None or answer.events is None:
         raise InvalidRequest(
-            "stream: only a response that was made with background: true and stream: true has events to read again, on "
-            "the router that made it, until minutes after its end; ask without stream",
+            "stream: events are available only for responses created with background: true and stream: true, on the "
+            "router that generates them, until a few minutes after their end. Retry without stream.",
             param="stream",
         )
-    return _stream(front_door_of(request), answer, start)
+    return _stream(router_state_of(request), answer, start)
 
 
 @response_routes.delete(ONE, tags=TAGS, **documented(None, DeletedResponse))
 async def delete(response_id: str, request: Request) -> Response:
-    """Forget a response."""
+    """Delete a response."""
     if theirs := await _by_maker(request, response_id, DELETE):
         return theirs
-    await kept_of(request).delete(response_id, owner_of(request))
+    await service_of(request).delete(response_id, owner_of(request))
     return json_answer({"id": response_id, "object": "response", "deleted": True})
 
 
 @response_routes.post(f"{ONE}/cancel", tags=TAGS, **documented(None, ResponseBody))
 async def cancel(response_id: str, request: Request) -> Response:
-    """End a response that is made in the background."""
+    """Cancel a background response."""
     if theirs := await _by_maker(request, response_id, CANCEL):
         return theirs
-    return json_answer(await kept_of(request).cancel(response_id, owner_of(request)))
+    return json_answer(await service_of(request).cancel(response_id, owner_of(request)))
 
 
 @response_routes.get(f"{ONE}/input_items", tags=TAGS, **LISTED)
 async def list_input_items(response_id: str, request: Request) -> Response:
-    """The items that a response was made from, those of the conversation before it included."""
-    asked = request.query_params
-    limit = number(asked, "limit", default=DEFAULT_LIMIT, least=1, most=MAX_LIMIT)
-    order = order_of(asked)
-    items = await kept_of(request).input_items(response_id, owner_of(request))
-    return json_answer(page_of(items, order=order, limit=limit, after=asked.get("after")))
+    """List the input items of a response, including those of the conversation before it."""
+    query = request.query_params
+    limit = number(query, "limit", default=DEFAULT_LIMIT, least=1, most=MAX_LIMIT)
+    order = order_of(query)
+    items = await service_of(request).input_items(response_id, owner_of(request))
+    return json_answer(page_of(items, order=order, limit=limit, after=query.get("after")))
 
 
 async def _in_background(
-    kept: KeptResponses,
+    service: ResponseService,
     call: GenerationCall,
     model: ServedModel,
     fields: ResponsesRequest,
     given: bytes,
     plan: AnswerPlan,
 ) -> Response:
-    """Begin to make a response in the background, and answer with its state."""
+    """Start a background response and return its state."""
     try:
-        answer = await kept.background.start(call, model, fields, given, plan)
+        answer = await service.background.start(call, model, fields, given, plan)
     except StoreFailed as failed:
         raise Unavailable(f"background: {failed}", param="background", retry_after_s=RETRY_AFTER_S) from failed
-    return _stream(call.door, answer, 0) if fields.stream else json_answer(answer.response)
+    return _stream(call.router_state, answer, 0) if fields.stream else json_answer(answer.response)
 
 
 async def _by_maker(request: Request, response_id: str, path: str, **params: str) -> Response | None:
-    """The answer of that process of this router which makes a response in the background, if that is another one."""
-    door, owner = front_door_of(request), owner_of(request)
-    if door.siblings is None or kept_of(request).background.find(response_id, owner) is not None:
+    """Forward a request about a background response to the sibling process that generates it; None if there is none."""
+    router_state, owner = router_state_of(request), owner_of(request)
+    if router_state.siblings is None or service_of(request).background.find(response_id, owner) is not None:
         return None
     method = "GET" if path == EVENTS else "POST"
-    theirs = await door.siblings.ask(method, path, owner, {"id": response_id, **params})
+    theirs = await router_state.siblings.ask(method, path, owner, {"id": response_id, **params})
     if theirs is None:
         return None
     if path == EVENTS and theirs.status_code == HTTPStatus.OK:
@@ -162,6 +164,6 @@ async def _by_maker(request: Request, response_id: str, path: str, **params: str
     return Response(body, theirs.status_code, media_type=theirs.headers.get("content-type"))
 
 
-def _stream(door: FrontDoor, answer: BackgroundAnswer, start: int) -> Response:
-    events = answer.follow(start, door.config.keepalive_s)
+def _stream(router_state: RouterState, answer: BackgroundAnswer, start: int) -> Response:
+    events = answer.follow(start, router_state.config.keepalive_s)
     return StreamingResponse(events, headers={name.decode(): value.decode() for name, value in STREAM_HEADERS})

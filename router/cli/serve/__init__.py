@@ -1,1 +1,1 @@
-"""`diptych serve`: a router and its workers on one machine, supervised; `diptych size`."""
+"""`diptych serve`: a router and its workers on one machine, and their supervisor."""

@@ -1,4 +1,4 @@
-"""Carries out the router's plan on one machine: starts workers of each model, and ends those that are too many."""
+"""Autoscaling on one machine: start and stop workers according to the router's plan."""
 
 from __future__ import annotations
 
@@ -24,27 +24,24 @@ log = logging.getLogger(__name__)
 MODULES: Mapping[Role, str] = {"prefill": "prefill_worker", "decode": "decode_worker"}
 WANTED, REQUESTS = "diptych_pool_wanted_workers", "diptych_worker_requests"
 LOOK_S = 2.0
-"""Between two looks at what the planner wants, whose own interval is longer."""
+"""Interval between two reads of the plan, shorter than that of the planner."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gauges:
-    """What the router's page of metrics says: workers wanted by model and role, requests by worker.
-
-    A model has the name by which clients call it.
-    """
+    """Metrics of the router: planned workers by model name and role, and requests by worker."""
 
     wanted: Mapping[tuple[str, str], int]
     requests: Mapping[str, float]
 
     @classmethod
     def of(cls, page: str) -> Gauges:
-        whole = page.rpartition("\n")[0]  # of a router that died meanwhile the last line may be a part
+        whole = page.rpartition("\n")[0]  # the last line is incomplete if the router died
         lines = "\n".join(line for line in whole.splitlines() if line.startswith((WANTED, REQUESTS)))
         samples = [sample for family in text_string_to_metric_families(lines + "\n") for sample in family.samples]
         wanted: Counter[tuple[str, str]] = Counter()
         requests: Counter[str] = Counter()
-        for one in samples:  # each process of the router plans for the whole load, and has requests of its own
+        for one in samples:  # each router process plans for the whole load and counts its own requests
             if one.name == WANTED:
                 pool = one.labels["model_name"], one.labels["role"]
                 wanted[pool] = max(wanted[pool], int(one.value))
@@ -54,7 +51,7 @@ class Gauges:
 
 
 class LocalPools:
-    """`workers` of all models by role, those that leave included. `kinds`: the settings of a new one, but its model."""
+    """All workers by role, including those that are stopping. `kinds` holds the settings of new workers."""
 
     def __init__(self, kinds: Mapping[Role, WorkerConfig], runtime: Path) -> None:
         self._kinds, self._runtime = kinds, runtime
@@ -65,15 +62,15 @@ class LocalPools:
         self._is_failing = False
 
     def add(self, role: Role, config: WorkerConfig | None = None, model: str = "") -> WorkerChild:
-        """A new worker, not started yet; without `config` one of the role's kind that serves `model`.
+        """Create a worker without starting it; without `config`, one of the role's kind that serves `model`.
 
-        Its name is the first that no worker of any model has: files and the router's metrics tell workers apart by it.
+        Its name has the lowest free number of the role, because files and metrics identify workers by name.
         """
         if config is None:
             names = {worker.name for worker in self.workers[role]}
             number = next(number for number in range(len(names) + 1) if f"{role}-{number}" not in names)
             config = dataclasses.replace(self._kinds[role], worker_id=f"{role}-{number}", model=model)
-        if not config.cores:  # workers that are not pinned to cores take turns with all of them
+        if not config.cores:  # workers without pinned cores share all cores
             config = dataclasses.replace(config, core_share=str(self._runtime / "cores"))
         other = next((kind for name, kind in self._kinds.items() if name != role), None)
         name = config.worker_id
@@ -84,7 +81,7 @@ class LocalPools:
         return worker
 
     def remove(self, worker: WorkerChild) -> None:
-        """Forget a worker that has ended."""
+        """Remove a worker that has exited."""
         worker.close()
         self.leaving.discard(worker)
         for pool in self.workers.values():
@@ -96,12 +93,12 @@ class LocalPools:
         return iter([worker for pool in self.workers.values() for worker in pool])
 
     def staying(self, role: Role, model: str) -> list[WorkerChild]:
-        """A model's workers that are not about to leave."""
+        """Return the workers of a model that are not stopping."""
         of_model = (worker for worker in self.workers[role] if worker.config.model == model)
         return [worker for worker in of_model if worker not in self.leaving]
 
     def least_busy(self, role: Role, model: str, requests: Mapping[str, float]) -> WorkerChild:
-        """A model's worker to end first: that with the fewest requests, the youngest of several."""
+        """Return the worker of a model to stop first: the one with the fewest requests, then the newest."""
         return min(self.staying(role, model), key=lambda worker: (requests.get(worker.name, 0.0), -worker.started_at))
 
     def publish(self) -> None:
@@ -119,60 +116,60 @@ class LocalPools:
                 new.replace(self.file)
             except OSError as error:  # on a full disk the service continues, and the next call retries
                 if not self._is_failing:
-                    log.error("cannot update the router's list of workers, will retry: %s", error)
+                    log.error("supervisor: cannot write %s, will retry: %s", self.file, error)
                 self._is_failing = True
                 return
             self._listed, self._is_failing = text, False
 
 
 def _with_own_file(config: WorkerConfig, name: str) -> WorkerConfig:
-    """Two workers cannot keep blocks in one file."""
+    """Append the worker's name to its KV file, because workers cannot share one."""
     if not config.kv_disk_path:
         return config
     return dataclasses.replace(config, kv_disk_path=f"{config.kv_disk_path}.{name}")
 
 
-class Staff(Protocol):
-    """The supervisor, which starts and ends workers."""
+class WorkerManager(Protocol):
+    """Interface of the supervisor for autoscaling."""
 
     def start_worker(self, role: Role, model: str) -> None: ...
     def end_worker(self, worker: WorkerChild) -> None: ...
 
 
 class LocalScaler:
-    """A `Scaler` of this machine's workers of one model. `requests` says how many requests each worker has."""
+    """A `Scaler` of the workers of one model. `requests` is the number of requests per worker."""
 
-    def __init__(self, staff: Staff, pools: LocalPools, model: str) -> None:
-        """`model`: the setting of its workers."""
-        self._staff, self._pools, self._model = staff, pools, model
+    def __init__(self, manager: WorkerManager, pools: LocalPools, model: str) -> None:
+        """`model` is the `--model` of the workers."""
+        self._manager, self._pools, self._model = manager, pools, model
         self.requests: Mapping[str, float] = {}
         self.unschedulable: Mapping[Role, int] = {}
 
     async def scale(self, wanted: Mapping[Role, int]) -> None:
-        """Start or end workers at once; they become ready, or leave, on their own."""
+        """Start or stop workers without waiting until they are ready or have exited."""
         for role, num in wanted.items():
             present = len(self._pools.staying(role, self._model))
             if present != num:
-                what = "started" if num > present else "ended"
-                told = {"model": self._model, "role": role, "workers": num, "before": present}
-                log.info("workers are %s", what, extra=told)
+                action = "adding" if num > present else "removing"
+                fields = {"model": self._model, "role": role, "workers": num, "before": present}
+                log.info("supervisor: %s %s workers", action, role, extra=fields)
             for _ in range(num - present):
-                self._staff.start_worker(role, self._model)
+                self._manager.start_worker(role, self._model)
             for _ in range(present - num):
-                self._staff.end_worker(self._pools.least_busy(role, self._model, self.requests))
+                self._manager.end_worker(self._pools.least_busy(role, self._model, self.requests))
 
     async def close(self) -> None:
         """The supervisor owns the processes."""
 
 
-async def autoscale(staff: Staff, pools: LocalPools, router: RouterChild, models: Mapping[str, str]) -> None:
-    """Follow the router's plan until cancelled. While the router does not answer, nothing changes.
+async def autoscale(manager: WorkerManager, pools: LocalPools, router: RouterChild, models: Mapping[str, str]) -> None:
+    """Follow the router's plan until cancelled. Nothing changes while the router does not answer.
 
-    `models`: the name by which clients call a model, and the setting of its workers.
+    `models` maps the API name of a model to the `--model` of its workers.
     """
-    scalers = {name: LocalScaler(staff, pools, model) for name, model in models.items()}
+    scalers = {name: LocalScaler(manager, pools, model) for name, model in models.items()}
     while True:
-        pools.publish()  # workers that have said where they are since
+        pools.publish()  # includes workers whose address is now known
         page = await metrics_page(router.config.host, router.config.port, tls=router.serves_tls)
         gauges = Gauges.of(page)
         for name, scaler in scalers.items():

@@ -1,7 +1,7 @@
 """Child processes of `diptych serve`, which restart on the same address.
 
-The supervisor owns the listener of the address and passes a copy to each process that it starts. So no other program
-can bind the address during a restart, and connections wait in the backlog.
+The supervisor owns the listener of the address and passes a copy to each process that it starts. During a restart,
+no other program can bind the address, and connections wait in the backlog.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from common.wire import BACKLOG, CLIENTS_BACKLOG, listening
 from router.cli.serve.probe import Address
 
 _PR_SET_PDEATHSIG = 1
-"""Linux's option of prctl."""
+"""Option of prctl on Linux."""
 PATIENT_S = 1.0
 """Maximum restart delay, in seconds, for which an HTTP server's listener stays open. During longer delays, clients are
-refused at once."""
+rejected immediately."""
 
 
 def _die_with(parent: int) -> Callable[[], None]:
-    """A function that the forked child calls so that it dies with `parent`; it does nothing outside Linux."""
+    """Return a function for the forked child that kills it when `parent` dies. It does nothing outside Linux."""
     if not sys.platform.startswith("linux"):
         return lambda: None
     prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up before the fork: the child must not import or allocate
@@ -46,7 +46,7 @@ def _die_with(parent: int) -> Callable[[], None]:
 
 
 def child_environment(config: Config) -> dict[str, str]:
-    """The parent's environment without its settings: a child gets those as flags, and secrets as variables."""
+    """Return the environment of a child. It gets settings as flags, and only secrets as variables."""
     kept = {
         name: text for name, text in os.environ.items() if not name.startswith("DIPTYCH_") or name == "DIPTYCH_CACHE"
     }
@@ -54,7 +54,7 @@ def child_environment(config: Config) -> dict[str, str]:
 
 
 class Child(ChildProcess):
-    """A module run in a session of its own, so that a Ctrl-C in the terminal reaches only the supervisor."""
+    """A module in its own session, so that Ctrl-C in the terminal reaches only the supervisor."""
 
     serves_tls = False
 
@@ -63,19 +63,19 @@ class Child(ChildProcess):
         self.module, self.config = module, config
 
     def command(self) -> list[str]:
-        """`-P`: a folder in the working directory must not shadow a package of the same name."""
+        """Command line. `-P` keeps folders in the working directory from shadowing packages."""
         return [sys.executable, "-P", "-m", self.module, *to_argv(self.config)]
 
     def environment(self) -> dict[str, str]:
-        """What the process sees."""
+        """Environment of the process."""
         return child_environment(self.config)
 
     def options(self) -> dict[str, Any]:
-        """More of what `subprocess.Popen` takes."""
+        """Further options of `subprocess.Popen`."""
         return {}
 
     def start(self) -> None:
-        """Spawn the process; its output goes where the supervisor's goes. Raises OSError."""
+        """Start the process with the output of the supervisor. Raises OSError."""
         self.launch(
             self.command(),
             self.environment(),
@@ -85,9 +85,9 @@ class Child(ChildProcess):
         )
 
     async def end(self, grace_s: float) -> None:
-        """SIGTERM, and SIGKILL after `grace_s`, which ends a stopped process too.
+        """Send SIGTERM, and SIGKILL after `grace_s`.
 
-        Only the process that runs now is ended; one that is started in its place meanwhile is left alone.
+        Only the current process is stopped, not one that replaces it in the meantime.
         """
         process = self._process
         if process is None or process.poll() is not None:
@@ -100,15 +100,15 @@ class Child(ChildProcess):
             process.kill()
 
     def rest(self, seconds: float) -> None:
-        """The process has ended, and is started again after so long."""
+        """Called before a restart of the process in `seconds`."""
 
     def http_address(self) -> Address | None:
-        """Where the running process answers probes; None while that is not known."""
+        """Address for health checks; None while it is unknown."""
         return None
 
 
 class ListeningChild(Child):
-    """A child that inherits its listener as standard input: see `listening.inherited`."""
+    """A child that inherits its listener as standard input (see `listening.inherited`)."""
 
     config: RouterConfig | WorkerConfig
     backlog = CLIENTS_BACKLOG
@@ -123,13 +123,13 @@ class ListeningChild(Child):
         super().start()
 
     def listen(self) -> None:
-        """Bind the address, or a free port for 0. Raises OSError."""
+        """Bind the address; port 0 picks a free port. Raises OSError."""
         if self._listener is None:
             host, port = self.config.host, self.config.port
             self._listener = listening.listen(host, port, self.backlog, shared=self.shares_port)
 
     def close(self) -> None:
-        """Close the listener. Connections in its backlog are refused, unless the process still has its copy."""
+        """Close the listener. This rejects connections in its backlog, unless the process still has its copy."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -146,7 +146,7 @@ class HttpServerChild(ListeningChild):
 
 
 class RouterChild(HttpServerChild):
-    """The router, on the address of the supervisor's settings."""
+    """The router."""
 
     def __init__(self, config: RouterConfig) -> None:
         super().__init__("router", "router", config)
@@ -161,13 +161,13 @@ class RouterChild(HttpServerChild):
 
 
 class WorkerChild(ListeningChild):
-    """A worker, which writes its addresses to a file. After a restart only its control address is the same."""
+    """A worker, which writes its addresses to a file. Only its control address survives a restart."""
 
     config: WorkerConfig
     backlog = BACKLOG
 
     def __init__(self, module: str, config: WorkerConfig, runtime: Path, other: WorkerConfig | None = None) -> None:
-        """`other`: the settings that the worker shall have in the other role, if it may change to that."""
+        """`other` holds the settings of the worker in the other role, if it may change its role."""
         self._other = other
         self.address_file = runtime / f"{config.worker_id}.json"
         self._http: tuple[str, int] | None = None
@@ -179,11 +179,11 @@ class WorkerChild(ListeningChild):
 
     def start(self) -> None:
         self._http = None
-        self.address_file.unlink(missing_ok=True)  # it holds the addresses of the process before
+        self.address_file.unlink(missing_ok=True)  # it has the addresses of the previous process
         super().start()
 
     def read_address(self) -> str:
-        """The control address, which a restart keeps; "" while the worker has not written it."""
+        """Return the control address, or "" while the worker has not written it."""
         if not self.address_file.exists():
             return ""
         return str(json.loads(self.address_file.read_text())["address"])

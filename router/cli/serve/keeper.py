@@ -1,4 +1,4 @@
-"""Keeps child processes running: restarts with backoff those that end or hang, and ends all of them in the end."""
+"""Base of the supervisors: restart child processes that exit or hang, with backoff."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from router.cli.serve.liveness import watch
 log = logging.getLogger(__name__)
 
 POLL_S = 0.05
-"""Between two looks at processes that start."""
+"""Poll interval for processes that are starting."""
 ECHO_S = 0.5
-"""A signal this soon after the first repeats it: `make` passes on to its children a signal that its whole group got."""
+"""A second signal within this time is a duplicate: `make` forwards signals that its process group received too."""
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
-"""Before a process is started again: twice as long each time."""
+"""Restart delay, which doubles each time."""
 HEALTHY_AFTER_S = 60.0
-"""A process that lived this long is restarted after the first backoff again."""
+"""Uptime after which the restart delay is reset."""
 
 
 class StartFailed(DiptychError):
-    """A process ended or hung before the service was ready, and would do so again after a restart."""
+    """A process exited or hung before the service was ready."""
 
 
 def describe_exit(status: int) -> str:
-    """An exit status in words."""
+    """Return an exit status in words."""
     if status >= 0:
         return f"exit status {status}"
     return f"killed by signal {-status} ({signal.strsignal(-status)})"
 
 
 async def cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel the tasks that still run and wait for them; the caller reads the results of those that finished."""
+    """Cancel the running tasks and wait for them. Results of completed tasks are left to the caller."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Keeper(ABC):
-    """Owns child processes. `run` returns after `stop` was called and every child has ended.
+    """Owner of child processes. `run` returns after `stop` was called and every child has exited.
 
-    `period_s`: between two probes of a child, 0 for none; a child may take `start_s` to start, 0: any time, and
-    `grace_s` from SIGTERM to SIGKILL.
+    `period_s` is the interval of health checks, 0 for none. `start_s` is the maximum start time, 0 for no limit.
+    `grace_s` is the time from SIGTERM to SIGKILL.
     """
 
     def __init__(self, *, period_s: float, start_s: float, grace_s: float) -> None:
@@ -62,17 +62,17 @@ class Keeper(ABC):
     @property
     @abstractmethod
     def children(self) -> tuple[Child, ...]:
-        """All that are owned now."""
+        """The current children."""
 
     @abstractmethod
     def rounds_of(self, child: Child) -> int:
-        """Bad probes in a row that end a child."""
+        """Return the number of consecutive failed health checks that stop a child."""
 
-    def begin(self) -> None:  # noqa: B027 - not every keeper has more
-        """More work of `run`, by `own`."""
+    def begin(self) -> None:  # noqa: B027 - optional
+        """Start further tasks of `run` with `own`."""
 
     def stop(self) -> None:
-        """End all; a second call, unless it echoes the first, kills what still runs."""
+        """Stop all children. A second call kills those that still run, unless it is a duplicate of the first."""
         now = time.monotonic()
         if not self.stopping.is_set():
             self._stopped_at = now
@@ -81,7 +81,7 @@ class Keeper(ABC):
         self.stopping.set()
 
     async def run(self) -> None:
-        """Restart processes that end or hang until `stop` is called, then end them all."""
+        """Restart children that exit or hang until `stop` is called, then stop all of them."""
         stopped = asyncio.create_task(self.stopping.wait())
         self._broken = asyncio.get_running_loop().create_future()
         for child in self.children:
@@ -95,7 +95,7 @@ class Keeper(ABC):
         self._broken.cancel()
 
     async def shutdown(self) -> None:
-        """SIGTERM to all processes, SIGKILL after the grace to those that are left."""
+        """Send SIGTERM to all children, and SIGKILL to the remaining ones after the grace period."""
         self.stopping.set()
         running = [child for child in self.children if child.alive]
         self._signal_all(signal.SIGTERM)
@@ -103,13 +103,15 @@ class Keeper(ABC):
         try:
             await asyncio.wait_for(asyncio.shield(ended), self._grace_s)
         except TimeoutError:
-            late = ", ".join(child.name for child in running if child.alive)
-            log.warning("killed what did not end by itself", extra={"children": late, "waited_s": self._grace_s})
+            for child in running:
+                if child.alive:
+                    reason = f"did not exit within {self._grace_s:g} s of SIGTERM"
+                    log.warning("supervisor: killed %s (pid %d): %s", child.name, child.pid, reason)
             self._signal_all(signal.SIGKILL)
             await ended
 
     async def unless_stopped(self, work: Coroutine[Any, Any, None], watched: Iterable[Child]) -> None:
-        """Await `work`, but raise StartFailed when one of these ends, and return when `stop` is called."""
+        """Await `work`. Raises StartFailed if a watched child exits, and returns if `stop` is called."""
         task = asyncio.create_task(work)
         stopped = asyncio.create_task(self.stopping.wait())
         exits = {asyncio.create_task(child.ended()): child for child in watched}
@@ -119,23 +121,23 @@ class Keeper(ABC):
                 task.result()
             elif not stopped.done():
                 ended, child = next((exit, child) for exit, child in exits.items() if exit.done())
-                raise StartFailed(f"{child.name} ended while starting ({describe_exit(ended.result())})")
+                raise StartFailed(f"{child.name} exited during startup ({describe_exit(ended.result())})")
         finally:
             await cancel((task, stopped, *exits))
 
     def guard(self, child: Child) -> None:
-        """Restart `child` when it ends, and end it when it hangs."""
+        """Restart `child` when it exits, and stop it when it hangs."""
         self.own(child, self._keep(child), f"keep {child.name}")
         if self._period_s:
             watching = watch(child, self.rounds_of(child), self._period_s, self._grace_s, self._start_s)
             self.own(child, watching, f"watch {child.name}")
 
     def release(self, child: Child) -> list[asyncio.Task[None]]:
-        """The tasks of `guard`, which the caller ends."""
+        """Return the tasks of `guard` for the caller to cancel."""
         return self._tasks.pop(child, [])
 
     def own(self, child: Child | None, work: Coroutine[None, None, None], name: str) -> None:
-        """Run `work`; if it fails the service ends with its error."""
+        """Run `work` as a task. If it fails, `run` stops with its error."""
         task = asyncio.create_task(work, name=name)
         owned = self._tasks.setdefault(child, [])
         owned.append(task)
@@ -153,9 +155,9 @@ class Keeper(ABC):
             child.send_signal(signum)
 
     async def _keep(self, child: Child) -> None:
-        """Restart `child` each time it ends, with a growing delay unless it had lived for a while.
+        """Restart `child` each time it exits, with a growing delay.
 
-        A restart that the machine refuses, for lack of memory for example, is tried again; the other children serve on.
+        A failed start, for example for lack of memory, is retried. It does not affect the other children.
         """
         backoff = FIRST_BACKOFF_S
         while True:
@@ -163,7 +165,8 @@ class Keeper(ABC):
             lived_s = time.monotonic() - child.started_at
             backoff = FIRST_BACKOFF_S if lived_s >= HEALTHY_AFTER_S else backoff
             log.error(
-                "a process ended, restarting it",
+                "supervisor: %s exited, restarting it",
+                child.name,
                 extra={"child": child.name, "why": describe_exit(status), "lived_s": lived_s, "wait_s": backoff},
             )
             while True:
@@ -175,4 +178,4 @@ class Keeper(ABC):
                     break
                 except OSError as error:
                     why = {"child": child.name, "why": error.strerror, "wait_s": backoff}
-                    log.error("a process cannot be started, trying again", extra=why)
+                    log.error("supervisor: cannot start %s, will retry", child.name, extra=why)

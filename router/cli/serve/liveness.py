@@ -1,10 +1,10 @@
-"""Ends processes that hang, so that the supervisor restarts them, as a kubelet does by the chart's liveness probe.
+"""Stop processes that hang, so that the supervisor restarts them, like the liveness probe of a kubelet.
 
-    starting ──"/health" answers, no longer loading──> watched ──bad rounds in a row──> SIGTERM ──grace──> SIGKILL
-        └──────────────────────────not for too long──────────────────────────────────────┘
+    starting ──/health answers, not loading──> running ──consecutive failures──> SIGTERM ──grace──> SIGKILL
+        └───────────────────── start timeout ─────────────────────────────────────┘
 
-A round is one probe and the rest of its period. A round that took much longer does not count and resets the count: the
-supervisor itself did not run, for example because the laptop was suspended.
+A round is one probe and the rest of its period. A round that took much longer resets the count, because the supervisor
+itself did not run, for example while a laptop was suspended.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from router.cli.serve.probe import Health, ask_health
 log = logging.getLogger(__name__)
 
 WORKER_ROUNDS, ROUTER_ROUNDS = 9, 6
-"""Bad rounds in a row that end a process: the failure thresholds of the chart's liveness probes."""
+"""Consecutive failed rounds that stop a process, equal to the failure thresholds of the chart's liveness probes."""
 STARTING_PERIOD_S = 1.0
-"""Between two looks at a process that starts, so that a failed start is seen at once."""
+"""Probe period of a process that is starting, so that a failed start is detected quickly."""
 LATE = 1.5
-"""A round that takes more than this many periods does not count."""
+"""Number of periods after which a round does not count."""
 
 
 class Pulse:
-    """Counts the bad rounds in a row of one process, beginning after its start, which may take `start_s`."""
+    """Counter of consecutive failed rounds of one process after its start, which may take `start_s`."""
 
     def __init__(self, limit: int, start_s: float = math.inf) -> None:
         self.limit, self.start_s = limit, start_s
@@ -38,9 +38,9 @@ class Pulse:
         self._life = 0.0
 
     def count_round(self, life: float, health: Health | None, *, on_time: bool, age_s: float = 0.0) -> bool:
-        """Count a round. True: the process must be ended.
+        """Count a round and return whether to stop the process.
 
-        `life` tells one run of the process from the next, `age_s` is its age; `health` is None without an address.
+        `life` identifies a run of the process, and `age_s` is its uptime. `health` is None without an address.
         """
         if life != self._life:
             self._life, self.has_started, self.num_bad = life, False, 0
@@ -58,9 +58,9 @@ class Pulse:
 
 
 async def watch(child: Child, limit: int, period_s: float, grace_s: float, start_s: float = math.inf) -> None:
-    """Probe `child` until cancelled, and end it after `limit` bad rounds or when it has not started in `start_s`.
+    """Probe `child` until cancelled, and stop it after `limit` failed rounds or if it does not start in `start_s`.
 
-    SIGTERM asks it to end; SIGKILL follows after `grace_s`.
+    It gets SIGTERM, and SIGKILL after `grace_s`.
     """
     pulse = Pulse(limit, start_s)
     while True:
@@ -74,15 +74,16 @@ async def watch(child: Child, limit: int, period_s: float, grace_s: float, start
         if not pulse.count_round(life, health, on_time=now - began <= LATE * round_s, age_s=now - life):
             continue
         if pulse.has_started and health is not None:
-            said = {"child": child.name, "why": health.problem, "for_s": limit * period_s, "probes": limit}
-            log.error("a process hangs, ending it", extra=said)
+            fields = {"child": child.name, "why": health.problem, "for_s": limit * period_s, "probes": limit}
+            log.error("supervisor: %s is unresponsive, stopping it", child.name, extra=fields)
         else:
-            log.error("a process does not start, ending it", extra={"child": child.name, "for_s": now - life})
+            fields = {"child": child.name, "for_s": now - life}
+            log.error("supervisor: %s did not start in time, stopping it", child.name, extra=fields)
         await child.end(grace_s)
 
 
 async def loading(children: Sequence[Child], timeout_s: float) -> list[str]:
-    """The names of those that answer and say that they still load their model: the first one compiles kernels, too."""
+    """Return the names of the children that report that they are loading their model."""
     found = await asyncio.gather(*(_ask(child, timeout_s) for child in children))
     return [
         child.name

@@ -1,4 +1,4 @@
-"""What the supervisor asks the network: whether a port is free, the router ready, a process healthy."""
+"""Network checks of the supervisor: free ports, readiness and health."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from common.errors import ConfigError
 from common.wire import in_url, listening_host
 
 PROBE_TIMEOUT_S = 2.0
-"""For an answer of a process on this machine."""
+"""Timeout for an answer of a process on this machine."""
 _NO_ANSWER = (OSError, EOFError, ValueError, IndexError, asyncio.LimitOverrunError)
-"""Raised when a process is gone, is slow, or does not speak HTTP."""
+"""Errors of a process that has exited, is slow, or does not serve HTTP."""
 Address = tuple[str, int] | Path
 """Host and port, or a Unix socket."""
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -25,19 +25,19 @@ _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 @dataclass(frozen=True)
 class Health:
-    """The result of one `GET /health`: the problem, or "", and whether the process has surely started."""
+    """Result of one `GET /health`: the problem or "", and whether the process has certainly started."""
 
     problem: str
     has_started: bool
 
 
 def reachable_host(host: str) -> str:
-    """The host to connect to when `host` was bound: a wildcard is reached through loopback."""
+    """Return the host for connections to a socket bound to `host`: loopback for a wildcard."""
     return _WILDCARDS.get(listening_host(host), host)
 
 
 def claim_port(host: str, port: int) -> int:
-    """`port`, or a free one for 0. Raises ConfigError when it is taken or cannot be bound."""
+    """Return `port`, or a free port for 0. Raises ConfigError if it is in use or cannot be bound."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(listening_host(host), port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
@@ -48,16 +48,16 @@ def claim_port(host: str, port: int) -> int:
             probe.bind(address)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                allowed = f"a port that is free: something already listens on {host}:{port}; try --port {port + 1}"
+                allowed = f"a free port, but {host}:{port} is in use; try --port {port + 1}"
                 raise ConfigError("port", port, allowed) from error
             raise ConfigError("host", host, f"an address and port that can be bound ({error.strerror})") from error
         return int(probe.getsockname()[1])
 
 
 async def ready_reason(host: str, port: int, *, tls: bool = False, model: str = "") -> str:
-    """Why `GET /ready` is not 200 yet, for some model or for this one; "" when it is.
+    """Return why `GET /ready` does not answer 200 for `model`, or for any model, and "" if it does.
 
-    With `tls` any certificate is accepted: it belongs to our own child, and need not name this host.
+    With `tls` any certificate is accepted, because the certificate of the child may name another host.
     """
     try:
         path = f"/ready?{urlencode({'model': model})}" if model else "/ready"
@@ -68,7 +68,7 @@ async def ready_reason(host: str, port: int, *, tls: bool = False, model: str = 
 
 
 async def metrics_page(host: str, port: int, *, tls: bool = False) -> str:
-    """The router's page of metrics; "" when it does not answer in time. `tls` as in `ready_reason`."""
+    """Return the metrics of the router, or "" without an answer. `tls` as in `ready_reason`."""
     try:
         status, body = await _get((host, port), "/metrics", PROBE_TIMEOUT_S, tls=tls)
     except _NO_ANSWER:
@@ -77,9 +77,9 @@ async def metrics_page(host: str, port: int, *, tls: bool = False) -> str:
 
 
 async def ask_health(address: Address, timeout_s: float, *, tls: bool = False) -> Health:
-    """Probe a process: no answer within `timeout_s` is as bad as one that is not 200.
+    """Probe the health of a process. A worker whose state is "loading" has not started.
 
-    A worker whose state is "loading" has not started. `tls` as in `ready_reason`.
+    `tls` as in `ready_reason`.
     """
     try:
         status, body = await _get(address, "/health", timeout_s, tls=tls)
@@ -89,7 +89,7 @@ async def ask_health(address: Address, timeout_s: float, *, tls: bool = False) -
         return Health(f"no answer: {str(error) or type(error).__name__}", has_started=False)
     if status == 200:
         return Health("", has_started=_field(body, "state") != "loading")
-    return Health(f"it answers {status}: {_field(body, 'state') or _message(body)}", has_started=True)
+    return Health(f"HTTP {status}: {_field(body, 'state') or _message(body)}", has_started=True)
 
 
 def _any_certificate() -> ssl.SSLContext:
@@ -112,11 +112,11 @@ async def _get(address: Address, path: str, timeout_s: float, *, tls: bool) -> t
             head = await reader.readuntil(b"\r\n\r\n")
             return int(head.split(maxsplit=2)[1]), await reader.read()
         finally:
-            writer.transport.abort()  # a frozen process would delay an orderly end of TLS
+            writer.transport.abort()  # a hanging process would delay the TLS shutdown
 
 
 def _field(body: bytes, *path: str) -> str:
-    """A string of the answer by its path; "" when the answer has none."""
+    """Return the string at a path of the answer, or ""."""
     try:
         value = json.loads(body)
         for key in path:
@@ -127,5 +127,5 @@ def _field(body: bytes, *path: str) -> str:
 
 
 def _message(body: bytes) -> str:
-    """The reason in the router's answer: the message of its error object, or the whole text."""
+    """Return the reason in the answer of the router: the message of its error object, or the whole text."""
     return _field(body, "error", "message") or body.decode(errors="replace").strip() or "not ready"

@@ -1,7 +1,7 @@
-"""The settings of every process that `diptych serve` starts, from one flag list, file and environment.
+"""Settings of the processes that `diptych serve` starts, from its flags, the file and the environment.
 
-An option holds for each process that has it; `--prefill-NAME` and `--decode-NAME` hold for one pool and win.
-Everything is checked here, before the first process starts.
+An option applies to each process that has it. `--prefill-NAME` and `--decode-NAME` apply to one pool and win.
+All settings are validated before the first process starts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from common.config import (
     AUTO,
@@ -24,7 +24,10 @@ from common.config import (
     ServeConfig,
     Sources,
     WorkerConfig,
+    as_flag,
+    describe,
     fields_of,
+    located,
 )
 from common.errors import ConfigError
 from common.machine import AvailableGPUs, count_gpus, find_gpus, gpu_refusal, placement_message, with_device
@@ -34,14 +37,14 @@ from router.models import table_of
 C = TypeVar("C", bound=Config)
 W = TypeVar("W", bound=WorkerConfig)
 THRESHOLD = "local_prefill_threshold"
-"""0 unless given where decode workers run on a GPU: a prompt in a recorded step would have it run kernel by kernel."""
+"""Its default is 0 with decode workers on GPUs, because a prompt in a step prevents the use of CUDA graphs."""
 P = TypeVar("P", bound=RouterConfig | WorkerConfig)
 
 ROUTER_DRAIN_S, WORKER_DRAIN_S = 3.0, 2.0
-"""A process drains at most this long, so that it ends within the supervisor's grace."""
+"""Maximum drain time, so that a process exits within the supervisor's grace period."""
 
 OWN = frozenset(("config", "curve_key", "curve_authorized", "kubernetes_api", "kubernetes_credentials"))
-"""Fields that the supervisor sets itself, for each process."""
+"""Fields that the supervisor sets for each process."""
 DISCOVERY = (
     *("discovery", "prefill_services", "decode_services", "discovery_namespace"),
     "discovery_file",
@@ -51,20 +54,21 @@ ROUTER_OWN = OWN | {"prefill", "decode", *PLANNER, *DISCOVERY}
 ADDRESSES = ("host", "port", "kv_port", "lend_port", "http_port", "advertise_host", "allow_remote", "address_file")
 WORKER_OWN = OWN | {"worker_id", "core_share", "pod_deletion_cost", *ADDRESSES}
 
-EPILOG = """\
-Worker options can be set for one pool alone: --prefill-threads 2, --decode-cores 1, --decode-max-num-seqs 128.
-Every option but those of `serve` itself is also an environment variable (DIPTYCH_MAX_NUM_SEQS, for one kind of process
-DIPTYCH_DECODE_MAX_NUM_SEQS) and a key in the TOML file (max_num_seqs at the top, or under [router], [prefill_worker],
-[decode_worker]); --prefill, --decode and --liveness-s are DIPTYCH_SERVE_PREFILL and so on, or keys under [serve].
-A flag wins over the environment, the environment over the file. docs/configuration.md lists everything."""
+NOTES = """\
+Worker options can be set for one pool: --prefill-threads 2, --decode-cores 1, --decode-max-num-seqs 128.
+Every option is also an environment variable and a key of the TOML file (--config FILE). For --max-num-seqs:
+  DIPTYCH_MAX_NUM_SEQS=8           in the environment, for both kinds of worker
+  DIPTYCH_DECODE_MAX_NUM_SEQS=8    in the environment, for decode workers
+  max_num_seqs = 8                 in the file, at the top or under [prefill_worker] or [decode_worker]
+Options of serve itself, such as --prefill, are DIPTYCH_SERVE_PREFILL or a key under [serve].
+A flag wins over the environment, and the environment over the file. See docs/reference/configuration.md."""
 
 
 def on_gpus(workers: Sequence[WorkerConfig], num_gpus: int, *, may_share: bool = False) -> list[WorkerConfig]:
-    """Assign GPUs to the workers whose `--device cuda` names none.
+    """Assign GPUs to the workers with `--device cuda`.
 
-    Each worker gets its own GPUs. Workers share the GPU of a machine that has one, and with `may_share` also several
-    GPUs if there are too few. Workers on the same GPU divide its memory. Raises ConfigError if there are several GPUs,
-    but fewer than the workers need.
+    Each worker gets its own GPUs. Workers share a single GPU, and with `may_share` also several GPUs if there are too
+    few. Workers on the same GPU divide its memory. Raises ConfigError if there are several GPUs but not enough.
     """
     choosing = [i for i, worker in enumerate(workers) if worker.device == "cuda"]
     if num_gpus <= 1 and all(workers[i].ranks_per_host == 1 for i in choosing):
@@ -74,7 +78,7 @@ def on_gpus(workers: Sequence[WorkerConfig], num_gpus: int, *, may_share: bool =
         Counter(index for worker in workers if worker.device != "cuda" for index in gpus_of(worker)),
         [*workers],
     )
-    for i in sorted(choosing, key=lambda i: -workers[i].ranks_per_host):  # first those that need neighbours
+    for i in sorted(choosing, key=lambda i: -workers[i].ranks_per_host):  # workers with several GPUs first
         size = workers[i].ranks_per_host
         places = [range(first, first + size) for first in range(num_gpus - size + 1)]
         place = min(
@@ -88,7 +92,7 @@ def on_gpus(workers: Sequence[WorkerConfig], num_gpus: int, *, may_share: bool =
 
 
 def gpus_of(worker: WorkerConfig) -> range:
-    """The GPUs of a worker: neighbours from the one that `device` names; the first without a number."""
+    """Return the GPUs of a worker: consecutive ones from that of `device`, or from the first."""
     if not worker.on_gpu:
         return range(0)
     first = worker.device_index
@@ -109,21 +113,20 @@ def _sharing(workers: Sequence[WorkerConfig]) -> list[WorkerConfig]:
 def _too_few(workers: Sequence[WorkerConfig], num_gpus: int, num_named: int) -> str:
     needed = sum(worker.ranks_per_host for worker in workers)
     each = sorted({worker.ranks_per_host for worker in workers})
-    of_each = f" of {' or '.join(map(str, each))} GPUs each" if each != [1] else ""
-    seen = f"this machine has {num_gpus}" + f", of which other workers name {num_named}" * bool(num_named)
+    of_each = f" with {' or '.join(map(str, each))} GPUs each" if each != [1] else ""
+    seen = f"this machine has {num_gpus}" + f", and other workers use {num_named}" * bool(num_named)
     return (
-        f"more GPUs: {len(workers)} workers{of_each} need {needed}, and {seen}; start fewer workers, or name the GPUs "
-        "that they are to share, as in --prefill-device cuda:0 --decode-device cuda:0"
+        f"cuda:N or cpu, because {len(workers)} workers{of_each} need {needed} GPUs and {seen}; start fewer workers, "
+        "or share GPUs with --prefill-device cuda:0 --decode-device cuda:0"
     )
 
 
 @dataclass(frozen=True)
 class ServePlan:
-    """The settings of every process to start. Worker i of a pool is named `prefill-i` or `decode-i`.
+    """The settings of all processes to start. Worker i of a pool is named `prefill-i` or `decode-i`.
 
-    Each of the `models` has the workers of one model, in the order of the models; their numbers run on. A model whose
-    file says that it has no prefill pool has no prefill workers.
-    With `autoscale` workers come and go: `kinds` are the settings of any worker of a role, but its name and its model.
+    Workers are ordered by `models`. A model without a prefill pool in the models file has no prefill workers. With
+    `autoscale`, `kinds` holds the settings of a new worker of a role, except for its name and model.
     """
 
     router: RouterConfig
@@ -135,45 +138,46 @@ class ServePlan:
     kinds: Mapping[Role, WorkerConfig] = dataclasses.field(default_factory=dict)
     models: tuple[str, ...] = ()
     placement: str = ""
-    """The choice for `--device auto` and its reason; "" if no worker has this setting."""
+    """The choice for `--device auto` with its reason, or "" if no worker has this setting."""
 
 
 def fields_set_by(cls: type[Config]) -> list[Field]:
-    """The fields of a process that the user of `serve` may set."""
+    """Return the fields of a process that the user of `serve` can set."""
     own = ROUTER_OWN if cls is RouterConfig else WORKER_OWN
     return [field for field in fields_of(cls) if field.name not in own]
 
 
 def shared_fields() -> list[Field]:
-    """The fields of router and workers, each name once; the help names a default that differs between the pools."""
+    """Return the fields of router and workers, each name once. A default that differs is noted in the help."""
     union: dict[str, Field] = {}
     for cls in (RouterConfig, DecodeWorkerConfig, PrefillWorkerConfig):
         for field in fields_set_by(cls):
             known = union.setdefault(field.name, field)
             if known.default != field.default:
-                note = f"{known.rule.help}; prefill workers: {field.render(field.default)}"
-                union[field.name] = dataclasses.replace(known, rule=dataclasses.replace(known.rule, help=note))
+                note = f"{known.rule.default_note}; {field.render(field.default)} for prefill workers"
+                union[field.name] = dataclasses.replace(known, rule=dataclasses.replace(known.rule, default_note=note))
     return list(union.values())
 
 
 def build_parser() -> FlagParser:
-    """Every flag of `diptych serve`; those for one pool alone are accepted but not listed."""
-    parser = FlagParser("diptych serve", ServeConfig.about, EPILOG)
+    """Build the parser of `diptych serve`. Flags for one pool are accepted but not listed."""
+    parser = FlagParser("diptych serve", ServeConfig.about, ServeConfig.examples, NOTES)
+    fields = {field.name: field for field in fields_of(RouterConfig)}
+    parser.add_model(describe(fields["model"]))
     config = [field for field in fields_of(RouterConfig) if field.name == "config"]
     parser.add_fields([*fields_of(ServeConfig), *shared_fields(), *config])
-    parser.add_fields(fields_set_by(PrefillWorkerConfig), prefix="prefill-", visible=False)
-    parser.add_fields(fields_set_by(DecodeWorkerConfig), prefix="decode-", visible=False)
+    parser.add_fields(fields_set_by(PrefillWorkerConfig), prefix="prefill-", is_listed=False)
+    parser.add_fields(fields_set_by(DecodeWorkerConfig), prefix="decode-", is_listed=False)
     return parser
 
 
 def read_plan(
     argv: Sequence[str], environ: Mapping[str, str] | None = None, num_cores: int = 0, num_gpus: int | None = None
 ) -> ServePlan:
-    """Merge all sources. Raises ConfigError.
+    """Merge all sources into a plan. Raises ConfigError.
 
-    A worker without a `threads` setting may use `num_cores` (0: those of this process), in turns with the others.
-    Workers are spread over `num_gpus` (None: the number that the driver shows, or for `--device auto` the number that a
-    process with torch finds).
+    `num_cores` is the number of threads of a worker without `threads`; 0 for the cores of this process. `num_gpus` is
+    the number of GPUs; None for the number that the driver reports, or that PyTorch finds for `--device auto`.
     """
     environ = os.environ if environ is None else environ
     flags = build_parser().flags(argv)
@@ -184,8 +188,17 @@ def read_plan(
         for field in fields_of(cls):
             for name in (field.name, prefix + field.name) if prefix else (field.name,):
                 if name in flags and field.name not in own:
-                    values[field.name] = field.parse(flags[name])
-        return cls(**values)
+                    values[field.name] = parse(field, name)
+        try:
+            return cls(**values)
+        except ConfigError as error:
+            raise located(error, cls, flags, sources, prefix) from error
+
+    def parse(field: Field, name: str) -> Any:
+        try:
+            return field.parse(flags[name])
+        except ConfigError as error:
+            raise error.located(as_flag(name, error.value)) from error
 
     serve = merge(ServeConfig, frozenset(), "")
     cores = num_cores or len(os.sched_getaffinity(0))
@@ -202,7 +215,7 @@ def read_plan(
             placement_message(refusal),
             gpus.num_gpus,
         )
-    # A worker that leaves while the service goes on may hand its streams over in peace.
+    # With autoscaling, a worker that is removed has time to hand over its streams.
     drain_s = prefill.drain_timeout_s if serve.autoscale else WORKER_DRAIN_S
     router = _hurried(merge(RouterConfig, ROUTER_OWN, ""), ROUTER_DRAIN_S)
     if decode.on_gpu and THRESHOLD not in flags and THRESHOLD not in sources.values(RouterConfig, skip=ROUTER_OWN):
@@ -210,10 +223,10 @@ def read_plan(
     entries = table_of(router).models
     models = tuple(entry.model for entry in entries)
     if len(models) > 1 and (named := prefill.lora or decode.lora):
-        allowed = "left out with several models: load each adapter at run time, with --max-loras"
+        allowed = "omitted with several models; set --max-loras and load adapters at run time"
         raise ConfigError("lora", named[0], allowed)
 
-    if serve.autoscale:  # workers come and go, so those of one name share one GPU
+    if serve.autoscale:  # the number of workers varies, so those on one device share its memory
         same = prefill.device == decode.device
         prefill = _divided(prefill, len(models) * (serve.prefill + serve.decode * same))
         decode = _divided(decode, len(models) * (serve.decode + serve.prefill * same))
@@ -240,23 +253,24 @@ def read_plan(
 
 
 def _refusal(pools: Sequence[WorkerConfig], gpus: AvailableGPUs) -> str:
-    """Return why the pools with `--device auto` cannot use GPUs, or "". They exchange KV, so all or none do."""
+    """Return why the pools with `--device auto` cannot use GPUs, or "". All pools use GPUs, or none."""
     if any(pool.device == "cpu" for pool in pools):
         return "the other pool is on the CPU"
     return next(filter(None, (gpu_refusal(pool, gpus) for pool in pools if pool.device == AUTO)), "")
 
 
 def _divided(config: W, num_workers: int) -> W:
-    """Workers of one GPU share its memory."""
+    """Divide the memory of a GPU among `num_workers`."""
     if not config.on_gpu or num_workers < 2:
         return config
     return dataclasses.replace(config, gpu_memory_utilization=config.gpu_memory_utilization / num_workers)
 
 
 def _planning(router: RouterConfig, serve: ServeConfig, num_cores: int) -> RouterConfig:
-    """The router plans the pools of each model, within the same bounds. Raises ConfigError for a start outside of them.
+    """Return the router's settings with the limits of the planner, which apply to each model.
 
-    A bound that is not given allows what a model starts with, and half of the cores for each pool of it.
+    The default limit of a pool is half of the cores, but at least its initial size. Raises ConfigError if the initial
+    size is outside the limits.
     """
     most_prefill = _most(router, "prefill", serve.prefill, num_cores // 2)
     most_decode = _most(router, "decode", serve.decode, num_cores // 2)
@@ -264,19 +278,19 @@ def _planning(router: RouterConfig, serve: ServeConfig, num_cores: int) -> Route
 
 
 def _most(bounds: RouterConfig, role: Role, num: int, usual: int) -> int:
-    """The most workers of a role that a model may have, which starts with `num`. Raises ConfigError."""
+    """Return the maximum number of workers of a role for a model that starts with `num`. Raises ConfigError."""
     least, most = getattr(bounds, f"min_{role}"), int(getattr(bounds, f"max_{role}"))
     if num < least or 0 < most < num:
-        raise ConfigError(role, num, f"a number from --min-{role} ({least}) to --max-{role} ({most})")
+        raise ConfigError(role, num, f"{least} (--min-{role}) to {most} (--max-{role})")
     return most or max(num, least, usual)
 
 
 def _worker(config: W, name: str, threads: int, drain_s: float) -> W:
-    """A pinned worker uses the cores it is pinned to; another may use all cores while it computes alone."""
+    """Name a worker and set its threads. Without `cores` or `threads` it uses all cores."""
     own = threads if config.threads == 0 and not config.cores else config.threads
     return dataclasses.replace(_hurried(config, drain_s), worker_id=name, threads=own)
 
 
 def _hurried(config: P, drain_s: float) -> P:
-    """Shorten the drain: a user who presses Ctrl-C does not wait for running answers."""
+    """Limit the drain time, because a user who presses Ctrl-C does not wait for running requests."""
     return dataclasses.replace(config, drain_timeout_s=min(config.drain_timeout_s, drain_s))

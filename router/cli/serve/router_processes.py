@@ -1,10 +1,10 @@
-"""Several processes that are one router: one port, one set of settings, one page of metrics.
+"""Supervisor of `--router-processes`: several router processes with one port, one configuration and one metrics page.
 
-    parent ── a listener of the port (SO_REUSEPORT) for each ──> processes, each a whole router
-       ^──────────────── /health at its Unix socket ───────────────┘
+    parent ── a listener of the port (SO_REUSEPORT) each ──> router processes
+       ^──────── /health at their Unix sockets ─────────────────┘
 
-The kernel deals connections out by their addresses. The parent serves nothing; it keeps a copy of each listener, so
-that connections which come while a process is started again wait for it instead of being refused.
+The kernel distributes connections by their addresses. The parent serves no requests. It keeps a copy of each listener,
+so that connections wait during a restart instead of being rejected.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ log = logging.getLogger(__name__)
 
 MODULE = "router.process"
 PERIOD_S, START_S = 2.5, 600.0
-"""Between two probes; six bad ones in a row end a process. How long one may take to start, from a slow disk."""
+"""Interval of health checks, and maximum start time."""
 ROUTER_STOP_GRACE_S = 10.0
-"""Beyond the drain, which each process bounds itself."""
+"""Grace period after the drain timeout of each process."""
 PREFIX = "diptych-router-"
 MAX_FOLDER_CHARS = 60
-"""The path of a Unix socket may have about a hundred."""
+"""The path of a Unix socket is limited to about 100 characters."""
 
 
 class RouterProcess(HttpServerChild):
-    """One process of the router. While it has no listener, the other processes accept new connections."""
+    """One router process. Without its listener, the other processes accept all new connections."""
 
     shares_port = True
 
@@ -54,7 +54,7 @@ class RouterProcess(HttpServerChild):
         return [sys.executable, "-P", "-m", self.module, *place, *to_argv(self.config)]
 
     def start(self) -> None:
-        self.part.own_socket.unlink(missing_ok=True)  # of the process before
+        self.part.own_socket.unlink(missing_ok=True)  # of the previous process
         super().start()
 
     def http_address(self) -> Address | None:
@@ -62,12 +62,12 @@ class RouterProcess(HttpServerChild):
 
     @property
     def listens(self) -> bool:
-        """Whether new connections may come to it."""
+        """Whether it accepts new connections."""
         return self._listener is not None
 
 
 class RouterProcesses(Keeper):
-    """The parent."""
+    """The parent of the router processes."""
 
     def __init__(self, config: RouterConfig, folder: Path) -> None:
         super().__init__(period_s=PERIOD_S, start_s=START_S, grace_s=config.drain_timeout_s + ROUTER_STOP_GRACE_S)
@@ -82,7 +82,7 @@ class RouterProcesses(Keeper):
         return ROUTER_ROUNDS
 
     async def start(self) -> None:
-        """Start the first; once it answers, the rest, which it has tried the settings for. Raises StartFailed."""
+        """Start the first process to validate the settings, then the others. Raises StartFailed."""
         first, *others = self.processes
         first.start()
         try:
@@ -100,7 +100,7 @@ class RouterProcesses(Keeper):
         super().stop()
 
     def reload(self) -> None:
-        """Have all read their files again."""
+        """Make all processes reread their files."""
         for process in self.processes:
             process.send_signal(signal.SIGHUP)
 
@@ -114,7 +114,7 @@ async def _answers(process: RouterProcess) -> None:
 
 
 async def supervise(config: RouterConfig, folder: Path) -> int:
-    """Run them until a signal. Returns the exit status."""
+    """Run the processes until a signal. Returns the exit status."""
     parent = RouterProcesses(config, folder)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -124,10 +124,10 @@ async def supervise(config: RouterConfig, folder: Path) -> int:
     try:
         await parent.start()
         if not parent.stopping.is_set():
-            log.info("serving", extra={"processes": config.router_processes, "port": config.port})
+            log.info("router: serving", extra={"processes": config.router_processes, "port": config.port})
             await parent.run()
-    except StartFailed as error:  # the process has said why
-        log.error("the router did not start: %s", error)
+    except StartFailed as error:  # the process has logged the reason
+        log.error("router: start failed: %s", error)
         return max(1, parent.processes[0].returncode or 1)
     finally:
         parent.stop()
@@ -136,11 +136,11 @@ async def supervise(config: RouterConfig, folder: Path) -> int:
 
 
 def run_together(config: RouterConfig, prog: str) -> int:
-    """Serve until SIGTERM; the exit status is that of a router of one process."""
+    """Serve until SIGTERM. Returns the same exit status as a single router process."""
     try:
         with listening.listen(
             config.host, config.port, CLIENTS_BACKLOG
-        ) as probe:  # not shared: refused if the port is taken
+        ) as probe:  # not shared, so that it fails if the port is in use
             port = probe.getsockname()[1]
     except OSError as error:
         print(f"{prog}: cannot listen on {config.host}:{config.port}: {error.strerror or error}", file=sys.stderr)
@@ -155,8 +155,8 @@ def run_together(config: RouterConfig, prog: str) -> int:
 
 
 def remove_left(parent: Path) -> None:
-    """Remove the folders of routers that were killed: they may hold responses. Those that run have a lock on theirs."""
+    """Remove the folders of killed routers, which may contain responses. A running router locks its folder."""
     for left in parent.glob(f"{PREFIX}*/{LOCK}"):
-        with contextlib.suppress(OSError), left.open("rb") as lock:  # it is another user's, or in use
+        with contextlib.suppress(OSError), left.open("rb") as lock:  # owned by another user, or in use
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(left.parent)

@@ -1,9 +1,9 @@
-"""`diptych serve`: a whole service on one machine, over the same processes and the same wire as a cluster.
+"""`diptych serve`: a complete service on one machine, with the same processes and protocol as a cluster.
 
-    serve ──> fetch the model ──> prefill-0.. and decode-0.. ──addresses──> router ──/ready──> "serving at http://..."
+    serve ──> download the model ──> prefill-0.. and decode-0.. ──addresses──> router ──/ready──> summary
 
-Workers take free ports and write them to files in a private temporary folder, so that several services run side by
-side. Ctrl-C or SIGTERM ends every process within five seconds; when this process is killed, its children die too.
+Workers bind free ports and write them to files in a private temporary folder, so that several services can run on one
+machine. Ctrl-C or SIGTERM stops all processes within five seconds. If this process is killed, its children die too.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ EXAMPLES: Mapping[Task, tuple[str, dict[str, object]]] = {
     "embed": (EMBEDDINGS_PATH, {"input": QUESTION}),
     "score": (SCORE_PATH, {"text_1": QUESTION, "text_2": "A painting on two hinged panels."}),
 }
-"""What to try with a model, by its task."""
+"""Example request by task."""
 
 
 def pools_for(plan: ServePlan, tasks: Sequence[ServedTask]) -> ServePlan:
-    """The plan without decode workers for models that generate no text; `tasks` are those of its models.
+    """Return the plan without decode workers for models that do not generate text. `tasks` are those of the models.
 
-    Raises ConfigError for what needs some.
+    Raises ConfigError for settings that need decode workers.
     """
     pooled = {model for model, task in zip(plan.models, tasks, strict=True) if not task.generates}
     for task in (task for task in tasks if not task.generates):
         if not plan.prefill:
-            raise ConfigError("prefill", 0, f"at least 1: prefill workers alone {task.name}")
+            raise ConfigError("prefill", 0, f"at least 1 with --task {task.name}")
         if plan.autoscale:
-            raise ConfigError("autoscale", True, f"off: a model that is served to {task.name} has no pools to balance")
+            raise ConfigError("autoscale", True, f"omitted with --task {task.name}")
     return dataclasses.replace(plan, decode=tuple(one for one in plan.decode if one.model not in pooled))
 
 
 def summary(plan: ServePlan, names: Sequence[str], took_s: float, task: ServedTask = GENERATES) -> str:
-    """What `diptych serve` prints once the service answers."""
+    """Return the text that `diptych serve` prints when the service is ready."""
     host = reachable_host(plan.router.host)
     scheme = "https" if plan.router.tls_cert else "http"
     url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{plan.router.port}"
@@ -68,7 +68,7 @@ def summary(plan: ServePlan, names: Sequence[str], took_s: float, task: ServedTa
     return f"""
   Diptych serves {", ".join(names)}, ready after {took_s:.1f} s: {pools} + router
 
-{chat}    see it work           {url}/dashboard
+{chat}    dashboard             {url}/dashboard
     OpenAI base URL       {url}/v1
     try it                curl {url}{path} {key}-H 'Content-Type: application/json' \\
                             -d '{json.dumps(request)}'
@@ -87,23 +87,23 @@ async def supervise(plan: ServePlan, names: Sequence[str], runtime: Path, task: 
         if not supervisor.stopping.is_set():
             try:
                 print(summary(plan, names, took_s, task), flush=True)
-            except OSError as error:  # a file on a full disk, or a pipe without a reader
-                log.warning("ready, but cannot write to standard output: %s", error)
+            except OSError as error:  # a full disk, or a closed pipe
+                log.warning("supervisor: ready, but cannot write to standard output: %s", error)
             await supervisor.run()
     except StartFailed as error:
-        log.error("the service did not start: %s; its own message is above", error)
+        log.error("supervisor: start failed: %s; see the messages above", error)
         return 1
     finally:
         await supervisor.shutdown()
-    log.info("stopped")
+    log.info("supervisor: stopped")
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `diptych serve`."""
+    """Run `diptych serve`. Returns the exit status."""
     try:
         plan = read_plan(sys.argv[1:] if argv is None else argv)
-        load_policy(plan.router.routing_policy, plan.router.local_prefill_threshold)  # refused before models are loaded
+        load_policy(plan.router.routing_policy, plan.router.local_prefill_threshold)  # validated before the download
         port = claim_port(plan.router.host, plan.router.port)
         plan = dataclasses.replace(plan, router=dataclasses.replace(plan.router, port=port))
         setup_logging("serve", plan.router.log_level, plan.router.log_json)
@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if plan.placement:
         log.info(plan.placement)
     models = ", ".join(one.model_id for one in files)
-    log.info("starting", extra={"model": models, "prefill": len(plan.prefill), "decode": len(plan.decode)})
+    log.info("supervisor: starting", extra={"model": models, "prefill": len(plan.prefill), "decode": len(plan.decode)})
     with tempfile.TemporaryDirectory(prefix="diptych-") as runtime:
         return asyncio.run(supervise(plan, names, Path(runtime), tasks[0]))
 

@@ -1,4 +1,4 @@
-"""The processes of `diptych serve`: started in order, kept running, workers added and ended."""
+"""Supervisor of `diptych serve`: start all processes, restart them, and add or remove workers."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from router.cli.serve.processes import ServePlan
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 4.0
-"""From SIGTERM to SIGKILL."""
+"""Time from SIGTERM to SIGKILL."""
 LEAVE_S = 0.5
-"""From a worker being listed as leaving to SIGTERM: the router has read it by then."""
+"""Time for the router to read that a worker is stopping, before SIGTERM."""
 REPORT_EVERY_S = 10.0
-"""How often the log names what a slow start waits for."""
-ONCE = " (the first workers on a machine compile their kernels: up to a minute, once)"
+"""Log interval during a slow start."""
+ONCE = " (the first start on a machine compiles kernels for up to a minute)"
 
 
 class Supervisor(Keeper):
-    """Owns every process of the service."""
+    """Owner of all processes of the service."""
 
     def __init__(self, plan: ServePlan, names: Sequence[str], runtime: Path) -> None:
-        """`names`: how clients call the plan's models, in their order."""
+        """`names` are the API names of the models of the plan."""
         period_s = plan.liveness_s / WORKER_ROUNDS
         super().__init__(period_s=period_s, start_s=plan.start_timeout_s, grace_s=STOP_GRACE_S)
         self.plan, self._names = plan, tuple(names)
@@ -60,7 +60,7 @@ class Supervisor(Keeper):
             self.own(None, autoscale(self, self.pools, self.router, models), "autoscale")
 
     async def start(self) -> float:
-        """Start every process and return the seconds until the service was ready. Raises StartFailed."""
+        """Start all processes and return the seconds until the service is ready. Raises StartFailed."""
         began = time.monotonic()
         self._next_report = began + REPORT_EVERY_S
         for worker in self.workers:
@@ -74,24 +74,24 @@ class Supervisor(Keeper):
         return time.monotonic() - began
 
     def stop(self) -> None:
-        self.router.close()  # new connections are refused while the router ends
+        self.router.close()  # reject new connections while the router stops
         super().stop()
 
-    # ------------------------------------------------------------ workers that come and go
+    # ------------------------------------------------------------ autoscaling
 
     def start_worker(self, role: Role, model: str) -> None:
-        """Start one more worker of a model, which is kept and watched like the first ones."""
+        """Start one more worker of a model and supervise it."""
         worker = self.pools.add(role, model=model)
         try:
             worker.start()
         except OSError as error:
-            log.error("a worker cannot be started", extra={"child": worker.name, "why": error.strerror})
+            log.error("supervisor: cannot start %s: %s", worker.name, error.strerror, extra={"child": worker.name})
             self.pools.remove(worker)
             return
         self.guard(worker)
 
     def end_worker(self, worker: WorkerChild) -> None:
-        """Let a worker hand its streams over and end, and forget it then."""
+        """Stop a worker after it has handed over its streams, and remove it."""
         self.pools.leaving.add(worker)
         self.pools.publish()
         guards = self.release(worker)
@@ -102,11 +102,11 @@ class Supervisor(Keeper):
         await asyncio.sleep(LEAVE_S)
         await worker.end(worker.config.drain_timeout_s + STOP_GRACE_S)
         self.pools.remove(worker)
-        log.info("a worker has left", extra={"child": worker.name})
+        log.info("supervisor: removed %s", worker.name, extra={"child": worker.name})
 
     async def _start_router(self) -> None:
-        while silent := [worker.name for worker in self.workers if not worker.read_address()]:
-            self._awaited = f"{', '.join(silent)} wrote no address yet"
+        while starting := [worker.name for worker in self.workers if not worker.read_address()]:
+            self._awaited = f"waiting for {', '.join(starting)} to start"
             await self._wait_on()
         if self.plan.autoscale:
             self.pools.publish()
@@ -118,22 +118,22 @@ class Supervisor(Keeper):
         router = self.plan.router
         try:
             self.router.start()
-        except OSError as error:  # for example a port that another program has bound since it was chosen
+        except OSError as error:  # for example if another program has bound the port in the meantime
             raise StartFailed(f"the router cannot listen on {router.host}:{router.port}: {error.strerror}") from error
         several = len(self.plan.models) > 1
         for model in self.plan.models if several else ("",):
             while reason := await ready_reason(router.host, router.port, tls=bool(router.tls_cert), model=model):
                 if not self.router.alive:
-                    raise StartFailed(f"router ended while starting ({describe_exit(await self.router.ended())})")
+                    raise StartFailed(f"router exited during startup ({describe_exit(await self.router.ended())})")
                 self._awaited = reason
                 await self._wait_on()
 
     async def _wait_on(self) -> None:
-        """Wait a little, and log now and then what the start waits for."""
+        """Wait for a poll interval, and log what a slow start waits for."""
         now = time.monotonic()
         if now >= self._next_report:
             names = await loading(self.workers, PROBE_TIMEOUT_S)
-            more = f"; {', '.join(names)} still load the model{ONCE}" if names else ""
-            log.info("still starting", extra={"reason": f"{self._awaited}{more}"})
+            more = f"; {', '.join(names)} loading the model{ONCE}" if names else ""
+            log.info("supervisor: still starting: %s%s", self._awaited, more)
             self._next_report = time.monotonic() + REPORT_EVERY_S
         await asyncio.sleep(POLL_S)

@@ -1,4 +1,4 @@
-// The way to the service: its models, and the API key, which is asked for where the service wants one.
+// Access to the service: its models, and the API key, which is requested if the service requires one.
 const Access = (() => {
   const $ = (id) => document.getElementById(id);
   const RETRY_MS = 3000;
@@ -7,13 +7,13 @@ const Access = (() => {
 
   const key = () => $("key").value.trim();
 
-  // Ask for the key, because of an error with the status 401.
+  // Ask for the key after an error with status 401.
   function lock(error) {
     const refused = key() !== "";
     $("unlock").classList.toggle("refused", refused);
-    $("unlock-title").textContent = refused ? "The API key was refused" : "An API key is needed";
-    $("unlock-why").textContent = `${error.message} The key is kept in this tab only.`;
-    if (!$("unlock").hidden) return; // what is being typed there stays
+    $("unlock-title").textContent = refused ? "The API key was rejected" : "An API key is required";
+    $("unlock-why").textContent = `${error.message} The key is stored in this tab only.`;
+    if (!$("unlock").hidden) return; // keep what is being typed
     $("unlock").hidden = false;
     $("composer").inert = true;
     $("unlock-key").value = key();
@@ -38,7 +38,7 @@ const Access = (() => {
 
   function showModel() {
     const one = models.find(({ id }) => id === $("model").value);
-    $("model").title = one?.max_model_len ? `${one.id}: ${Timings.whole(one.max_model_len)} tokens at most, conversation and answer together` : "";
+    $("model").title = one?.max_model_len ? `${one.id}: at most ${Timings.whole(one.max_model_len)} tokens, including the answer` : "";
     document.title = `Diptych: ${$("model").value}`;
   }
 
@@ -54,7 +54,7 @@ const Access = (() => {
     finding = setTimeout(find, Math.max(RETRY_MS, 1000 * (error.retryAfterS ?? 0)));
   }
 
-  // Ask for the models until the service tells them.
+  // Request the models until the service returns them.
   async function find() {
     clearTimeout(finding);
     triedKey = key();

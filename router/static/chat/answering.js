@@ -1,4 +1,4 @@
-// An answer while it is made: asked for, asked for again where the service wants a pause, read to its end or stopped.
+// An answer in progress: requested, retried if the service asks for a pause, read to its end or stopped.
 const Answering = (() => {
   const isNode = typeof require !== "undefined";
   const S = isNode ? require("./service.js") : Service;
@@ -12,7 +12,7 @@ const Answering = (() => {
     return JSON.stringify({ model, messages, ...fields, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } });
   }
 
-  // Resolves after so many seconds, and raises AbortError when `signal` ends it.
+  // Resolves after `seconds`. Rejects with AbortError when `signal` aborts.
   function pause(seconds, signal) {
     return new Promise((resolve, reject) => {
       signal.throwIfAborted();
@@ -23,20 +23,20 @@ const Answering = (() => {
   }
 
   class Run {
-    // `changed()` is called after each event; `request` and `key` are fixed when it begins.
+    // `changed()` is called after each event. `request` and `key` do not change.
     constructor(answer, request, key, changed) {
       Object.assign(this, { answer, request, key, changed, tries: 0, problem: "", mostTries: MOST_TRIES, pausedUntil: 0, abort: new AbortController(), sentAt: performance.now() });
     }
 
     stop() { this.abort.abort(); }
 
-    // What a reader is told while no text has come.
+    // State to show while no text has arrived.
     get view() {
       const now = performance.now();
       return { waitedMs: now - this.sentAt, pauseS: Math.max(0, (this.pausedUntil - now) / 1000), problem: this.problem, tries: this.tries + 1, mostTries: MOST_TRIES };
     }
 
-    // Ends with the answer: complete, stopped (its note says so) or failed (its error). Never raises.
+    // Resolves when the answer is complete, stopped (see its note) or failed (see its error). Never rejects.
     async toEnd() {
       while (await this.failsForNow()) this.tries++;
       this.answer.times = { ...this.answer.times, totalMs: performance.now() - this.sentAt };
@@ -83,7 +83,7 @@ const Answering = (() => {
     }
   }
 
-  // An error as it is kept with the answer. Times of day, because a page may be opened again.
+  // The error as stored with the answer. Retry times are absolute, because the page may be reopened.
   function told(error) {
     if (!(error instanceof S.ApiError)) return { title: "Something went wrong", message: String(error), status: 0, detail: "", isRetryable: true, retryAt: 0 };
     const { title, message, status, detail, isRetryable, retryAfterS } = error;

@@ -1,5 +1,5 @@
-// Conversations as this browser keeps them: an entry of its storage each, so that two tabs do not overwrite each other's.
-// A conversation: {id, title, changed, turns}; a turn: {question, answers, shown}, with the answers that were made of it.
+// Conversations in this browser's storage, one entry each, so that two tabs do not overwrite each other's.
+// A conversation: {id, title, changed, turns}. A turn: {question, answers, shown}; `shown` is the index of an answer.
 const Conversations = (() => {
   const PREFIX = "diptych.chat.", TITLE_CHARS = 60;
 
@@ -9,7 +9,7 @@ const Conversations = (() => {
   function answerOf(raw) {
     if (!isText(raw?.text)) return null;
     const error = isText(raw.error?.title) ? { isRetryable: true, detail: "", ...raw.error, message: String(raw.error.message ?? "") } : null;
-    const note = raw.note || (raw.times && !raw.times.totalMs ? "the page was closed before its end" : "");
+    const note = raw.note || (raw.times && !raw.times.totalMs ? "the page was closed before the answer was complete" : "");
     return { thought: "", model: "", times: null, ...raw, note, error };
   }
 
@@ -19,7 +19,7 @@ const Conversations = (() => {
     return { question: raw.question, answers, shown: Math.min(Math.max(0, Number(raw.shown) || 0), Math.max(0, answers.length - 1)) };
   }
 
-  // What is stored, if it is a conversation: another version of this page may have written it.
+  // Parses a stored conversation; null if invalid, because another version of this page may have written it.
   function read(text) {
     try {
       const raw = JSON.parse(text);
@@ -32,13 +32,13 @@ const Conversations = (() => {
 
   function titleOf(conversation) {
     const line = conversation.turns[0]?.question.trim().replace(/\s+/g, " ") ?? "";
-    const chars = [...line]; // whole characters
+    const chars = [...line]; // whole code points
     return chars.length > TITLE_CHARS ? `${chars.slice(0, TITLE_CHARS - 1).join("")}…` : line;
   }
 
   const shownAnswer = (turn) => turn.answers[turn.shown] ?? null;
 
-  // The messages that lead to an answer of the turn at `index`. A turn without an answer is no context.
+  // The messages for an answer to turn `index`. Turns without an answer are omitted.
   function messages(conversation, index, system = "") {
     const before = conversation.turns.slice(0, index).filter((turn) => shownAnswer(turn)?.text);
     return [
@@ -48,7 +48,7 @@ const Conversations = (() => {
     ];
   }
 
-  // The conversation as Markdown, to keep or to send.
+  // Exports the conversation as Markdown.
   function exported(conversation) {
     const parts = conversation.turns.flatMap((turn) => {
       const answer = shownAnswer(turn);
@@ -60,7 +60,7 @@ const Conversations = (() => {
 
   const fileName = (conversation) => `${titleOf(conversation).toLowerCase().replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-+|-+$/g, "") || "conversation"}.md`;
 
-  // Those of `storage`, a function because it may be forbidden to look at; where it may not be used or is full, `save` says so and the page goes on without it.
+  // Conversations in `storage`, a function because even access may be forbidden. `save` reports if storage is forbidden or full.
   class Shelf {
     constructor(storage) { this.storage = storage; }
 
@@ -72,22 +72,22 @@ const Conversations = (() => {
           const one = name.startsWith(PREFIX) ? read(this.storage().getItem(name)) : null;
           if (one) found.push(one);
         }
-      } catch { /* storage is forbidden: there are none */ }
+      } catch { /* storage is forbidden */ }
       return found.sort((a, b) => b.changed - a.changed);
     }
 
-    // Why it could not be kept; "" if it was.
+    // Returns why the conversation could not be saved; "" on success.
     save(conversation) {
       try {
         this.storage().setItem(PREFIX + conversation.id, JSON.stringify(conversation));
         return "";
       } catch (error) {
-        return error?.name === "QuotaExceededError" ? "This browser has no room left for this conversation: delete older ones." : "This browser keeps no conversations.";
+        return error?.name === "QuotaExceededError" ? "This browser's storage is full. Delete older conversations." : "This browser does not allow this page to store conversations.";
       }
     }
 
     remove(id) {
-      try { this.storage().removeItem(PREFIX + id); } catch { /* it was never kept */ }
+      try { this.storage().removeItem(PREFIX + id); } catch { /* it was never stored */ }
     }
   }
 

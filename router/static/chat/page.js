@@ -1,14 +1,14 @@
-// The page: which conversation is shown, which answers are being made, and what each button does.
+// The chat page: the current conversation, running answers, and the actions of its buttons.
 const $ = (id) => document.getElementById(id);
 const NEAR_END_PX = 60, TICK_MS = 200, SAVE_MS = 2000, UNDO_MS = 8000, COPIED_MS = 1500;
 const kept = new Settings.Kept(() => localStorage), tab = new Settings.Kept(() => sessionStorage, {});
 const shelf = new Conversations.Shelf(() => localStorage);
 const isTouched = matchMedia("(pointer: coarse)"), isNarrow = matchMedia("(max-width: 860px)");
 
-let all = shelf.list(); // what the list shows; a new conversation is not in it before its first question
+let all = shelf.list(); // the listed conversations; a new one is added with its first question
 let current = all.find(({ id }) => id === tab.get("conversation")) ?? fresh();
-let editing = null; // the turn whose question is being edited
-let deleted = null; // what Undo brings back
+let editing = null; // turn whose question is being edited
+let deleted = null; // conversation that Undo restores
 const runs = new Map(); // id of a conversation -> {run, turn}
 
 function fresh() { return Conversations.blank(`${Date.now().toString(36)}${Math.random().toString(36).slice(2, 10)}`); }
@@ -22,7 +22,7 @@ function readerOf(answer) {
   return readers.get(answer);
 }
 
-// A turn that nothing happened to keeps its tree, and costs nothing to draw again.
+// Returns the tree of a turn. Unchanged turns return the same tree, which costs nothing to draw again.
 function turnTree(turn, index) {
   const answer = Conversations.shownAnswer(turn), busy = runs.get(current.id), isLast = index === current.turns.length - 1;
   const run = busy?.turn === turn ? busy.run.view : null;
@@ -67,7 +67,7 @@ function drawAll() {
   showState();
 }
 
-// What changes by itself: how long an answer has been waited for, and when it may be asked for again.
+// Redraw what changes with time: the wait for an answer, and the countdown to a retry.
 setInterval(() => {
   const error = Conversations.shownAnswer(current.turns.at(-1) ?? { answers: [] })?.error;
   if (runs.has(current.id) || (error?.retryAt ?? 0) > Date.now() - 2 * TICK_MS) draw();
@@ -101,7 +101,7 @@ function remove(conversation) {
   runs.get(conversation.id)?.run.stop();
   all = all.filter((one) => one !== conversation);
   shelf.remove(conversation.id);
-  toast(`“${conversation.title}” is deleted.`, conversation);
+  toast(`“${conversation.title}” deleted.`, conversation);
   if (current === conversation) open(fresh());
   drawList();
 }
@@ -114,7 +114,7 @@ function exportFile(conversation) {
   setTimeout(() => URL.revokeObjectURL(link.href), UNDO_MS);
 }
 
-// Another tab has changed, added or deleted some. An answer that runs here stays.
+// Another tab has changed, added or deleted conversations. Keep those with running answers.
 addEventListener("storage", (event) => {
   if (event.key !== null && !event.key.startsWith(Conversations.PREFIX)) return;
   const mine = all.filter(({ id }) => runs.has(id));
@@ -126,11 +126,11 @@ addEventListener("storage", (event) => {
 // ----------------------------------------------------------------------------------------------------------- answers
 function settings() { return Object.fromEntries(Object.keys(Settings.DEFAULTS).map((name) => [name, kept.get(name)])); }
 
-// Make another answer of a turn of the shown conversation.
+// Generates another answer for a turn of the current conversation.
 async function answer(turn) {
   const conversation = current, values = settings(), answer = Answering.blank(Access.model());
   const messages = Conversations.messages(conversation, conversation.turns.indexOf(turn), values.system.trim());
-  turn.answers = [...turn.answers.filter((one) => one.text), answer]; // one that failed is not worth keeping
+  turn.answers = [...turn.answers.filter((one) => one.text), answer]; // drop failed answers
   turn.shown = turn.answers.length - 1;
   let savedAt = performance.now();
   const run = new Answering.Run(answer, Answering.body(answer.model, messages, Settings.fields(values)), Access.key(), () => {
@@ -146,7 +146,7 @@ async function answer(turn) {
   await run.toEnd();
   runs.delete(conversation.id);
   if (answer.error?.status === 401) Access.lock(answer.error);
-  if (all.includes(conversation)) touch(conversation); // else it has been deleted meanwhile
+  if (all.includes(conversation)) touch(conversation); // unless it was deleted while the answer was generated
   drawAll();
   if (conversation === current) $("said").textContent = answer.error ? `${answer.error.title}. ${answer.error.message}` : answer.text || "No text";
 }
@@ -187,7 +187,7 @@ function turnTo(turn, index) {
   draw();
 }
 
-// Browsers have a clipboard for pages of https and of this machine; others go the old way.
+// Copies text. Browsers provide navigator.clipboard only on https and localhost.
 async function clip(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
   const field = document.body.appendChild(document.createElement("textarea"));
@@ -205,7 +205,7 @@ async function copyText(button, text) {
     await clip(text);
     button.firstChild.data = "Copied";
   } catch {
-    button.firstChild.data = "Copying is not allowed here";
+    button.firstChild.data = "Copying is not allowed";
   }
   setTimeout(() => { if (button.firstChild) button.firstChild.data = before; }, COPIED_MS);
 }
@@ -233,7 +233,7 @@ $("log").addEventListener("keydown", (event) => {
   if (event.target.closest(".editor textarea") && sends(event)) event.target.form.requestSubmit();
 });
 
-// Whether a key press in a text means to send it: Enter, but not that of a phone, which has no other way to a new line.
+// Whether a key press sends the text: Enter, except on touch screens, where it is the only way to start a new line.
 function sends(event) {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing || isTouched.matches) return false;
   event.preventDefault();
@@ -277,7 +277,7 @@ $("new").addEventListener("click", () => open(fresh()));
 $("scroll").addEventListener("scroll", () => { $("latest").hidden = atEnd(); });
 $("latest").addEventListener("click", toEnd);
 
-// ------------------------------------------------------------------------------- the list, on a phone behind a button
+// --------------------------------------------------------------------------- the list, a drawer on narrow screens
 function showDrawer(isOpen) {
   $("backdrop").hidden = !isOpen;
   $("sidebar").classList.toggle("opened", isOpen);

@@ -1,16 +1,16 @@
-// What a person sets: how answers are sampled, the system prompt, the theme. Kept in this browser; the API key in this tab only.
+// User settings: sampling, system prompt, theme. Stored in this browser; the API key in this tab only.
 const Settings = (() => {
   const DEFAULTS = { model: "", system: "", temperature: "0.7", "top-p": "", "max-tokens": "1024", seed: "", stop: "", theme: "" };
 
   const number = (text) => (String(text).trim() === "" || !Number.isFinite(Number(text)) ? null : Number(text));
 
-  // A line each; \n and \t are the characters, because a line cannot hold them.
+  // One stop sequence per line. \n and \t are escapes, because a line cannot contain these characters.
   function stops(text) {
     const lines = text.split("\n").filter((line) => line !== "");
     return lines.map((line) => line.replace(/\\([nt\\])/g, (_, char) => ({ n: "\n", t: "\t", "\\": "\\" })[char]));
   }
 
-  // The fields of a request. Empty ones are left to the service; it refuses the others that it does not take, in its own words.
+  // Request fields of the settings. Empty settings are omitted; the service validates the others.
   function fields(values) {
     const found = {
       temperature: number(values.temperature), top_p: number(values["top-p"]), max_tokens: number(values["max-tokens"]),
@@ -19,7 +19,7 @@ const Settings = (() => {
     return Object.fromEntries(Object.entries(found).filter(([, value]) => value !== null && value?.length !== 0));
   }
 
-  // The values as they were kept, `storage` being a function because it may be forbidden to look at.
+  // Stored values. `storage` is a function, because even access may be forbidden.
   class Kept {
     constructor(storage, defaults = DEFAULTS) { Object.assign(this, { storage, defaults }); }
 
@@ -28,7 +28,7 @@ const Settings = (() => {
     }
 
     set(name, value) {
-      try { this.storage().setItem(`diptych.${name}`, value); } catch { /* then it lasts until the page is closed */ }
+      try { this.storage().setItem(`diptych.${name}`, value); } catch { /* not stored: lost when the page is closed */ }
     }
   }
 

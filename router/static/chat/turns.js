@@ -1,4 +1,4 @@
-// What is seen of a conversation: a tree for each turn, from its data alone. What can be done is named by `data-do`.
+// The view of a conversation: a tree per turn that depends only on its data. `data-do` names the action of a button.
 const Turns = (() => {
   const isNode = typeof require !== "undefined";
   const { node } = isNode ? require("../markdown/tree.js") : Tree;
@@ -10,8 +10,8 @@ const Turns = (() => {
   const quiet = (name, label, text, attributes = {}) => button(name, label, text, { class: "quiet", ...attributes });
   const onlyRead = (text) => node("span", { class: "only-read" }, text);
 
-  // {index, isEditing, isLast, isBusy, numLater, run} of `view`: `isBusy` says that an answer of the conversation is being
-  // made, `run` is that of this turn.
+  // `view`: {index, isEditing, isLast, isBusy, numLater, run}. `isBusy`: the conversation has a running answer. `run`: the
+  // running answer of this turn.
   function questionNodes(turn, view) {
     if (view.isEditing) return [editor(turn, view)];
     const mine = node("div", { class: "mine" }, onlyRead("You: "), turn.question);
@@ -20,7 +20,7 @@ const Turns = (() => {
   }
 
   function editor(turn, view) {
-    const lost = view.numLater === 1 ? "The turn below goes." : `The ${N.whole(view.numLater)} turns below go.`;
+    const lost = view.numLater === 1 ? "The turn below will be removed." : `The ${N.whole(view.numLater)} turns below will be removed.`;
     return node("form", { class: "editor", "data-do": "resend" },
       node("textarea", { "aria-label": "Your message", rows: "3" }, turn.question),
       node("div", { class: "under" }, view.numLater ? node("span", { class: "note" }, lost) : null,
@@ -30,14 +30,14 @@ const Turns = (() => {
   function thoughtNodes(answer, isThinking) {
     if (!answer.thought) return [];
     const ms = answer.times?.thoughtMs ?? 0;
-    const title = isThinking ? "Thinking…" : ms ? `Thought for ${N.time(ms)}` : "What it thought";
+    const title = isThinking ? "Thinking…" : ms ? `Thought for ${N.time(ms)}` : "Thoughts";
     return [node("details", { class: isThinking ? "thought busy" : "thought" }, node("summary", {}, title), node("p", {}, answer.thought.trim()))];
   }
 
   function waitingNodes(run) {
     const dots = [0, 1, 2].map(() => node("i"));
     if (run.pauseS) {
-      const text = `${run.problem} Asking again in ${Math.ceil(run.pauseS)} s (${run.tries} of ${run.mostTries}).`;
+      const text = `${run.problem} Retrying in ${Math.ceil(run.pauseS)} s (${run.tries} of ${run.mostTries}).`;
       return [node("div", { class: "waiting" }, dots, node("span", {}, text))];
     }
     return [node("div", { class: "waiting" }, dots, node("span", {}, run.waitedMs < 1000 ? "" : `waiting for the first token, ${(run.waitedMs / 1000).toFixed(1)} s`))];
@@ -55,7 +55,7 @@ const Turns = (() => {
     if (answer.note) parts.push(node("span", { class: "note" }, answer.note));
     const buttons = [
       answer.text ? quiet("copy-answer", "Copy answer", "Copy") : null,
-      view.isLast && !view.isBusy && !answer.error ? quiet("retry", "Make another answer", "Retry") : null,
+      view.isLast && !view.isBusy && !answer.error ? quiet("retry", "Generate another answer", "Retry") : null,
       ...(turn.answers.length > 1 && !view.isBusy ? pager(turn) : []),
     ];
     return node("div", { class: "under foot" }, node("span", { class: "buttons" }, buttons), parts);
@@ -63,7 +63,7 @@ const Turns = (() => {
 
   function pager(turn) {
     const at = turn.shown, most = turn.answers.length - 1, off = (isOff) => (isOff ? { disabled: "" } : {});
-    return [quiet("answer-before", "Answer before", "‹", off(at === 0)), node("span", { class: "pager" }, `${at + 1} of ${most + 1}`),
+    return [quiet("answer-before", "Previous answer", "‹", off(at === 0)), node("span", { class: "pager" }, `${at + 1} of ${most + 1}`),
       quiet("answer-after", "Next answer", "›", off(at === most))];
   }
 
@@ -78,7 +78,7 @@ const Turns = (() => {
     return nodes;
   }
 
-  // The tree of a turn; `reader` is a Markdown.reader of its own.
+  // The tree of a turn. Each turn needs its own Markdown.reader.
   const turnNode = (turn, view, reader = M.reader()) => node("article", { class: "turn", "data-turn": String(view.index), "aria-busy": String(Boolean(view.run)) },
     questionNodes(turn, view), answerNodes(turn, view, reader));
 

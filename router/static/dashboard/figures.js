@@ -1,19 +1,19 @@
 "use strict";
-// What the dashboard shows, as plain data from an answer of /load. No document here: tests run this part alone.
+// The contents of the dashboard as plain data, from a response of /load. Uses no DOM, so that tests can run it.
 const Figures = (() => {
   const SPAN_MS = 5 * 60 * 1000, GAP_MS = 10000, MOST_WORKERS = 100, MOST_PAUSE_MS = 30000;
-  const NONE = "–", NAMES = { queue: "Waiting in the router", prefill: "Prompt", transfer: "KV transfer", decode: "Answer" };
+  const NONE = "–", NAMES = { queue: "Waiting in the router", prefill: "Prefill", transfer: "KV transfer", decode: "Decode" };
   const STATES = { ready: "", connected: "warm", draining: "warm", withheld: "warm" };
   const KINDS = {
-    found: "was found", gone: "is gone from discovery", withheld: "gets no new work", back: "gets work again",
-    ready: "is ready", lost: "was lost", role: "changed its role",
+    found: "was discovered", gone: "left discovery", withheld: "was excluded from new work", back: "was readmitted to new work",
+    ready: "became ready", lost: "was lost", role: "changed its role",
   };
 
   const whole = (number) => Math.round(number).toLocaleString("en");
   const percent = (share) => `${(100 * share).toFixed(share < 0.9995 && share > 0.99 ? 1 : 0)} %`;
 
   function ms(value) {
-    if (value === null) return "no end";
+    if (value === null) return "unbounded";
     if (value === 0) return "0 ms";
     if (value >= 9950) return `${(value / 1000).toFixed(0)} s`;
     if (value >= 1000) return `${(value / 1000).toFixed(1)} s`;
@@ -26,13 +26,13 @@ const Figures = (() => {
     return seconds < 7200 ? `${Math.round(seconds / 60)} min ago` : `${Math.round(seconds / 3600)} h ago`;
   }
 
-  // Milliseconds until the next question: a second, longer where an answer takes long, doubled with each failure.
+  // Milliseconds until the next request: one second, longer if responses are slow, doubled with each failure.
   function pauseMs(numFailures, tookMs = 0, retryAfterS = 0) {
     const usual = Math.min(8000, Math.max(1000, 10 * tookMs));
     return Math.min(MOST_PAUSE_MS, Math.max(1000 * retryAfterS, usual * 2 ** Math.min(numFailures, 10)));
   }
 
-  // Three digits, with a unit of thousands: 0.42, 7.5, 312, 4,210, 41.2 k, 3.1 M.
+  // Formats with about three digits and thousands units: 0.42, 7.5, 312, 4,210, 41.2 k, 3.1 M.
   function number(value) {
     if (value >= 1e6) return `${(value / 1e6).toFixed(1)} M`;
     if (value >= 1e4) return `${(value / 1e3).toFixed(1)} k`;
@@ -47,13 +47,13 @@ const Figures = (() => {
     return `${scaled >= 100 || power === 0 ? scaled.toFixed(0) : scaled.toFixed(1)} ${units[power]}`;
   }
 
-  const modelsLine = (load) => load.models.map((one) => `${one.id} · ${whole(one.max_model_len)} tokens at most${one.ready === false ? " · no worker is ready" : ""}`).join(", ");
+  const modelsLine = (load) => load.models.map((one) => `${one.id} · at most ${whole(one.max_model_len)} tokens${one.ready === false ? " · no ready workers" : ""}`).join(", ");
 
-  const TIME_COLUMNS = ["", "p50", "p90", "p99", "Number"];
+  const TIME_COLUMNS = ["", "p50", "p90", "p99", "Count"];
   const TIMES = {
-    ttft: ["First token", "TTFT, from the request's head"], tpot: ["Later token", "TPOT, the mean of an answer's tokens after the first"],
+    ttft: ["First token", "TTFT, from the arrival of the request's headers"], tpot: ["Later token", "TPOT, the mean over an answer's tokens after the first"],
     itl: ["Between tokens", "from one token to the next"], queue: ["Wait", "in the router and on workers"],
-    transfer: ["KV transfer", "from the grant to the last block"], exposed_transfer: ["KV not hidden", "the part of the KV transfer that delayed the second token"],
+    transfer: ["KV transfer", "from the grant to the last block"], exposed_transfer: ["Exposed KV transfer", "the part of the KV transfer that delayed the second token"],
   };
   function timeRows(load) {
     return Object.entries(TIMES).map(([kind, [text, title]]) => {
@@ -62,7 +62,7 @@ const Figures = (() => {
     });
   }
 
-  // Blocks of the workers of a role that are ready: the share in use, null without any.
+  // The share of KV blocks in use on the ready workers of a role; null without any.
   function blocksUsed(load, role) {
     const some = load.workers.filter((one) => one.role === role && one.state === "ready" && one.num_blocks);
     const all = some.reduce((sum, one) => sum + one.num_blocks, 0);
@@ -86,30 +86,30 @@ const Figures = (() => {
 
   const stages = (load) => Object.entries(load.stages).map(([name, number]) => ({ name: NAMES[name] ?? name, number: whole(number) }));
 
-  const CLASS_COLUMNS = ["Class", "Priority", "Share", "In flight", "Waiting", "Oldest waits", "Refused", "TTFT goal", "TTFT met", "TPOT goal", "TPOT met"];
+  const CLASS_COLUMNS = ["Class", "Priority", "Share", "In flight", "Waiting", "Oldest wait", "Refused", "TTFT goal", "TTFT met", "TPOT goal", "TPOT met"];
   function classRows(load) {
     const goal = load.plan?.quantile ?? 0.95;
     const met = (one, name) => {
       const share = one.attainment[name];
-      return share === undefined ? NONE : { text: percent(share), level: share < goal ? "bad" : "", title: `of the last minute; goal: ${percent(goal)}` };
+      return share === undefined ? NONE : { text: percent(share), level: share < goal ? "bad" : "", title: `in the last minute; goal: ${percent(goal)}` };
     };
     return load.classes.map((one) => ({ key: one.name, cells: [
       one.name, String(one.priority), one.share ? String(one.share) : NONE, whole(one.num_in_flight),
       { text: one.num_held ? `${whole(one.num_waiting)} (${whole(one.num_held)} for busy workers)` : whole(one.num_waiting) },
-      { text: one.num_waiting ? ms(1000 * one.oldest_wait_s) : NONE, title: `new ones may wait ${ms(1000 * one.wait_limit_s)}` },
+      { text: one.num_waiting ? ms(1000 * one.oldest_wait_s) : NONE, title: `maximum wait of new requests: ${ms(1000 * one.wait_limit_s)}` },
       whole(one.num_refused), one.ttft_ms ? ms(one.ttft_ms) : NONE, met(one, "ttft"), one.tpot_ms ? ms(one.tpot_ms) : NONE, met(one, "tpot"),
     ] }));
   }
 
   function stepTimes(model) {
-    if (!model.num_steps) return "not known yet";
-    const parts = [`${ms(1000 * (model.fixed_s + model.floor_s))} at least`];
-    if (model.token_s) parts.push(`${ms(1000 * model.token_s)} a prompt token`);
-    if (model.row_s || model.context_s) parts.push(`${ms(1000 * (model.row_s + 1000 * model.context_s))} a sequence of 1,000 tokens`);
+    if (!model.num_steps) return "not measured yet";
+    const parts = [`at least ${ms(1000 * (model.fixed_s + model.floor_s))}`];
+    if (model.token_s) parts.push(`${ms(1000 * model.token_s)} per prompt token`);
+    if (model.row_s || model.context_s) parts.push(`${ms(1000 * (model.row_s + 1000 * model.context_s))} per sequence of 1,000 tokens`);
     return `${parts.join(", ")} (± ${percent(model.error)})`;
   }
 
-  const WORKER_COLUMNS = ["Worker", "Role", "State", "Requests", "Queued tokens", "Wait", "KV blocks in use", "Tokens/s of steps", "Most at once", "Its steps take"];
+  const WORKER_COLUMNS = ["Worker", "Role", "State", "Requests", "Queued tokens", "Wait", "KV blocks in use", "Tokens/s", "Step limits", "Step time"];
   function workerRow(one, several) {
     const used = one.num_blocks ? 1 - one.num_available_blocks / one.num_blocks : 0;
     const knobs = [one.batch_cap && `${whole(one.batch_cap)} sequences`, one.step_tokens && `${whole(one.step_tokens)} prompt tokens`];
@@ -117,15 +117,15 @@ const Figures = (() => {
       { text: `${one.worker_id || one.address}${several && one.model ? ` · ${one.model}` : ""}`, title: one.address },
       { text: one.home && one.home !== one.role ? `${one.role} (home: ${one.home})` : one.role, level: one.home && one.home !== one.role ? "warm" : "" },
       { text: one.reason && one.reason !== one.state ? `${one.state}: ${one.reason}` : one.state, level: STATES[one.state] ?? "bad" },
-      { text: whole(one.num_requests), title: `${whole(one.num_booked_requests)} of this router` },
+      { text: whole(one.num_requests), title: `${whole(one.num_booked_requests)} from this router` },
       whole(one.num_queued_tokens), ms(1000 * one.wait_s),
       { text: one.num_blocks ? `${percent(used)} of ${whole(one.num_blocks)}` : NONE, part: used },
       whole(one.tokens_per_s), knobs.filter(Boolean).join(", ") || NONE,
-      { text: stepTimes(one.step_model), title: "a step of its engine, by the worker's own model" },
+      { text: stepTimes(one.step_model), title: "step time of its engine, as estimated by the worker" },
     ] };
   }
 
-  // Those that are not ready come first; of very many the page shows a part.
+  // The rows of matching workers, at most `most`; workers that are not ready come first.
   function workerRows(load, filter = "", most = MOST_WORKERS) {
     const words = filter.trim().toLowerCase().split(/\s+/).filter(Boolean);
     const text = (one) => [one.worker_id, one.address, one.role, one.state, one.model].join(" ").toLowerCase();
@@ -139,7 +139,7 @@ const Figures = (() => {
 
   function planLines(load) {
     const plan = load.plan;
-    if (!plan) return [{ text: "This router plans no pools (--planner off)." }];
+    if (!plan) return [{ text: "This router does not plan pools (--planner off)." }];
     const lines = Object.entries(plan.pools).map(([role, pool]) => ({
       text: `${role}: ${whole(pool.present)} present, ${whole(pool.wanted)} wanted, ${whole(pool.needed)} needed. ${pool.reason}`,
       level: pool.present < pool.wanted ? "warm" : "",
@@ -150,27 +150,27 @@ const Figures = (() => {
       const said = seen.map(([kind, value]) => `${kind} ${ms(value)}`).join(", ") || "nothing measured yet";
       return [{ text: `${name} at p${+(100 * plan.quantile).toFixed(2)}: ${said}${plan.goals[key] ? `, the goal is ${ms(plan.goals[key])}` : ""}` }];
     };
-    lines.push(...tails("TTFT", "ttft_ms"), ...tails("TPOT", "tpot_ms"), { text: `${plan.requests_per_s.toFixed(2)} requests a second are offered.` });
+    lines.push(...tails("TTFT", "ttft_ms"), ...tails("TPOT", "tpot_ms"), { text: `Offered load: ${plan.requests_per_s.toFixed(2)} requests per second.` });
     if (plan.unmet) lines.unshift({ text: `The goals cannot be met: ${plan.unmet}`, level: "bad" });
     if (plan.held) lines.unshift({ text: `The plan does not change: ${plan.held}`, level: "warm" });
     return lines;
   }
 
   function eventLines(load) {
-    if (!load.events.length) return [{ text: "Nothing has happened to a worker yet." }];
+    if (!load.events.length) return [{ text: "No worker events yet." }];
     return load.events.map((one) => ({
       text: `${ago(one.age_s)}: ${one.role} worker ${one.worker} ${KINDS[one.kind] ?? one.kind}${one.detail ? `: ${one.detail}` : ""}`,
       level: one.kind === "lost" ? "bad" : "",
     }));
   }
 
-  // The goals that the worst class meets; null where no class has such a goal.
+  // The lowest attainment of a goal over all classes; null if no class has the goal.
   function worst(load, name) {
     const shares = load.classes.map((one) => one.attainment[name]).filter((share) => share !== undefined);
     return shares.length ? Math.min(...shares) : null;
   }
 
-  // One point of the time lines; null where there is nothing to say.
+  // One point of the charts; null where there is no data.
   function sample(load) {
     const { rates, ttft, tpot, transfer } = load.traffic, of = (times, share) => (times.num ? times[share] : null);
     return {
@@ -185,11 +185,11 @@ const Figures = (() => {
   // The points of the last minutes, oldest first.
   const remember = (points, at, point) => [...points.filter((one) => one.at > at - SPAN_MS), { at, ...point }];
 
-  // What the charts show, in milliseconds: all that the page has seen, at least a minute.
+  // Time span of the charts, in milliseconds: all points, at least a minute.
   const spanMs = (points, now) => Math.min(SPAN_MS, Math.max(60000, ...points.slice(0, 1).map((one) => now - one.at)));
   const spanText = (ms) => (ms < 120000 ? `${Math.round(ms / 1000)} s ago` : `${Math.round(ms / 60000)} min ago`);
 
-  // The `d` of an SVG path through the values, with gaps where the page did not look.
+  // The `d` of an SVG path through the values, with gaps where the page did not poll.
   function line(points, pick, top, now, width, height) {
     const span = spanMs(points, now);
     const parts = [];

@@ -1,25 +1,24 @@
-// Asks for /load again and again, and writes it into the page. Text is changed only where it differs, so that what a
-// reader has selected stays selected.
+// Polls /load and updates the page. Text is changed only where it differs, so that the user's selection is preserved.
 const $ = (id) => document.getElementById(id);
 const ANSWER_MS = 10000, LATE_MS = 4000, CLOCK_MS = 500;
 const WIDTH = 300, HEIGHT = 48, SVG = "http://www.w3.org/2000/svg";
 
 let load = null, seenAt = 0, points = [];
-let model = "", models = []; // the chosen one of several, "" for all of them
+let model = "", models = []; // the selected model of several; "" for all
 let paused = false, locked = false, asking = false, numFailures = 0, timer = 0;
 
 function stored(storage, name) {
   try { return storage().getItem("diptych." + name); } catch { return null; } // storage may be forbidden
 }
 function keep(name, value) {
-  try { sessionStorage.setItem("diptych." + name, value); } catch { /* then it lasts until the page is closed */ }
+  try { sessionStorage.setItem("diptych." + name, value); } catch { /* not stored: lost when the page is closed */ }
 }
 let key = stored(() => sessionStorage, "key") ?? "";
 document.documentElement.dataset.theme = stored(() => localStorage, "theme") ?? "";
 
 // ------------------------------------------------------------------------------------------------- asking the router
 function headers() {
-  const bytes = String.fromCharCode(...new TextEncoder().encode(key.trim())); // fetch takes no character beyond a byte
+  const bytes = String.fromCharCode(...new TextEncoder().encode(key.trim())); // fetch accepts only characters of one byte
   return bytes ? { Authorization: `Bearer ${bytes}` } : {};
 }
 
@@ -39,15 +38,15 @@ async function ask() {
       answer = await response.json();
     } else {
       const said = await response.json().catch(() => null);
-      fail(said?.error?.message ?? `The router answers HTTP ${response.status}.`);
+      fail(said?.error?.message ?? `The router returned HTTP ${response.status}.`);
     }
   } catch (error) {
-    fail(error.name === "TimeoutError" ? "The router takes too long to answer." : "The router does not answer.");
+    fail(error.name === "TimeoutError" ? "The router takes too long to respond." : "The router does not respond.");
   }
   asking = false;
-  if (answer && numFailures) say("The router answers again.");
+  if (answer && numFailures) say("The router responds again.");
   if (answer) numFailures = 0;
-  if (asked !== model) return ask(); // another was chosen meanwhile
+  if (asked !== model) return ask(); // another model was selected in the meantime
   if (!locked) timer = setTimeout(ask, Figures.pauseMs(numFailures, performance.now() - began, retryAfterS));
   if (answer) take(answer);
 }
@@ -65,18 +64,18 @@ function take(answer) {
 function fail(message) {
   numFailures++;
   if (numFailures === 1) say(message);
-  write($("problem"), load ? `${message} What you see is old.` : message);
+  write($("problem"), load ? `${message} The data shown is out of date.` : message);
   $("problem").hidden = false;
   showAge();
 }
 
 function lock(status) {
-  const titles = { 401: key ? "The API key was refused" : "An API key is needed", 403: "This key may not look" };
-  const whys = { 401: "This service shows its load only to those who have its key.", 403: "Use a key with admin = true." };
+  const titles = { 401: key ? "The API key was rejected" : "An API key is required", 403: "This key does not have permission" };
+  const whys = { 401: "This service requires an API key.", 403: "Use a key with admin = true." };
   locked = true;
   $("problem").hidden = $("picture").hidden = true;
   write($("unlock-title"), titles[status]);
-  write($("unlock-why"), `${whys[status]} The key is kept in this tab only.`);
+  write($("unlock-why"), `${whys[status]} The key is stored in this tab only.`);
   $("unlock").hidden = false;
   $("key").focus();
   say(titles[status]);
@@ -87,7 +86,7 @@ function lock(status) {
 function say(text) { $("said").textContent = text; }
 function write(element, text) { if (element.textContent !== text) element.textContent = text; }
 
-// Make the children of `parent` as many as `items`, and let `fill` bring each up to date.
+// Gives `parent` one child per item, and updates each with `fill`.
 function each(parent, tag, items, fill) {
   while (parent.children.length > items.length) parent.lastElementChild.remove();
   while (parent.children.length < items.length) parent.append(document.createElement(tag));
@@ -98,10 +97,10 @@ function cell(element, value, index, columns) {
   const { text, title = "", level = "", part } = typeof value === "string" ? { text: value } : value;
   write(element, text);
   if (element.title !== title) element.title = title;
-  element.dataset.none = text === Figures.NONE; // narrow screens leave it out
+  element.dataset.none = text === Figures.NONE; // hidden on narrow screens
   element.className = part === undefined ? level : `${level} meter`.trim();
   if (part !== undefined) element.style.setProperty("--part", part.toFixed(3));
-  if (columns) element.dataset.label = columns[index]; // narrow screens show it beside the value
+  if (columns) element.dataset.label = columns[index]; // shown next to the value on narrow screens
 }
 
 function table(name, columns, rows) {
@@ -154,7 +153,7 @@ function card(element, one) {
     write(item, text);
     item.className = `${line} ${level}`.trim();
   });
-  write(topLine, `top ${one.scale(top)}`);
+  write(topLine, `max ${one.scale(top)}`);
   one.lines.forEach((pick, index) => chart.children[index].setAttribute("d", Figures.line(points, (point) => point[pick] ?? null, top, now, WIDTH, HEIGHT)));
   chart.setAttribute("aria-label", Cards.labelOf(one, top));
 }
@@ -197,13 +196,13 @@ function drawWorkers() {
 
 function showAge() {
   const oldMs = load ? performance.now() - seenAt : 0, isLate = oldMs > LATE_MS;
-  const age = !load ? "no picture yet" : isLate ? `picture from ${Figures.ago(oldMs / 1000)}` : "up to date";
-  const why = paused ? "paused" : numFailures ? `trying again, ${numFailures} failed` : "";
+  const age = !load ? "no data yet" : isLate ? `data from ${Figures.ago(oldMs / 1000)}` : "up to date";
+  const why = paused ? "paused" : numFailures ? `retrying, ${numFailures} failed` : "";
   write($("age"), locked ? "locked" : [age, why].filter(Boolean).join(", "));
   $("age").className = isLate && !paused ? "muted late" : "muted";
 }
 
-// ------------------------------------------------------------------------------------------------------ what is done
+// ----------------------------------------------------------------------------------------------------------- actions
 $("unlock").addEventListener("submit", (event) => {
   event.preventDefault();
   key = $("key").value.trim();
@@ -211,7 +210,7 @@ $("unlock").addEventListener("submit", (event) => {
   ask();
 });
 $("model").addEventListener("change", () => {
-  [model, points] = [$("model").value, []]; // lines of one model only
+  [model, points] = [$("model").value, []]; // charts must not mix models
   if (!locked) ask();
 });
 $("pause").addEventListener("click", () => {
@@ -221,6 +220,6 @@ $("pause").addEventListener("click", () => {
   if (!locked) ask();
 });
 $("filter").addEventListener("input", () => { if (load) drawWorkers(); });
-document.addEventListener("visibilitychange", () => { if (!locked) ask(); }); // a hidden page asks no more
+document.addEventListener("visibilitychange", () => { if (!locked) ask(); }); // a hidden page does not poll
 setInterval(() => { if (!document.hidden) showAge(); }, CLOCK_MS);
 ask();

@@ -1,7 +1,7 @@
-// Colours for code: comments, texts, numbers and the words that most languages have in common. Text -> nodes of a tree.
+// Syntax highlighting of comments, strings, numbers and keywords common to most languages. Text -> tree nodes.
 const Highlight = (() => {
   const T = typeof require === "undefined" ? Tree : require("./tree.js");
-  const MOST_CHARS = 20000; // longer code stays plain: it is redrawn while it grows
+  const MOST_CHARS = 20000; // longer code is not highlighted, because it is redrawn while it grows
   const WORDS = new Set(("abstract and as assert async await bool break case catch char class const continue def default del delete do done double elif"
     + " else end enum except export extends extern false False fi final finally float fn for foreach from func function global go if impl implements import in"
     + " include int interface is lambda let local long loop match mod module mut namespace new nil None nonlocal not null nullptr of or package pass private"

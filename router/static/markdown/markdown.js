@@ -1,14 +1,14 @@
-// Markdown as models write it. marked reads it into tokens, and these become nodes of a tree: no HTML is ever made.
+// Markdown renderer for model output. marked parses it into tokens, which become tree nodes; no HTML is generated.
 const Markdown = (() => {
   const isNode = typeof require !== "undefined";
   const T = isNode ? require("./tree.js") : Tree;
   const H = isNode ? require("./highlight.js") : Highlight;
   const { Lexer, Tokenizer } = isNode ? require("../vendor/marked-18.2.1.umd.js") : marked;
-  const MAX_DEPTH = 16; // deeper lists and quotes stay text
-  const MAX_INLINE_CHARS = 10000; // marked's time for emphasis grows with the square of a paragraph's length
+  const MAX_DEPTH = 16; // deeper lists and quotes remain text
+  const MAX_INLINE_CHARS = 10000; // marked parses emphasis in time quadratic in a paragraph's length
   const LINK = /^(?:https?:\/\/|mailto:)/i;
 
-  // HTML and definitions of links stay text, but <br> breaks a line.
+  // HTML and link definitions remain text, except that <br> is a line break.
   class TextTokenizer extends Tokenizer {
     html() {}
     def() {}
@@ -20,7 +20,7 @@ const Markdown = (() => {
 
   const lexer = () => new Lexer({ gfm: true, breaks: true, tokenizer: new TextTokenizer() });
 
-  // What `read` returns, or the whole text as one token where it nests too deep for the stack.
+  // Returns the result of `read`, or the text as one token if it nests too deeply for the stack.
   function tokens(text, read) {
     try {
       return read(lexer());
@@ -35,7 +35,7 @@ const Markdown = (() => {
   const inlines = (text) => (text.length > MAX_INLINE_CHARS ? [text] : tokens(text, (one) => one.inlineTokens(text)).map(inlineNode));
   const children = (token) => token.tokens.map(inlineNode);
 
-  // A link leaves this page, and tells the other side nothing of it. Other schemes, such as javascript:, stay text.
+  // Links open in a new tab without a referrer. Other schemes, such as javascript:, remain text.
   const link = (token, inner) => (LINK.test(token.href)
     ? T.node("a", { href: token.href, target: "_blank", rel: "noopener noreferrer" }, inner.length ? inner : [token.href]) : token.raw);
 
@@ -75,7 +75,7 @@ const Markdown = (() => {
     if (depth > MAX_DEPTH) return token.raw;
     switch (token.type) {
       case "code": return codeNode(token);
-      case "heading": return T.node(`h${Math.min(token.depth + 2, 6)}`, { class: `level-${token.depth}` }, inlines(token.text)); // below the page's own
+      case "heading": return T.node(`h${Math.min(token.depth + 2, 6)}`, { class: `level-${token.depth}` }, inlines(token.text)); // below the page's headings
       case "hr": return T.node("hr");
       case "table": return tableNode(token);
       case "blockquote": return T.node("blockquote", {}, token.tokens.filter((one) => !isSpace(one)).map((one) => blockNode(one, depth + 1)));
@@ -87,7 +87,7 @@ const Markdown = (() => {
     }
   }
 
-  // Close the marks that a line has begun and not ended.
+  // Closes the delimiters that a line has opened.
   function closed(line) {
     const whole = line.replace(/[*_~`]{1,3}$/, "").replace(/!?\[([^[\]]*)\]\([^\s()]*$/, "$1"), begun = [];
     for (const [mark] of whole.matchAll(/\\.|`+|(?:\*{1,3}|~~)(?=\S)|(?<=\S)(?:\*{1,3}|~~)/g)) {
@@ -103,14 +103,14 @@ const Markdown = (() => {
     return token.type === "code" || (last !== undefined && endsWithCode(last));
   }
 
-  // A block that is still being written, as if its last line ended here: text does not change its look as it goes on.
+  // Treats a block that is still growing as if its last line were complete, so that its formatting does not flicker.
   function ended(block) {
     if (endsWithCode(block) || block.type === "table") return block;
     const begin = block.raw.trimEnd().lastIndexOf("\n") + 1;
     return blocks(block.raw.slice(0, begin) + closed(block.raw.slice(begin).trimEnd())).at(-1) ?? block;
   }
 
-  // Reads a text that grows: blocks that did not change keep their nodes, so that drawing them again costs nothing.
+  // Returns a renderer for a growing text. Unchanged blocks keep their nodes, so drawing them again costs nothing.
   function reader() {
     let before = [];
     return (text, open = false) => {
@@ -124,7 +124,7 @@ const Markdown = (() => {
     };
   }
 
-  // The nodes of a whole text.
+  // Renders a complete text.
   const read = (text, open = false) => reader()(text, open);
 
   return { read, reader };

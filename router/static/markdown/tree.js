@@ -1,15 +1,15 @@
-// What is to be seen, as plain data, and how a document comes to show it. A node is a string or {tag, attributes, children};
-// the text of a model is only ever a string of this tree, so none of it can become markup.
+// A document as plain data, and its rendering to the DOM. A node is a string or {tag, attributes, children}. Model output
+// only becomes strings of this tree, so it can never become markup.
 const Tree = (() => {
   const node = (tag, attributes = {}, ...children) => ({ tag, attributes, children: children.flat().filter((one) => one !== null && one !== "") });
-  const shown = new WeakMap(); // element -> the node that it shows
+  const shown = new WeakMap(); // element -> the node that it displays
 
-  // The text of a node and all below it.
+  // The text of a node and its descendants.
   const textOf = (one) => (typeof one === "string" ? one : one.children.map(textOf).join(""));
 
   function write(text, data) {
     if (text.data === data) return;
-    if (data.startsWith(text.data)) text.appendData(data.slice(text.data.length)); // what is selected stays selected
+    if (data.startsWith(text.data)) text.appendData(data.slice(text.data.length)); // preserves the user's selection
     else text.data = data;
   }
 
@@ -26,7 +26,7 @@ const Tree = (() => {
     shown.set(element, wanted);
   }
 
-  // Make the children of `parent` show `wanted`, and touch nothing that shows it already.
+  // Updates the children of `parent` to match `wanted`, without touching unchanged ones.
   function patch(parent, wanted) {
     wanted.forEach((one, index) => {
       const present = parent.childNodes[index];

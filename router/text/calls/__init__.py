@@ -1,4 +1,4 @@
-"""Tool-call formats: one file each, a registry, and what they share."""
+"""Tool-call formats, one per file, their registry, and the code that they share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two formats of DeepSeek's models; the second is that of V3.1:
+"""The tool-call formats of DeepSeek V3, with fenced arguments, and of V3.1:
 
 <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather
 ```json
@@ -29,7 +29,7 @@ LAYOUTS = [
 
 
 class DeepSeekFormat(SectionFormat):
-    """Arguments of `fenced` calls are in a block of code, as V3 writes them."""
+    """DeepSeek's calls. With `fenced`, arguments are in a code block, as V3 writes them."""
 
     name = "deepseek"
     marks = (OPEN, CLOSE, BEGIN, SEPARATOR, END)

@@ -1,4 +1,4 @@
-"""The tool-call format of a chat template and the messages that it accepts, both found by rendering a call."""
+"""Detection of a chat template's tool-call format, by rendering a probe call, and adaptation of messages to it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ CALL_IDS = (PROBE_CALL_ID, "probe0002")
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How a served model learns of functions from its prompt, and how it calls them.
+    """Tool-call conventions of a served model.
 
-    `native`: its template describes functions and renders calls; for other models, the prompt describes both. With
-    `text_arguments` the template takes arguments as JSON text, with `single_calls` at most one call in each message.
-    Without `parses`, answers are not searched for calls.
+    `native`: the chat template describes functions and renders calls. Otherwise the prompt does both.
+    `text_arguments`: the template expects arguments as JSON text. `single_calls`: it renders at most one call per
+    message. `parses`: calls are extracted from answers.
     """
 
     format: CallFormat
@@ -42,7 +42,7 @@ class Dialect:
     single_calls: bool = False
 
     def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Messages, whose calls have arguments as objects, as a native template wants them."""
+        """Adapt messages, whose calls have arguments as objects, to a native template."""
         adapted = self.format.messages(messages)
         if self.single_calls:
             adapted = _with_single_calls(adapted)
@@ -50,7 +50,7 @@ class Dialect:
 
 
 def dialect_of(template: ChatTemplate, parser: str = AUTO) -> Dialect:
-    """The dialect of a template's model. `parser` is the name of a format, auto or none."""
+    """Detect the dialect of a template. `parser` is the name of a format, `auto` or `none`."""
     found, text_arguments = None, False
     if template.source is not None:
         for as_text in (False, True):
@@ -69,7 +69,7 @@ def dialect_of(template: ChatTemplate, parser: str = AUTO) -> Dialect:
 
 
 def _takes_single_calls(template: ChatTemplate, dialect: Dialect) -> bool:
-    """Whether a template renders both of two calls only if they are in separate messages."""
+    """Whether a template renders two calls completely only if they are in separate messages."""
     calls = _conversation(2, as_text=False)
 
     def shows(dialect: Dialect) -> bool:
@@ -80,7 +80,7 @@ def _takes_single_calls(template: ChatTemplate, dialect: Dialect) -> bool:
 
 
 def _conversation(num_calls: int, as_text: bool) -> list[dict[str, Any]]:
-    """Create a conversation: a question, its calls in one message, and their results."""
+    """Create a conversation: a question, `num_calls` calls in one message, and their results."""
     calls, results = [], []
     for call_id, value in zip(CALL_IDS[:num_calls], VALUES, strict=False):
         arguments: Any = {PROBE_ARGUMENT: value}

@@ -1,4 +1,4 @@
-"""The format of GLM, with line breaks since 4.5 and without since 4.7:
+"""The tool-call format of GLM, with line breaks since 4.5 and without since 4.7:
 
 <tool_call>get_weather
 <arg_key>city</arg_key>

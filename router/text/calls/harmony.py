@@ -1,9 +1,9 @@
-"""The format of gpt-oss, whose answers are messages in channels, including thoughts and calls:
+"""The format of gpt-oss (Harmony). Answers are messages in channels, including reasoning and calls:
 
 <|channel|>analysis<|message|>The user asks for the weather.<|end|><|start|>assistant
 <|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
 
-without the line break, or <|channel|>final<|message|>Hello! in place of the call.
+without the line break, or with <|channel|>final<|message|>Hello! instead of the call.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ FUNCTIONS = "functions."
 RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 BEGINNINGS = (CHANNEL, START, " to=")
-"""Each begins the head of a message; the last one if the prompt ends after the author's name."""
+"""Texts that begin a message header. The last one occurs if the prompt ends after the author's role."""
 ENDS = (END, CALL, RETURN, START, CHANNEL)
-"""Each ends a message, the last two where the model forgot the end."""
+"""Texts that end a message. The last two begin the next message, if the model omitted the end."""
 MAX_HEAD_CHARS = 512
-"""Of what stands between a message's marks: a longer one is text."""
+"""Maximum length of a message header. A longer one is treated as text."""
 _ENDS = frozenset(mark.encode() for mark in (END, CALL, RETURN, START))
 
 
 class HarmonyScanner(CallScanner):
-    """Splits an answer into its channels: thoughts, text, and calls of functions.
+    """Splits an answer into its channels: reasoning, text and calls.
 
-    An answer that begins without a head is text up to the next one. What begins like a call of none of `names`, or
-    with arguments that are no JSON object, is text. Without `thoughts` these are text too.
+    Text before the first header is plain text. Calls of functions not in `names`, and calls whose arguments are not a
+    JSON object, are returned as text. Without `thoughts`, so is reasoning.
     """
 
     def __init__(self, *, start: int = 0, names: Collection[str] = (), thoughts: bool = True) -> None:
@@ -54,9 +54,9 @@ class HarmonyScanner(CallScanner):
         parts: list[Part] = []
         if not cut:
             if self._step == self._thought:
-                self._think(len(self._held), parts)
+                self._emit_thought(len(self._held), parts)
             elif self._step in (self._begin, self._head, self._text, self._call, self._between):
-                self._say(len(self._held), parts)
+                self._emit_text(len(self._held), parts)
         self._held = ""
         return parts
 
@@ -67,36 +67,36 @@ class HarmonyScanner(CallScanner):
         return not may_begin and self._move_to(self._text)
 
     def _head(self, parts: list[Part]) -> bool:
-        """From the beginning of a message to that of its content."""
-        place, mark = first_mark(self._held, (MESSAGE, END, CALL, RETURN))
-        if not mark and place <= MAX_HEAD_CHARS:
+        """Read a message header."""
+        position, mark = first_mark(self._held, (MESSAGE, END, CALL, RETURN))
+        if not mark and position <= MAX_HEAD_CHARS:
             return False
         if mark != MESSAGE:
-            self._say(1, parts)
+            self._emit_text(1, parts)
             return self._move_to(self._text)
-        head = self._held[:place]
+        head = self._held[:position]
         recipient, channel = RECIPIENT.search(head), CHANNEL_NAME.search(head)
         self._called = recipient[1].removeprefix(FUNCTIONS) if recipient else ""
         if self._called in self._names:
-            self._head_length = place + len(MESSAGE)
+            self._head_length = position + len(MESSAGE)
             return self._move_to(self._call)
         if self._thoughts and channel is not None and channel[1] == "analysis":
             self._thought_before, self._thought_now = self._thought_before or self._thought_now, False
-            return self._move_to(self._thought, place + len(MESSAGE))
-        return self._move_to(self._text, place + len(MESSAGE))
+            return self._move_to(self._thought, position + len(MESSAGE))
+        return self._move_to(self._text, position + len(MESSAGE))
 
     def _text(self, parts: list[Part]) -> bool:
-        place, mark = first_mark(self._held, ENDS)
-        self._say(place, parts)
+        position, mark = first_mark(self._held, ENDS)
+        self._emit_text(position, parts)
         return bool(mark) and self._end_with(mark)
 
     def _thought(self, parts: list[Part]) -> bool:
-        place, mark = first_mark(self._held, ENDS)
-        self._think(place, parts)
+        position, mark = first_mark(self._held, ENDS)
+        self._emit_thought(position, parts)
         return bool(mark) and self._end_with(mark)
 
-    def _think(self, length: int, parts: list[Part]) -> None:
-        """Give out the first characters of the held text as a thought; a line break parts it from one before."""
+    def _emit_thought(self, length: int, parts: list[Part]) -> None:
+        """Return the first characters of the held text as reasoning, on a new line if it is a new message."""
         if length:
             parting = "\n" if self._thought_before and not self._thought_now else ""
             parts.append(ThoughtPart(parting + self._held[:length]))
@@ -104,12 +104,12 @@ class HarmonyScanner(CallScanner):
             self._held = self._held[length:]
 
     def _call(self, parts: list[Part]) -> bool:
-        """From the head of a call, which is held, to the arguments."""
+        """Read from the header of a call, which is held, to its arguments."""
         said = self._held[self._head_length :].lstrip()
         if not said:
             return False
         if not said.startswith("{"):
-            self._say(self._head_length, parts)
+            self._emit_text(self._head_length, parts)
             return self._move_to(self._text)
         parts.append(CallPart(self.num_calls, self._called))
         self.num_calls += 1
@@ -128,7 +128,7 @@ class HarmonyScanner(CallScanner):
         return self._move_to(self._between, len(mark) if mark in (END, CALL, RETURN) else 0)
 
     def _between(self, parts: list[Part]) -> bool:
-        """After a message: the head of the next one, or text without a head."""
+        """Read what follows a message: the header of the next one, or text without a header."""
         mark: str | None = ""
         while mark is not None:
             self._held = self._held.removeprefix(mark).lstrip()
@@ -140,14 +140,14 @@ class HarmonyScanner(CallScanner):
 
 
 class ChannelTokens:
-    """Counts the tokens of messages in the `analysis` channel, including their marks, which are special tokens.
+    """Counter for tokens of messages in the `analysis` channel, including their delimiters, which are special tokens.
 
     `raw` returns the bytes of a token.
     """
 
     def __init__(self, raw: Callable[[int], bytes]) -> None:
         self._raw = raw
-        self._head: list[bytes] | None = None  # header of the current message; None within its content
+        self._head: list[bytes] | None = None  # header of the current message; None while in its content
         self._in_thought = False
         self.count = 0
 
@@ -187,7 +187,7 @@ class HarmonyFormat(CallFormat):
         return HarmonyScanner(start=start, names=functions, thoughts=thoughts)
 
     def grammar(self, wanted: Wanted, spell: Spell) -> str:
-        """Thoughts and remarks of any text, then a call or, unless one is required, the answer."""
+        """Write the grammar: any number of reasoning or commentary messages, then a call or, if allowed, the answer."""
         channel, message, start = spell(CHANNEL), spell(MESSAGE), spell(START)
         json_type = f"({literal(' ')}? {spell(CONSTRAIN)}? {literal('json')})?"
         ended, rules = opening(spell(END), "ended")
@@ -212,12 +212,12 @@ class HarmonyFormat(CallFormat):
                         for name, arguments in calls])  # fmt: skip
 
     def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """With thoughts where the template looks for them."""
+        """Rename reasoning to the field that the template reads."""
         return [_with_thinking(message) for message in messages]
 
 
 def called_rules(wanted: Wanted, spell: Spell) -> str:
-    """The right side of a rule for a call; its head names the function in the channel or before it."""
+    """Return the right side of a rule for a call. The recipient is in the channel or before it."""
     after = [
         f"begun_call {literal(f' to={FUNCTIONS}{function.name}')} typed arguments_{i}"
         for i, function in enumerate(wanted.functions)
@@ -230,7 +230,7 @@ def called_rules(wanted: Wanted, spell: Spell) -> str:
 
 
 def _with_thinking(message: Message) -> dict[str, Any]:
-    """The message with its thought under the template's name; with calls the template takes no text in addition."""
+    """Rename reasoning to `thinking`, and merge the text into it if the message has calls, as the template requires."""
     changed = {key: value for key, value in message.items() if key != "reasoning_content"}
     if thought := message.get("reasoning_content"):
         changed["thinking"] = thought

@@ -1,4 +1,4 @@
-"""The format of the Hermes and Qwen families, and of EXAONE 4, which omits the line breaks:
+"""The tool-call format of the Hermes and Qwen families, and of EXAONE 4, which omits the line breaks:
 
 <tool_call>
 {"name": "get_weather", "arguments": {"city": "Paris"}}
@@ -31,7 +31,7 @@ LAYOUT = Layout(Pattern(OPEN, space, *OBJECT_HEAD), Pattern(rest_of_object, spac
 
 
 class HermesFormat(CallFormat):
-    """JSON between tags, a pair of tags for each call."""
+    """JSON calls, each between a pair of tags."""
 
     name = "hermes"
     marks = (OPEN, CLOSE)

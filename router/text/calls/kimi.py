@@ -1,4 +1,4 @@
-"""The format of Kimi K2. Calls contain their ids, which a conversation numbers from 0:
+"""The tool-call format of Kimi K2. Calls contain their ids, numbered from 0 in a conversation:
 
 <|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{"city": "Paris"}\
 <|tool_call_end|><|tool_calls_section_end|>
@@ -33,7 +33,7 @@ class KimiFormat(SectionFormat):
         return f"{OPEN}{''.join(texts)}{CLOSE}"
 
     def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """With ids as the model makes them: its template writes them in place of names."""
+        """Replace call ids with ids in the model's form, because the template renders them instead of names."""
         ids: dict[str, str] = {}
         changed = []
         for message in messages:

@@ -1,4 +1,4 @@
-"""The format of Llama 3, without a delimiter unless the model writes `<|python_tag|>` first:
+"""The tool-call format of Llama 3. It has no delimiter unless the model writes `<|python_tag|>` first:
 
 {"name": "get_weather", "parameters": {"city": "Paris"}}; {"name": "now", "parameters": {}}
 """
@@ -35,7 +35,7 @@ LAYOUTS = [
 
 
 class Llama3Format(CallFormat):
-    """A JSON object whose `name` is that of a function; semicolons part several."""
+    """JSON objects whose `name` is that of a function, separated by semicolons."""
 
     name = "llama3"
     marks = (TAG,)
@@ -76,6 +76,6 @@ class Llama3Format(CallFormat):
 
 
 def _head(function: Function) -> str:
-    """The beginning of a call in text, with the white space that the scanner allows."""
+    """Return a lexeme for the beginning of a call within text, with the white space that the scanner allows."""
     words = ("{", '"name"', ":", f'"{function.name}"', ",", '"parameters"', ":")
     return f"/{BLANKS.join(map(re.escape, words))}/"

@@ -1,4 +1,4 @@
-"""The format of MiniMax since M2, with one pair of outer tags around consecutive calls:
+"""The tool-call format of MiniMax since M2, with one pair of outer tags around consecutive calls:
 
 <minimax:tool_call>
 <invoke name="get_weather">

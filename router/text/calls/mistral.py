@@ -1,4 +1,4 @@
-"""The two formats of Mistral's models; the second is the newer one:
+"""The two tool-call formats of Mistral's models, the newer one last:
 
 [TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}, {"name": "now", "arguments": {}}]
 [TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]now[ARGS]{}
@@ -39,9 +39,9 @@ from router.text.calls.scanner import (
 OPEN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 NAME, ARGUMENTS = '{"name": "', '", "arguments": '
 ID_CHARS = 9
-"""The templates refuse ids of calls that are not 9 letters and digits."""
+"""Chat templates reject call ids that are not exactly 9 letters and digits."""
 ID = f'({literal(",")} {BLANK} {literal(json.dumps("id"))} {literal(":")} {BLANK} /"[a-zA-Z0-9]{{{ID_CHARS}}}"/)?'
-"""The id of a call, which the templates of some models write."""
+"""Optional id of a call. Some templates render it."""
 LAYOUTS = (
     Layout(
         Pattern(OPEN, space, "[", space, *OBJECT_HEAD),
@@ -57,7 +57,7 @@ LAYOUTS = (
 
 
 class MistralFormat(CallFormat):
-    """A JSON list after a mark, or with `compact` a mark, a name and arguments for each call."""
+    """A JSON list after a delimiter, or with `compact`, a delimiter, name and arguments for each call."""
 
     name = "mistral"
     marks = (OPEN, ARGS, CALL_ID)
@@ -84,7 +84,7 @@ class MistralFormat(CallFormat):
             wanted.functions,
             lambda function, arguments: json_call(function.name, "arguments", arguments, ID),
         )
-        # One list: no model was trained to write another one after further text.
+        # Only one list: models are not trained to write another one after further text.
         return answer_rules(wanted, f"{spell(OPEN)} listed", f"{before} listed") + rules
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
@@ -93,7 +93,7 @@ class MistralFormat(CallFormat):
         return f"{OPEN} [{', '.join([f'{NAME}{name}{ARGUMENTS}{arguments}}}' for name, arguments in calls])}]"
 
     def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """With ids as these templates want them, the same for the same id."""
+        """Replace call ids with ids that the templates accept. Equal ids stay equal."""
         return [_with_short_ids(message) for message in messages]
 
 

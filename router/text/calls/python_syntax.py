@@ -1,4 +1,4 @@
-"""Arguments in Python's syntax: reads literals as they arrive, and writes grammar rules from a schema.
+"""Arguments in Python syntax: an incremental parser for literals, and grammar rules from a schema.
 
 Nothing is evaluated.
 """
@@ -15,7 +15,7 @@ from router.text.answer_grammar import document_expression, literal
 from router.text.schema import ArrayShape, Case, Document, ObjectShape, Schemas, Shapes, UnlistedMembers, names_lexeme
 
 MAX_NESTED_LISTS = 64
-"""Of lists within lists, so that no answer exhausts the stack."""
+"""Maximum nesting depth of lists and dictionaries, which protects the stack."""
 ARGUMENT = re.compile(r"\s*([^\s=(),\"'\[\]{}]+)\s*=\s*")
 NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
 EXPONENT = re.compile(r"[eE][+-]?")
@@ -31,7 +31,7 @@ COMMA = "/, ?/"
 COLON = "/: ?/"
 IDENTIFIER = re.compile(r"[^\W\d][\w.$-]*")
 UNKNOWN_KEYWORD = r"/[a-zA-Z_][a-zA-Z0-9_.$-]*/"
-"""Names of keywords that the schema does not name."""
+"""Keyword names that the schema does not list."""
 ESCAPES = (
     r"\\[\"'\\nrtbf]|\\x[0-9a-fA-F]{2}|\\u([0-9a-cA-CeEfF][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2})"  # no surrogates
 )
@@ -48,21 +48,21 @@ LEXEMES = {
 }
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 BOUNDS = {"number": NUMBERS, "string": ("minLength", "maxLength", "pattern", "format")}
-"""Schema keywords of scalars, enforced as in JSON, because JSON's numbers and strings are also Python's."""
+"""Schema keywords of scalars. They are enforced as in JSON, because JSON numbers and strings are valid Python."""
 QUOTED = r'/"([^"\\\x00-\x1f]|\\["\\nrtbf]|\\x[01][0-9a-fA-F])*"/'
-"""Keys of a dictionary. Each has only one spelling."""
+"""Dictionary keys, written so that each has only one spelling."""
 UNESCAPED = r'/[^"\\\x00-\x1f]*/'
 MAX_ITEMS = 1024
-"""Above it the number of items of a list is not enforced."""
+"""Maximum list length that is enforced."""
 NEEDED = {"py_array": ("py_any",), "py_object": ("py_member",), "py_member": ("py_string", "py_any")}
 NEEDED["py_any"] = ("py_string", "py_number", "py_boolean", "py_null", "py_array", "py_object")
 
 ListPart = tuple[str, bool]
-"""The right side of a rule for an item of a list, and whether the item is required."""
+"""Right side of a rule for a list item, and whether the item is required."""
 
 
 class NotLiteralError(Exception):
-    """The text is no row of keyword arguments with literals."""
+    """The text is not a list of keyword arguments with literal values."""
 
 
 class UnfinishedError(Exception):
@@ -70,40 +70,40 @@ class UnfinishedError(Exception):
 
 
 class PythonExtent:
-    """Where the arguments of a call end, as their text arrives: at the parenthesis behind them."""
+    """Incremental search for the closing parenthesis of a call."""
 
     def __init__(self, start: int) -> None:
-        """`start` is the place in the text behind the opening parenthesis."""
-        self._depth, self._quote, self._place = 1, "", start
+        """Start at position `start` of the text, after the opening parenthesis."""
+        self._depth, self._quote, self._position = 1, "", start
         self.complete = False
 
     def measure(self, text: str) -> int:
-        """Up to where `text`, all that came so far, belongs to the call, parenthesis included."""
-        place = self._place
-        while place < len(text):
-            step = self._in_string(text, place) if self._quote else self._outside(text, place)
+        """Return the end of the call's text within `text`, all text so far, including the closing parenthesis."""
+        position = self._position
+        while position < len(text):
+            step = self._in_string(text, position) if self._quote else self._outside(text, position)
             if not step:
                 break
-            place += step
+            position += step
             if self.complete:
                 break
-        self._place = place
-        return place
+        self._position = position
+        return position
 
-    def _in_string(self, text: str, place: int) -> int:
-        if text[place] == "\\":
-            return 2 if place + 1 < len(text) else 0
-        if text.startswith(self._quote, place):
+    def _in_string(self, text: str, position: int) -> int:
+        if text[position] == "\\":
+            return 2 if position + 1 < len(text) else 0
+        if text.startswith(self._quote, position):
             length, self._quote = len(self._quote), ""
             return length
-        return 0 if self._quote.startswith(text[place:]) else 1
+        return 0 if self._quote.startswith(text[position:]) else 1
 
-    def _outside(self, text: str, place: int) -> int:
-        char = text[place]
+    def _outside(self, text: str, position: int) -> int:
+        char = text[position]
         if char in "\"'":
-            if len(text) - place < 3 and text[place:] == char * (len(text) - place):
-                return 0  # it may become three quotes
-            self._quote = char * 3 if text.startswith(char * 3, place) else char
+            if len(text) - position < 3 and text[position:] == char * (len(text) - position):
+                return 0  # may become three quotes
+            self._quote = char * 3 if text.startswith(char * 3, position) else char
             return len(self._quote)
         if char in "([{":
             self._depth += 1
@@ -114,30 +114,31 @@ class PythonExtent:
 
 
 def read_arguments(text: str) -> tuple[dict[str, Any], bool]:
-    """The arguments at the beginning of `text`, and whether the parenthesis behind them is there.
+    """Parse the arguments at the beginning of `text`. Also return whether the closing parenthesis was found.
 
-    An argument that no comma or parenthesis follows may go on, so it is left out. Raises NotLiteralError.
+    The last argument is omitted if no comma or parenthesis follows, because it may be incomplete. Raises
+    NotLiteralError.
     """
     found: dict[str, Any] = {}
-    place = _blank(text, 0)
+    position = _blank(text, 0)
     try:
-        while not text.startswith(")", place):
-            if text.startswith("**", place):
-                given, place = _value(text, place + 2, 0)
+        while not text.startswith(")", position):
+            if text.startswith("**", position):
+                given, position = _value(text, position + 2, 0)
                 if not isinstance(given, dict) or not found.keys().isdisjoint(given):
                     raise NotLiteralError
-                place, more = _separator(text, place, ")")
+                position, more = _separator(text, position, ")")
                 found |= given
                 if not more:
                     return found, True
                 continue
-            keyword = ARGUMENT.match(text, place)
+            keyword = ARGUMENT.match(text, position)
             if keyword is None:
-                if place == len(text) or ARGUMENT.match(text + "=", place):
+                if position == len(text) or ARGUMENT.match(text + "=", position):
                     raise UnfinishedError
                 raise NotLiteralError
-            value, place = _value(text, keyword.end(), 0)
-            place, more = _separator(text, place, ")")
+            value, position = _value(text, keyword.end(), 0)
+            position, more = _separator(text, position, ")")
             if keyword[1] in found:
                 raise NotLiteralError
             found[keyword[1]] = value
@@ -149,43 +150,43 @@ def read_arguments(text: str) -> tuple[dict[str, Any], bool]:
 
 
 def read_value(text: str) -> Any:
-    """Parse `text` as one value. Raises NotLiteralError."""
+    """Parse the whole of `text` as one value. Raises NotLiteralError."""
     try:
-        value, place = _value(text, 0, 0)
+        value, position = _value(text, 0, 0)
     except UnfinishedError as error:
         raise NotLiteralError from error
-    if _blank(text, place) < len(text):
+    if _blank(text, position) < len(text):
         raise NotLiteralError
     return value
 
 
-def _value(text: str, place: int, depth: int) -> tuple[Any, int]:
+def _value(text: str, position: int, depth: int) -> tuple[Any, int]:
     if depth > MAX_NESTED_LISTS:
         raise NotLiteralError
-    place = _blank(text, place)
-    if place == len(text):
+    position = _blank(text, position)
+    if position == len(text):
         raise UnfinishedError
-    char = text[place]
+    char = text[position]
     if char in "\"'":
-        return _string(text, place)
+        return _string(text, position)
     if char in "[(":
-        return _list(text, place + 1, "]" if char == "[" else ")", depth + 1)
+        return _list(text, position + 1, "]" if char == "[" else ")", depth + 1)
     if char == "{":
-        return _dict(text, place + 1, depth + 1)
-    word = WORD.match(text, place)
+        return _dict(text, position + 1, depth + 1)
+    word = WORD.match(text, position)
     if word is not None:
         if word[0] in WORDS:
             return WORDS[word[0]], word.end()
         if word.end() == len(text):
             raise UnfinishedError
         raise NotLiteralError
-    return _number(text, place)
+    return _number(text, position)
 
 
-def _number(text: str, place: int) -> tuple[int | float, int]:
-    found = NUMBER.match(text, place)
+def _number(text: str, position: int) -> tuple[int | float, int]:
+    found = NUMBER.match(text, position)
     if found is None:
-        raise UnfinishedError if text[place:] in ("+", "-", ".", "+.", "-.") else NotLiteralError
+        raise UnfinishedError if text[position:] in ("+", "-", ".", "+.", "-.") else NotLiteralError
     try:
         value = float(found[0]) if set(found[0]) & set(".eE") else int(found[0])
     except ValueError as error:
@@ -197,15 +198,15 @@ def _number(text: str, place: int) -> tuple[int | float, int]:
     return value, found.end()
 
 
-def _string(text: str, place: int) -> tuple[str, int]:
-    quote = next(quote for quote in QUOTES if text.startswith(quote, place))
-    start = end = place + len(quote)
+def _string(text: str, position: int) -> tuple[str, int]:
+    quote = next(quote for quote in QUOTES if text.startswith(quote, position))
+    start = end = position + len(quote)
     while not text.startswith(quote, end):
         if end >= len(text):
             raise UnfinishedError
         end += 2 if text[end] == "\\" else 1
     said = ESCAPE.sub(_unescaped, text[start:end])
-    try:  # two escapes may be one character, one alone may be none
+    try:  # two escapes may form a surrogate pair; a single surrogate is invalid
         return said.encode("utf-16", "surrogatepass").decode("utf-16"), end + len(quote)
     except UnicodeDecodeError as error:
         raise NotLiteralError from error
@@ -222,59 +223,59 @@ def _unescaped(found: re.Match[str]) -> str:
     return chr(int(code, 8)) if code.isdigit() and int(code[0]) < 8 else found[0]
 
 
-def _list(text: str, place: int, end: str, depth: int) -> tuple[list[Any], int]:
+def _list(text: str, position: int, end: str, depth: int) -> tuple[list[Any], int]:
     items: list[Any] = []
-    place = _blank(text, place)
-    while not text.startswith(end, place):
-        item, place = _value(text, place, depth)
+    position = _blank(text, position)
+    while not text.startswith(end, position):
+        item, position = _value(text, position, depth)
         items.append(item)
-        place, more = _separator(text, place, end)
+        position, more = _separator(text, position, end)
         if not more:
-            return items, place
-    return items, place + 1
+            return items, position
+    return items, position + 1
 
 
-def _dict(text: str, place: int, depth: int) -> tuple[dict[str, Any], int]:
+def _dict(text: str, position: int, depth: int) -> tuple[dict[str, Any], int]:
     items: dict[str, Any] = {}
-    place = _blank(text, place)
-    while not text.startswith("}", place):
-        if place < len(text) and text[place] not in "\"'":
+    position = _blank(text, position)
+    while not text.startswith("}", position):
+        if position < len(text) and text[position] not in "\"'":
             raise NotLiteralError
-        key, place = _value(text, place, depth)
-        place = _blank(text, place)
-        if not text.startswith(":", place):
-            raise UnfinishedError if place == len(text) else NotLiteralError
-        items[key], place = _value(text, place + 1, depth)
-        place, more = _separator(text, place, "}")
+        key, position = _value(text, position, depth)
+        position = _blank(text, position)
+        if not text.startswith(":", position):
+            raise UnfinishedError if position == len(text) else NotLiteralError
+        items[key], position = _value(text, position + 1, depth)
+        position, more = _separator(text, position, "}")
         if not more:
-            return items, place
-    return items, place + 1
+            return items, position
+    return items, position + 1
 
 
-def _separator(text: str, place: int, end: str) -> tuple[int, bool]:
-    """Behind a value: the place behind its comma or the end, and whether it was a comma."""
-    place = _blank(text, place)
-    if place == len(text):
+def _separator(text: str, position: int, end: str) -> tuple[int, bool]:
+    """Read the comma or end that follows a value. Return the next position and whether it was a comma."""
+    position = _blank(text, position)
+    if position == len(text):
         raise UnfinishedError
-    if text[place] not in ("," + end):
+    if text[position] not in ("," + end):
         raise NotLiteralError
-    more = text[place] == ","
-    return (_blank(text, place + 1) if more else place + 1), more
+    more = text[position] == ","
+    return (_blank(text, position + 1) if more else position + 1), more
 
 
-def _blank(text: str, place: int) -> int:
-    while place < len(text) and text[place].isspace():
-        place += 1
-    return place
+def _blank(text: str, position: int) -> int:
+    while position < len(text) and text[position].isspace():
+        position += 1
+    return position
 
 
 class PythonRules:
-    """Adds rules for values of `shapes` to `rules`. The rules' names begin with `prefix`."""
+    """Generator of grammar rules for values of `shapes`. Adds them to `rules`, with names that begin with `prefix`."""
 
     def __init__(self, shapes: Shapes, rules: dict[str, str], prefix: str) -> None:
         self._shapes, self._rules, self._prefix = shapes, rules, prefix
         self._names: dict[tuple[int, ...], str] = {}
-        self._open: set[str] = set()  # values that are being written and have not been referred to
+        self._open: set[str] = set()  # rules that are being written and have no references yet
         self._same: dict[str, str] = {}
         self._num_names = 0
 
@@ -325,7 +326,7 @@ class PythonRules:
             expression = self.of_cases(cases)
             if name in self._open:
                 self._names[key] = self._rule(expression)
-            else:  # recursive: a part of the value has the same schemas
+            else:  # recursive: part of the value has the same schemas
                 self._rules[name] = expression
         self._open.discard(self._names[key])
         return self._names[key]
@@ -389,9 +390,9 @@ class PythonRules:
         most: int | None,
         last: Sequence[ListPart] = (),
     ) -> str:
-        """Return the right side of a rule for `parts`, then `least` to `most` unnamed members, then `last` parts.
+        """Return the right side of a rule for `parts`, then `least` to `most` unnamed members, then `last`.
 
-        Built from the end, with two rules for each rest: one after a comma, one at the beginning of the list.
+        Built from the end. Each remainder has two rules: one after a comma, one at the beginning of the list.
         """
         following, first = '""', '""'
         for part in reversed(last):
@@ -413,7 +414,7 @@ class PythonRules:
         return self._rule(after), self._rule(begin)
 
     def _rule(self, expression: str) -> str:
-        """Return the name of the rule for an expression."""
+        """Return the name of a rule for an expression. Equal expressions share one rule."""
         if expression not in self._same:
             self._same[expression] = name = self._new_name()
             self._rules[name] = expression
@@ -441,7 +442,7 @@ class PythonRules:
 
 
 def python_text(value: Any) -> str:
-    """A value of JSON as Python writes it, with strings in double quotes."""
+    """Write a JSON value in Python syntax, with strings in double quotes."""
     if isinstance(value, str):
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
         return '"' + re.sub(r"[\x00-\x1f]", lambda found: f"\\x{ord(found[0]):02x}", escaped) + '"'
@@ -453,19 +454,19 @@ def python_text(value: Any) -> str:
 
 
 def python_keywords(arguments: Mapping[str, Any]) -> str:
-    """Write arguments as keywords of a call. Names that are not identifiers follow as `**{"name": value}`."""
+    """Write arguments as keyword arguments. Names that are not identifiers follow as `**{"name": value}`."""
     texts = [f"{name}={python_text(value)}" for name, value in arguments.items() if IDENTIFIER.fullmatch(name)]
     rest = {name: value for name, value in arguments.items() if not IDENTIFIER.fullmatch(name)}
     return ", ".join([*texts, f"**{python_text(rest)}"] if rest else texts)
 
 
 def _repeated(item: str, least: int, most: int | None) -> str:
-    """Return the right side of a rule for `least` to `most` further items of a list."""
+    """Return the right side of a rule for `least` to `most` further list items, each after a comma."""
     return "" if most == 0 else f"({COMMA} {item}){{{max(0, least)},{'' if most is None else most}}}"
 
 
 def _spellings(value: Any) -> list[str]:
-    """Return the spellings of an enumerated value. Some templates print JSON's words."""
+    """Return the spellings of an enumerated value. Some templates print JSON's `true`, `false` and `null`."""
     text = python_text(value)
     if value is None or isinstance(value, bool):
         return [text, json.dumps(value)]

@@ -1,4 +1,4 @@
-"""The formats of Llama 4 and Olmo, in Python's syntax; the second is Olmo's:
+"""The tool-call formats of Llama 4 and, with tags, of Olmo, in Python syntax:
 
 [get_weather(city="Paris", days=3), now()]
 
@@ -44,11 +44,11 @@ LAYOUTS = (
 
 
 class PythonicScanner(MarkedScanner):
-    """Finds calls in Python's syntax. A call is given out once it is complete: before, it may be no call at all."""
+    """Scanner for calls in Python syntax. Emits a call only once it is complete: until then it may be text."""
 
     _is_cut = False
     _name, _begun, _extent_of_call = "", 0, PythonExtent(0)
-    """The function of the call that is being read, and where its arguments begin and end in the held text."""
+    """Function of the current call, and the position and extent of its arguments in the held text."""
 
     @property
     def calls_are_whole(self) -> bool:
@@ -61,16 +61,16 @@ class PythonicScanner(MarkedScanner):
         if cut:
             self._cut_off(parts)
         else:
-            self._say(len(self._held), parts)
+            self._emit_text(len(self._held), parts)
         self._held = ""
         return parts
 
     def _cut_off(self, parts: list[Part]) -> None:
-        """Give out a call with the arguments that came."""
+        """Return a truncated call with the arguments received so far."""
         try:
             arguments, _ = read_arguments(self._held[self._begun :])
         except NotLiteralError:
-            self._say(len(self._held), parts)
+            self._emit_text(len(self._held), parts)
             return
         self._is_cut = True
         parts.append(CallPart(self.num_calls, self._name, _json(arguments)[:-1] if arguments else ""))
@@ -87,7 +87,7 @@ class PythonicScanner(MarkedScanner):
         try:
             arguments, _ = read_arguments(self._held[self._begun : length])
         except NotLiteralError:
-            self._say(1, parts)
+            self._emit_text(1, parts)
             return self._move_to(self._text)
         parts.append(CallPart(self.num_calls, self._name, _json(arguments)))
         self.num_calls += 1
@@ -102,7 +102,7 @@ class PythonicScanner(MarkedScanner):
 
 
 class PythonicFormat(CallFormat):
-    """Calls as Python writes them: a list of them, or `tagged` ones in lines between tags."""
+    """Calls in Python syntax: a list, or with `tagged` one call per line between tags."""
 
     name = "pythonic"
     marks = (START, END, TAG, END_TAG)
@@ -153,7 +153,7 @@ def _json(arguments: dict[str, object]) -> str:
 
 
 def _keywords(arguments: str) -> str:
-    """Arguments in JSON as keywords of a call; what is no object stays as it is."""
+    """Convert JSON arguments to keyword arguments. Returns anything but an object unchanged."""
     try:
         given = json.loads(arguments)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The format of Qwen3-Coder. White space belongs to the values. The model may omit the outer tags:
+"""The tool-call format of Qwen3-Coder. White space is part of values. The model may omit the outer tags:
 
 <tool_call>
 <function=get_weather>
@@ -25,7 +25,7 @@ BEGUN: tuple[str | PatternPart, ...] = (FUNCTION, function_name, ">", space, pee
 
 
 def function_layouts(opened: str, closed: str) -> tuple[Layout, Layout]:
-    """Return the layouts with both outer tags, and without the opening one."""
+    """Return the layouts with both outer tags, and without the opening tag."""
     tail, again, close = Pattern(space, END_FUNCTION), Pattern(space, *BEGUN), Pattern(space, closed)
     return Layout(Pattern(opened, space, *BEGUN), tail, again, close), Layout(Pattern(*BEGUN), tail, again, close)
 

@@ -1,4 +1,4 @@
-"""Registry of the tool-call formats: one entry each, or one for each variant."""
+"""Registry of tool-call formats, with one entry per variant."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ FORMATS: tuple[CallFormat, ...] = (
     PythonicFormat(),
     Llama3Format(),
 )
-"""In the order in which they are tried on what a template renders: a format precedes those that it contains.
+"""In detection order: a format precedes those whose pattern also matches its rendered calls.
 
-Of several variants, `--tool-parser` gets the last one.
+`--tool-parser` selects the last of several variants with the same name.
 """
 
 
 def format_named(name: str) -> CallFormat:
-    """Return the format with this name. Raises LookupError if there is none."""
+    """Return the format with this name. Raises LookupError if it does not exist."""
     found = {each.name: each for each in FORMATS}
     return found[name]
 
 
 def format_in(rendered: str) -> CallFormat | None:
-    """Return the format of a rendered call, or None if the arguments or the call are in no known format."""
+    """Detect the format of a rendered call. Returns None if the call or its arguments are in no known format."""
     if not any(re.search(each.rendered_argument, rendered) for each in FORMATS):
         return None
     return next((each for each in FORMATS if re.search(each.rendered_call, rendered)), None)

@@ -1,4 +1,4 @@
-"""Finds the calls of functions in an answer while it arrives, by patterns of the text around names and arguments."""
+"""Incremental detection of tool calls in an answer, by patterns of the text around names and arguments."""
 
 from __future__ import annotations
 
@@ -13,52 +13,52 @@ from router.text.parts import CallPart, Part, TextPart, first_mark, joined
 BLANK = frozenset(" \t\r\n")
 NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
 MAX_NAME_CHARS, MAX_BLANKS = 64, 64
-"""Of a function's name, as OpenAI has it, and of white space: a longer run is text, not a call."""
+"""Maximum length of a function name, as in OpenAI's API, and of white space. A longer run is text, not a call."""
 MAX_REST_CHARS = 4096
-"""Maximum length of an object after its call's arguments. It is parsed again for each piece; a longer rest is text."""
+"""Maximum length of the part of an object that follows a call's arguments. A longer one is treated as text."""
 BLANKS = r"[ \t\r\n]{0,8}"
-"""White space that a grammar of calls allows where the format has some: too little to fill an answer with."""
+"""White space that grammars allow where a format has optional white space. Limited so that it cannot fill an answer."""
 
 
 class Missing(Enum):
-    """Why a pattern is not found: the text may yet become one, or can never be one."""
+    """Why a pattern did not match: more text is required, or no further text can make it match."""
 
     MORE = "more"
     NEVER = "never"
 
 
 class Found(NamedTuple):
-    """The pattern is the first `end` characters; `name` is the first name in it."""
+    """A match: the length `end` of the matched text, and the first function name in it."""
 
     end: int
     name: str = ""
 
 
 PatternPart = Callable[[str, int], int | Missing]
-"""Reads from a place in a text on: where it ends."""
+"""Matches at a position of a text. Returns the end position."""
 
 
 class Pattern:
-    """Consecutive parts of text: literal texts, `space`, `function_name`, `rest_of_object` and `peek`."""
+    """A sequence of parts: literal texts, `space`, `function_name`, `rest_of_object` and `peek`."""
 
     def __init__(self, *parts: str | PatternPart) -> None:
         self._parts = [exactly(part) if isinstance(part, str) else part for part in parts]
 
     def read(self, text: str) -> Found | Missing:
-        """Looks for the pattern at the beginning of `text`."""
-        place, found = 0, ""
+        """Match the pattern at the beginning of `text`."""
+        position, found = 0, ""
         for part in self._parts:
-            end = part(text, place)
+            end = part(text, position)
             if isinstance(end, Missing):
                 return end
             if part is function_name and not found:
-                found = text[place:end]
-            place = end
-        return Found(place, found)
+                found = text[position:end]
+            position = end
+        return Found(position, found)
 
 
 def read_first(patterns: Iterable[Pattern], text: str) -> tuple[int, Found] | Missing:
-    """The first pattern found at the beginning of `text`, by its number; MORE while any may yet come."""
+    """Return the index and match of the first pattern that matches `text`, or MORE if one may still match."""
     missing = Missing.NEVER
     for number, pattern in enumerate(patterns):
         found = pattern.read(text)
@@ -69,22 +69,22 @@ def read_first(patterns: Iterable[Pattern], text: str) -> tuple[int, Found] | Mi
 
 
 def exactly(wanted: str) -> PatternPart:
-    """Exactly this text."""
+    """Match a literal text."""
 
-    def read(text: str, place: int) -> int | Missing:
-        if text.startswith(wanted, place):
-            return place + len(wanted)
-        return Missing.MORE if wanted.startswith(text[place:]) else Missing.NEVER
+    def read(text: str, position: int) -> int | Missing:
+        if text.startswith(wanted, position):
+            return position + len(wanted)
+        return Missing.MORE if wanted.startswith(text[position:]) else Missing.NEVER
 
     return read
 
 
 def one_of(*wanted: str) -> PatternPart:
-    """One of some texts, none of which begins with another."""
+    """Match one of several texts, none of which is a prefix of another."""
     parts = [exactly(text) for text in wanted]
 
-    def read(text: str, place: int) -> int | Missing:
-        ends = [part(text, place) for part in parts]
+    def read(text: str, position: int) -> int | Missing:
+        ends = [part(text, position) for part in parts]
         found = [end for end in ends if not isinstance(end, Missing)]
         if found:
             return found[0]
@@ -94,61 +94,61 @@ def one_of(*wanted: str) -> PatternPart:
 
 
 def peek(wanted: str) -> PatternPart:
-    """Exactly this text, which belongs to what follows."""
+    """Match a literal text without consuming it."""
     part = exactly(wanted)
 
-    def read(text: str, place: int) -> int | Missing:
-        end = part(text, place)
-        return end if isinstance(end, Missing) else place
+    def read(text: str, position: int) -> int | Missing:
+        end = part(text, position)
+        return end if isinstance(end, Missing) else position
 
     return read
 
 
 def peek_one_of(*wanted: str) -> PatternPart:
-    """One of some texts, as `one_of`, which belongs to what follows."""
+    """Match one of several texts without consuming it."""
     part = one_of(*wanted)
 
-    def read(text: str, place: int) -> int | Missing:
-        end = part(text, place)
-        return end if isinstance(end, Missing) else place
+    def read(text: str, position: int) -> int | Missing:
+        end = part(text, position)
+        return end if isinstance(end, Missing) else position
 
     return read
 
 
-def space(text: str, place: int) -> int | Missing:
-    """A little white space, or none; something must follow."""
-    end = place
+def space(text: str, position: int) -> int | Missing:
+    """Match up to `MAX_BLANKS` white space characters. Another character must follow."""
+    end = position
     while end < len(text) and text[end] in BLANK:
         end += 1
-    if end - place > MAX_BLANKS:
+    if end - position > MAX_BLANKS:
         return Missing.NEVER
     return end if end < len(text) else Missing.MORE
 
 
-def function_name(text: str, place: int) -> int | Missing:
-    """The name of a function; something else must follow."""
-    end = place
+def function_name(text: str, position: int) -> int | Missing:
+    """Match a function name. Another character must follow."""
+    end = position
     while end < len(text) and text[end] in NAME_CHARS:
         end += 1
-    if end - place > MAX_NAME_CHARS or (end == place and end < len(text)):
+    if end - position > MAX_NAME_CHARS or (end == position and end < len(text)):
         return Missing.NEVER
     return end if end < len(text) else Missing.MORE
 
 
-def rest_of_object(text: str, place: int) -> int | Missing:
-    """The rest of a JSON object after one of its values, with its closing brace."""
-    start = space(text, place)
+def rest_of_object(text: str, position: int) -> int | Missing:
+    """Match the rest of a JSON object after one of its values, including the closing brace."""
+    start = space(text, position)
     if isinstance(start, Missing) or text[start] not in ",}":
         return start if isinstance(start, Missing) else Missing.NEVER
     extent = Extent(depth=1)
-    end = place + extent.measure(text[place : place + MAX_REST_CHARS])
+    end = position + extent.measure(text[position : position + MAX_REST_CHARS])
     if extent.complete:
         return end
-    return Missing.NEVER if end - place == MAX_REST_CHARS else Missing.MORE
+    return Missing.NEVER if end - position == MAX_REST_CHARS else Missing.MORE
 
 
 class Extent:
-    """Where a JSON object ends, as its text arrives. `depth` brackets of it are open at the beginning."""
+    """Incremental search for the end of a JSON object. `depth` is the number of brackets that are already open."""
 
     def __init__(self, depth: int = 0) -> None:
         self._depth = depth
@@ -156,7 +156,7 @@ class Extent:
         self.complete = False
 
     def measure(self, text: str) -> int:
-        """How many of these characters belong to the object."""
+        """Return the number of characters of `text` that belong to the object."""
         for i, char in enumerate(text):
             if self._in_string:
                 if self._escaped:
@@ -181,14 +181,14 @@ OBJECT_HEAD: tuple[str | PatternPart, ...] = (
     *("{", space, '"name"', space, ":", space, '"', function_name, '"', space, ",", space),
     *(one_of('"arguments"', '"parameters"'), space, ":", space, peek("{")),
 )
-"""A call as a JSON object, to the beginning of its arguments."""
+"""A call as a JSON object, up to its arguments."""
 
 
 class CallScanner(ABC):
-    """Splits an answer into text, calls and thoughts as it arrives. The text may be cut off anywhere.
+    """Base class of scanners that split an answer into text, calls and reasoning as it arrives, in pieces of any size.
 
-    `start` is the text's place in the answer. Each step takes one part of the held text and returns whether there may
-    be another; it names the step that comes next.
+    `start` is the position of the first text in the answer. Each step consumes part of the held text, sets the next
+    step, and returns whether to run it.
     """
 
     def __init__(self, *, start: int = 0) -> None:
@@ -197,17 +197,17 @@ class CallScanner(ABC):
         self._step: Callable[[list[Part]], bool] = self._begin
 
     @property
-    def place(self) -> int:
-        """Position in the answer up to which all text belongs to returned parts or to marks."""
+    def position(self) -> int:
+        """Position in the answer up to which all text has been returned or was part of a delimiter."""
         return self._end - len(self._held)
 
     @property
     @abstractmethod
     def calls_are_whole(self) -> bool:
-        """Whether each call that was begun has all of its arguments."""
+        """Whether each call that has begun has complete arguments."""
 
     def push(self, text: str) -> list[Part]:
-        """The parts that `text` adds, in its order."""
+        """Process more text. Return the new parts in order."""
         self._held += text
         self._end += len(text)
         parts: list[Part] = []
@@ -217,14 +217,14 @@ class CallScanner(ABC):
 
     @abstractmethod
     def flush(self, *, cut: bool) -> list[Part]:
-        """Give out held text at the end, unless the answer was `cut` off: then it may be the beginning of a call."""
+        """Return the held text at the end of the answer. If the answer was `cut` off, drop what may begin a call."""
 
     @abstractmethod
     def _begin(self, parts: list[Part]) -> bool:
-        """The first step."""
+        """Run the first step."""
 
-    def _say(self, length: int, parts: list[Part]) -> bool:
-        """Give out the first characters of the held text as text. False, as the rest holds no more parts yet."""
+    def _emit_text(self, length: int, parts: list[Part]) -> bool:
+        """Return the first characters of the held text as text. Returns False: more text is required."""
         if length:
             parts.append(TextPart(self._held[:length], self._end - len(self._held)))
             self._held = self._held[length:]
@@ -237,10 +237,10 @@ class CallScanner(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One way to write a row of calls with arguments in JSON.
+    """One way to write consecutive calls with JSON arguments.
 
-    `head` goes from the mark that opens the row to the first arguments, `tail` from the end of arguments to the end of
-    the call, `again` from there to the next call's arguments, and `close` ends the row.
+    `head` matches from the opening delimiter to the first arguments, `tail` from the end of arguments to the end of the
+    call, `again` from there to the next call's arguments, and `close` the end of the calls.
     """
 
     head: Pattern
@@ -250,10 +250,10 @@ class Layout:
 
 
 class MarkedScanner(CallScanner):
-    """Finds rows of calls that begin with one of the `openings`, in one of some layouts.
+    """Scanner for consecutive calls that begin with one of the `openings`, in one of several layouts.
 
-    With `only_calls`, a text that does not begin with a call has none: it is JSON, whose strings may contain a mark.
-    What only begins like a call is text, as is a call of a function that is none of `names`, where these are given.
+    With `only_calls`, an answer that does not begin with a call has none: it is JSON, whose strings may contain
+    delimiters. Incomplete calls, and calls of functions not in `names` (unless None), are returned as text.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ class MarkedScanner(CallScanner):
         if self._step == self._between:
             self._held = self._held.lstrip()
         if not cut and self._step in (self._begin, self._text, self._head, self._between):
-            self._say(len(self._held), parts)
+            self._emit_text(len(self._held), parts)
         self._held = ""
         return parts
 
@@ -292,21 +292,21 @@ class MarkedScanner(CallScanner):
         return self._move_to(self._plain if read is Missing.NEVER else self._head)
 
     def _plain(self, parts: list[Part]) -> bool:
-        """The rest is text."""
-        return self._say(len(self._held), parts)
+        """Return all further text as text."""
+        return self._emit_text(len(self._held), parts)
 
     def _text(self, parts: list[Part]) -> bool:
-        place, opening = first_mark(self._held, self._openings)
-        self._say(place, parts)
+        position, opening = first_mark(self._held, self._openings)
+        self._emit_text(position, parts)
         return bool(opening) and self._move_to(self._head)
 
     def _head(self, parts: list[Part]) -> bool:
-        """From an opening to the first arguments."""
+        """Read from an opening to the first arguments."""
         read = self._read_head()
         if read is Missing.MORE:
             return False
         if isinstance(read, Missing):
-            self._say(1, parts)
+            self._emit_text(1, parts)
             return self._move_to(self._text)
         number, found = read
         self._layout = self._layouts[number]
@@ -333,14 +333,14 @@ class MarkedScanner(CallScanner):
         return self._extent.complete and self._move_to(self._tail)
 
     def _tail(self, parts: list[Part]) -> bool:
-        """From the arguments to the end of the call."""
+        """Read from the arguments to the end of the call."""
         read = self._layout.tail.read(self._held)
         if isinstance(read, Found):
             return self._move_to(self._between, read.end)
         return read is Missing.NEVER and self._move_to(self._gap)
 
     def _between(self, parts: list[Part]) -> bool:
-        """Behind a call: another one of its row, or the end of the row."""
+        """Read the next consecutive call, or the end of the calls."""
         again, close = self._layout.again, self._layout.close
         read = read_first([pattern for pattern in (again, close) if pattern is not None], self._held)
         if read is Missing.MORE:
@@ -352,6 +352,6 @@ class MarkedScanner(CallScanner):
         return self._move_to(self._gap, read[1].end)
 
     def _gap(self, parts: list[Part]) -> bool:
-        """Behind a row of calls, where white space is not text."""
+        """Skip white space after the calls."""
         self._held = self._held.lstrip()
         return bool(self._held) and self._move_to(self._text)

@@ -1,4 +1,4 @@
-"""The format of Seed-OSS: Qwen3-Coder's with other outer tags, and with values in Python's notation:
+"""The tool-call format of Seed-OSS: like Qwen3-Coder's, with other outer tags and values in Python syntax:
 
 <seed:tool_call>
 <function=get_weather>

@@ -1,7 +1,7 @@
-"""Base of the formats that write each argument as plain text between tags: values, scanner and grammar.
+"""Base class of formats that write each argument as plain text between tags: value parser, scanner and grammar.
 
-Members are in the schema's order. For strings, enumerations, lengths, patterns and formats with a pattern are enforced.
-All other values are JSON or Python literals, for which all keywords are enforced that the library supports.
+Members follow the schema's order. For strings, the grammar enforces enumerations, lengths, patterns and formats that
+have a pattern. Other values are JSON or Python literals, for which all supported keywords are enforced.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ from router.text.schema import (
 )
 
 MAX_KEY_CHARS = 256
-"""Of an argument's name: a longer one is text, not a call."""
+"""Maximum length of an argument's name. A longer one is treated as text."""
 UNKNOWN_KEY = r'/[^<>"\n]{1,256}/'
-"""Names of arguments that the schema does not name."""
+"""Argument names that the schema does not list."""
 SCALARS = frozenset(("string", "boolean", "null"))
 """Types whose values are plain text or one of a few words."""
 MOST_ENFORCED_CHARS = 4096
-"""Above it the length of a text is not enforced."""
+"""Maximum string length that is enforced."""
 TEXT_ONLY = frozenset({"string"})
 AS_PYTHON = {"True": "true", "False": "false", "None": "null"}
-"""What models write that have read more Python than JSON."""
+"""Python constants that models write instead of JSON's."""
 SPELLINGS = {True: ("true", "True"), False: ("false", "False"), None: ("null", "None")}
 
 
 @dataclass(frozen=True, slots=True)
 class ArgumentTags:
-    """The tags of an argument: `open` KEY `key_end`, white space, `value` VALUE `close`.
+    """Tags of an argument: `open` KEY `key_end`, optional white space, `value` VALUE `close`.
 
-    `lined`: a line break after the last opening tag and one before the closing one do not belong to the value.
-    `python`: lists and dictionaries may be in Python's syntax; with `writes_python` the model was taught no other.
+    `lined`: one line break after the opening tag and one before the closing tag are not part of the value. `python`:
+    lists and dictionaries may be in Python syntax. `writes_python`: the model writes no other syntax.
     """
 
     open: str
@@ -75,7 +75,7 @@ class ArgumentTags:
 
 
 class TaggedFormat(CallFormat):
-    """A format with tags around each argument. `openings` begin a call, in one of the `layouts`."""
+    """Base class of formats with tags around each argument."""
 
     tags: ClassVar[ArgumentTags]
     reads_schemas = True
@@ -103,19 +103,19 @@ class TaggedFormat(CallFormat):
 
     @abstractmethod
     def called(self, name: str, arguments: str, spell: Spell) -> str:
-        """The right side of the rule `body`, for a call of one function."""
+        """Return the right side of the rule `body` for a call of one function."""
 
     def rows(self, wanted: Wanted, spell: Spell) -> tuple[str, str]:
-        """Right sides of rules: an answer of nothing but calls; and what follows the tag that opens one.
+        """Return right sides of two rules: an answer that consists of calls, and the text after an opening tag.
 
-        Here each call is between the first two marks.
+        By default each call is between the first two marks.
         """
         first, last, *_ = map(spell, self.marks)
         call = f"body {last}"
         return row(f"{first} {call}", BREAK, several=wanted.several), call
 
     def texts(self, arguments: str) -> list[tuple[str, str]]:
-        """Return the members of arguments in JSON, each with the text of its value; empty if they are not an object."""
+        """Return the members of JSON arguments with their values as text; empty if they are not an object."""
         try:
             given = json.loads(arguments)
         except (ValueError, RecursionError):
@@ -126,34 +126,34 @@ class TaggedFormat(CallFormat):
 
 
 class _ValueEnd:
-    """Finds the closing tag of a value while its text arrives. With `quoted`, tags in quotes are ignored."""
+    """Incremental search for the closing tag of a value. With `quoted`, tags within quotes are ignored."""
 
     def __init__(self, close: str, *, quoted: bool) -> None:
         self._close, self._quoted = close, quoted
         self._piece = re.compile(rf"\\[\s\S]?|[\"']|{re.escape(close)}")
-        self._place, self._quote = 0, ""
+        self._position, self._quote = 0, ""
 
     def find(self, text: str) -> int:
         """Return the position of the tag in `text`, the whole value so far, or -1."""
         if not self._quoted:
-            found = text.find(self._close, self._place)
-            self._place = max(self._place, len(text) - len(self._close) + 1)
+            found = text.find(self._close, self._position)
+            self._position = max(self._position, len(text) - len(self._close) + 1)
             return found
-        for piece in self._piece.finditer(text, self._place):
+        for piece in self._piece.finditer(text, self._position):
             mark = piece[0]
             if mark == "\\":  # may escape the next character
                 return -1
-            self._place = piece.end()
+            self._position = piece.end()
             if not self._quote and mark == self._close:
                 return piece.start()
             if mark in ("'", '"') and self._quote in ("", mark):
                 self._quote = "" if self._quote else mark
-        self._place = max(self._place, len(text) - len(self._close) + 1)
+        self._position = max(self._position, len(text) - len(self._close) + 1)
         return -1
 
 
 class TaggedScanner(MarkedScanner):
-    """A text arrives in the call as it is made; an argument of another type once it is complete."""
+    """Scanner for tagged arguments. Streams strings as they arrive, and other values once they are complete."""
 
     def __init__(
         self,
@@ -167,12 +167,12 @@ class TaggedScanner(MarkedScanner):
     ) -> None:
         self._tags, self._functions = tags, functions
         self._function: Function | None = None
-        self._known_keys: list[str] = []  # the longest first
+        self._known_keys: list[str] = []  # longest first
         self._keys: set[str] = set()
         self._reader: ValueReader | None = None
         self._end_of_value = _ValueEnd(tags.close, quoted=False)
         self._is_again = self._is_begun = False
-        """State of the current argument: whether its name occurred before, and whether its text has begun."""
+        """State of the current argument: whether its name is a repetition, and whether its text has begun."""
         super().__init__(openings, layouts, start=start, only_calls=only_calls)
 
     @property
@@ -185,17 +185,17 @@ class TaggedScanner(MarkedScanner):
         return super()._call(found, parts)
 
     def _arguments(self, parts: list[Part]) -> bool:
-        """Between arguments: another one, or the end of the call."""
+        """Read the next argument, or the end of the call."""
         tags, held = self._tags, self._held.lstrip()
         if held.startswith(tags.open):
             return self._key(held, parts)
         if tags.open.startswith(held) or self._layout.tail.read(self._held) is Missing.MORE:
             return False
-        self._give("}" if self._keys else "{}", parts)
+        self._emit_arguments("}" if self._keys else "{}", parts)
         return self._move_to(self._tail)
 
     def _key(self, held: str, parts: list[Part]) -> bool:
-        """From the tag that opens an argument to its value."""
+        """Read from the opening tag of an argument to its value."""
         tags = self._tags
         named = held[len(tags.open) :]
         known = next((key for key in self._known_keys if _may_begin(named, key + tags.key_end)), None)
@@ -210,7 +210,7 @@ class TaggedScanner(MarkedScanner):
             may_come = tags.value.startswith(rest) if end else len(key) <= MAX_KEY_CHARS
             if may_come:
                 return False
-            self._give("}" if self._keys else "{}", parts)
+            self._emit_arguments("}" if self._keys else "{}", parts)
             return self._move_to(self._gap)
         self._is_again, self._is_begun = key in self._keys, False
         self._keys.add(key)
@@ -218,7 +218,7 @@ class TaggedScanner(MarkedScanner):
         quoted = self._reader is not None and not self._reader.may_be_text
         self._end_of_value = _ValueEnd(tags.close, quoted=quoted)
         if not self._is_again:
-            self._give(f"{'{' if len(self._keys) == 1 else ', '}{json_string(key)}: ", parts)
+            self._emit_arguments(f"{'{' if len(self._keys) == 1 else ', '}{json_string(key)}: ", parts)
         self._held = rest[len(tags.value) :]
         return self._move_to(self._value)
 
@@ -230,31 +230,31 @@ class TaggedScanner(MarkedScanner):
                 return False
             self._held = self._held.removeprefix("\n") if tags.lined else self._held
             self._is_begun = True
-            self._give('"', parts)
-        place = self._held.find(tags.close) if is_text else self._end_of_value.find(self._held)
-        if place < 0:
+            self._emit_arguments('"', parts)
+        position = self._held.find(tags.close) if is_text else self._end_of_value.find(self._held)
+        if position < 0:
             return self._more_text(parts)
-        text = self._held[:place].removesuffix("\n") if tags.lined else self._held[:place]
+        text = self._held[:position].removesuffix("\n") if tags.lined else self._held[:position]
         if self._is_begun:
-            self._give(json_string(text)[1:], parts)
+            self._emit_arguments(json_string(text)[1:], parts)
         else:
-            self._give(
+            self._emit_arguments(
                 as_json(text.removeprefix("\n") if tags.lined else text, self._reader, python=tags.python), parts
             )
-        return self._move_to(self._arguments, place + len(tags.close))
+        return self._move_to(self._arguments, position + len(tags.close))
 
     def _more_text(self, parts: list[Part]) -> bool:
-        """Give out what surely belongs to the text. False, as its end has not come."""
+        """Return the text that cannot be part of the closing tag. Returns False, because the value is incomplete."""
         if self._is_begun:
             tags = self._tags
             ends = (tags.close, f"\n{tags.close}") if tags.lined else (tags.close,)
             length = len(self._held) - max(overlap(self._held, end) for end in ends)
-            self._give(json_string(self._held[:length])[1:-1], parts)
+            self._emit_arguments(json_string(self._held[:length])[1:-1], parts)
             self._held = self._held[length:]
         return False
 
-    def _give(self, arguments: str, parts: list[Part]) -> None:
-        """More of the call's arguments, but of one that is there already."""
+    def _emit_arguments(self, arguments: str, parts: list[Part]) -> None:
+        """Return more of the call's arguments, except for a repeated argument."""
         if arguments and not (self._is_again and self._step == self._value):
             parts.append(CallPart(self.num_calls - 1, arguments=arguments))
 
@@ -263,7 +263,7 @@ class TaggedScanner(MarkedScanner):
             return None
         try:
             return reader_of(self._function.shapes, key)
-        except Unenforceable:  # requests that need a grammar for it are refused
+        except Unenforceable:  # requests that need a grammar for this schema are rejected
             return None
 
     def _names_of_arguments(self) -> list[str]:
@@ -278,12 +278,12 @@ class TaggedScanner(MarkedScanner):
 
 
 def _may_begin(text: str, begin: str) -> bool:
-    """Whether `text`, which may be incomplete, may begin with `begin`."""
+    """Whether `text`, which may be incomplete, can begin with `begin`."""
     return text.startswith(begin) or begin.startswith(text)
 
 
 class TaggedRules:
-    """Collects rules; `text` is all of them. Tags that are special tokens are `marks`, which `spell` names."""
+    """Collector of grammar rules. `marks` are tags that may be special tokens; `spell` writes them."""
 
     def __init__(self, tags: ArgumentTags, spell: Spell, marks: Sequence[str]) -> None:
         self._tags, self._spell, self._marks = tags, spell, marks
@@ -328,7 +328,7 @@ class TaggedRules:
         return " ".join(filter(None, (*opened, name, BREAK)))
 
     def _value(self, name: str, schemas: Schemas) -> str:
-        """The right side of a rule for a value and the tag that closes it; `name` begins names of rules it needs."""
+        """Return the right side of a rule for a value and its closing tag. Names of helper rules begin with `name`."""
         cases = self._shapes.cases(*schemas)
         if any(case.is_any for case in cases):
             return self._closed_text("any_text", "")
@@ -354,15 +354,15 @@ class TaggedRules:
         return [text for word in words for text in self._spellings(word)]
 
     def _spellings(self, value: Any) -> list[str]:
-        """Return the texts of an enumerated value, without those that contain the closing tag."""
+        """Return the texts of an enumerated value, except those that contain the closing tag."""
         texts = spellings(value, python=self._tags.python)
         return [text for text in texts if not (isinstance(value, str) and self._tags.close in text)]
 
     def _text(self, name: str, case: Case, *, is_alone: bool) -> str:
         """Return the right side of a rule for a string and its closing tag.
 
-        Unless it `is_alone`, the value may also be of another type that begins with the same characters. The library's
-        lexer then reads up to the closing tag, so the string and the tag must be one unconstrained lexeme.
+        Unless `is_alone`, the value may have another type that begins with the same characters. llguidance's lexer then
+        reads up to the closing tag, so the string and the tag must be one unconstrained lexeme.
         """
         least, most = int(case.most("minLength") or 0), case.least("maxLength")
         wanted = []
@@ -376,22 +376,22 @@ class TaggedRules:
         return self._closed_text(name if wanted else "any_text", " & ".join(wanted))
 
     def _closed_literal(self, text: str) -> str:
-        """Return an enumerated text and its closing tag, as one lexeme if the tag is text, like `_closed_text`."""
+        """Return an enumerated text and its closing tag, as one lexeme if the tag is plain text."""
         if self._is_special(self._tags.close):
             return f"{literal(text)} {self._close}"
         return literal(f"{text}{self._line and chr(10)}{self._tags.close}")
 
     def _closed_text(self, name: str, wanted: str) -> str:
-        """Return a text that matches the lexemes `wanted`, and its closing tag. `name` is the name of the rule.
+        """Add a rule for a text that matches the lexemes `wanted`, followed by the closing tag. Return its right side.
 
-        The text must not contain the tag, because the scanner would end it there.
+        The text must not contain the tag, because the scanner would end the value there.
         """
         if self._is_special(self._tags.close):
             self._rules[name.upper()] = wanted or f"/{ANY}/"
             return " ".join(filter(None, (name.upper(), self._line, self._spelled(self._tags.close))))
         close = literal(f"{chr(10) if self._line else ''}{self._tags.close}")
         other = f"~(/{ANY}/ {literal(self._tags.close)} /{ANY}/)"
-        if not wanted and not self._line:  # a lazy lexeme, which ends at the first tag
+        if not wanted and not self._line:  # a lazy lexeme ends at the first tag
             self._rules[f"{name}[lazy]"] = f"/{ANY}/ {close}"
         else:
             self._rules[f"{name}[lazy]"] = f"({' & '.join(filter(None, (wanted, other)))}) {close}"
@@ -410,7 +410,7 @@ class TaggedRules:
 
 @dataclass(frozen=True, slots=True)
 class ValueReader:
-    """Reads the texts of one argument. Its value must match all schemas of one of the `alternatives`."""
+    """Parser for the texts of one argument. Values must match all schemas of one of the `alternatives`."""
 
     shapes: Shapes
     alternatives: Sequence[Schemas]
@@ -439,16 +439,16 @@ def reader_of(shapes: Shapes, name: str) -> ValueReader | None:
 
 
 def as_json(text: str, reader: ValueReader | None, *, python: bool = False) -> str:
-    """Convert a model's text for a value to JSON. It is a string if the schema accepts no other type.
+    """Convert a model's text for a value to JSON. The result is a string unless the schema accepts another type.
 
-    With `python`, lists and dictionaries may be in Python's syntax.
+    With `python`, lists and dictionaries may be in Python syntax.
     """
     if reader is not None and reader.is_text:
         return json_string(text)
     try:
         value = _read(text, python)
         made = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        made.encode()  # half of a surrogate pair can be written in JSON, and not be sent
+        made.encode()  # JSON can express an unpaired surrogate, but UTF-8 cannot
     except (ValueError, RecursionError, NotLiteralError):
         return json_string(text)
     if isinstance(value, str) or (reader is not None and reader.may_be_text and not reader.accepts(value)):
@@ -457,7 +457,7 @@ def as_json(text: str, reader: ValueReader | None, *, python: bool = False) -> s
 
 
 def spellings(value: Any, *, python: bool = False) -> list[str]:
-    """Return the spellings of a JSON value: strings unchanged, `None` and others for null."""
+    """Return the spellings of a JSON value. Strings have one, null also `None`, and so on."""
     if isinstance(value, str):
         return [value]
     if value is None or isinstance(value, bool):
@@ -467,12 +467,11 @@ def spellings(value: Any, *, python: bool = False) -> list[str]:
 
 
 def as_text(value: Any, *, python: bool = False) -> str:
-    """Return the last spelling in Python's notation, the first otherwise."""
+    """Write a value as text, in JSON or Python syntax."""
     return spellings(value, python=python)[-1 if python else 0]
 
 
 def json_string(text: str) -> str:
-    """A string of JSON."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -486,4 +485,4 @@ def _read(text: str, python: bool) -> Any:
 
 
 def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")

@@ -1,4 +1,4 @@
-"""JSON schemas, rewritten so that llguidance enforces all that they say, or refused with the place that it cannot."""
+"""JSON Schema rewriting: converts client schemas to a form that llguidance enforces exactly, or rejects them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Writes a schema of any draft in the words of draft 2020-12, with all referred schemas under `$defs`, unannotated.
+"""Conversion of a schema of any draft to draft 2020-12, with all referenced schemas under `$defs`.
 
     {"definitions": {"a": ...}, "$ref": "#/definitions/a"}  ->  {"$ref": "#/$defs/0", "$defs": {"0": ...}}
 
-Descriptions, examples and unused definitions are left out: large schemas stay below the bound of grammars.
+Annotations such as descriptions and examples, and unused definitions, are removed. This keeps large schemas within the
+grammar size limit.
 """
 
 from __future__ import annotations
@@ -31,148 +32,148 @@ from router.text.schema.keywords import (
 from router.text.schema.patterns import portable, texts_of
 
 MAX_DEPTH = 64
-"""Of nested schemas. llguidance's own bound of recursion is 128 objects and lists, two of which make a member."""
+"""Maximum nesting depth. llguidance's limit is 128 objects and lists; a member takes two."""
 MAX_SCHEMAS = 50_000
-"""In one document, before and after it is rewritten: as in llguidance."""
+"""Maximum number of schemas in a document, before and after rewriting. The same limit as in llguidance."""
 REFERENCE = "#/$defs/"
 ROOT = "urn:schema"
-"""The base of a document without an identifier."""
+"""Base URI of a document without an identifier."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A canonical schema: its root, its definitions, and where each of them stood."""
+    """A canonical schema: its root, its definitions, and the original JSON pointer of each definition."""
 
     root: Schema
     definitions: dict[str, Schema] = field(default_factory=dict)
-    places: dict[str, str] = field(default_factory=dict)
+    pointers: dict[str, str] = field(default_factory=dict)
 
     def target(self, reference: str) -> Schema:
         return self.definitions[reference.removeprefix(REFERENCE)]
 
     def whole(self) -> Schema:
-        """The schema with its definitions."""
+        """Return the root schema with its definitions under `$defs`."""
         if not self.definitions or not isinstance(self.root, Mapping):
             return self.root
         return {**self.root, "$defs": self.definitions}
 
 
 def canonical(schema: Mapping[str, Any]) -> Document:
-    """The schema in canonical form. Raises Unenforceable for a reference that names nothing, and beyond the bounds."""
+    """Convert a schema to canonical form. Raises Unenforceable for unresolved references and excessive schemas."""
     draft = draft_of(schema)
     writer = _Writer(Resources(schema, draft), draft)
     root = writer.written(writer.resources.root, 0)
     definitions: dict[str, Schema] = {}
     while writer.left:
-        name, place = writer.left.pop()
-        definitions[name] = writer.written(place, 0)
-    return Document(root, definitions, writer.places)
+        name, location = writer.left.pop()
+        definitions[name] = writer.written(location, 0)
+    return Document(root, definitions, writer.pointers)
 
 
 class _Writer:
     def __init__(self, resources: Resources, draft: int) -> None:
         self.resources, self._draft = resources, draft
-        self.left: list[tuple[str, Place]] = []
-        self.places: dict[str, str] = {}
+        self.left: list[tuple[str, Location]] = []
+        self.pointers: dict[str, str] = {}
         self._names: dict[str, str] = {}
         self._num_schemas = 0
 
-    def written(self, place: Place, depth: int) -> Schema:
-        schema = place.schema
+    def written(self, location: Location, depth: int) -> Schema:
+        schema = location.schema
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, Mapping):
-            raise Unenforceable(place.pointer, "a schema must be an object, true or false")
+            raise Unenforceable(location.pointer, "a schema must be an object, true or false")
         self._num_schemas += 1
         if depth > MAX_DEPTH:
-            raise Unenforceable(place.pointer, f"nested deeper than {MAX_DEPTH} levels, the bound of recursion")
+            raise Unenforceable(location.pointer, f"the schema is nested deeper than {MAX_DEPTH} levels")
         if self._num_schemas > MAX_SCHEMAS:
-            raise Unenforceable(place.pointer, f"the schema is too large: more than {MAX_SCHEMAS:,} parts")
-        if self._draft <= 7 and "$ref" in schema:  # beside which older drafts ignore everything
-            return {"$ref": self._reference(self.resources.target(schema["$ref"], place))}
+            raise Unenforceable(location.pointer, f"the schema is too large: more than {MAX_SCHEMAS:,} parts")
+        if self._draft <= 7 and "$ref" in schema:  # these drafts ignore the siblings of `$ref`
+            return {"$ref": self._reference(self.resources.target(schema["$ref"], location))}
         found: dict[str, Any] = {}
         for key, value in schema.items():
             if SINCE.get(key, 4) <= self._draft:
-                self._write(key, value, place, depth + 1, found)
+                self._write(key, value, location, depth + 1, found)
             elif key == "const":
                 found[EXTRA] = [*found.get(EXTRA, ()), {"const": value}]
         return _without_used_patterns(found)
 
-    def _write(self, key: str, value: Any, place: Place, depth: int, found: dict[str, Any]) -> None:
-        """Adds a keyword to those that are `found`."""
-        schema: Mapping[str, Any] = place.schema
+    def _write(self, key: str, value: Any, location: Location, depth: int, found: dict[str, Any]) -> None:
+        """Add the canonical form of one keyword to `found`."""
+        schema: Mapping[str, Any] = location.schema
         if key in ("$ref", "$dynamicRef", "$recursiveRef"):
-            self._write_reference(key, value, place, found)
+            self._write_reference(key, value, location, found)
         elif key == "dependencies" and isinstance(value, Mapping):
-            wanted = self._dependencies(value, place, depth)
+            wanted = self._dependencies(value, location, depth)
             if self._draft <= 7:
                 found.update(wanted)
             else:
                 found[EXTRA] = [*found.get(EXTRA, ()), wanted]
         elif key in ("$defs", "definitions"):
-            pass  # what is referred to is written once, at the end
+            pass  # referenced definitions are written last, once each
         elif key in MAPS and isinstance(value, Mapping):
-            children = {n: self._child(place, f"/{key}/{escaped(n)}", each, depth) for n, each in value.items()}
+            children = {n: self._child(location, f"/{key}/{escaped(n)}", each, depth) for n, each in value.items()}
             found[key] = _portable_names(children) if key == "patternProperties" else children
         elif key == "pattern" and isinstance(value, str):
             found[key] = portable(value)
         elif key == "items" and isinstance(value, list):
-            found["prefixItems"] = self._children(place, key, value, depth)
+            found["prefixItems"] = self._children(location, key, value, depth)
         elif key in LISTS and isinstance(value, list):
-            found[key] = [*found.get(key, ()), *self._children(place, key, value, depth)]
+            found[key] = [*found.get(key, ()), *self._children(location, key, value, depth)]
         elif key == "additionalItems":
             if isinstance(schema.get("items"), list):
-                found["items"] = self._child(place, f"/{key}", value, depth)
+                found["items"] = self._child(location, f"/{key}", value, depth)
         elif key in SINGLES:
-            found[key] = self._child(place, f"/{key}", value, depth)
+            found[key] = self._child(location, f"/{key}", value, depth)
         elif key in ("exclusiveMinimum", "exclusiveMaximum") and isinstance(value, bool):
             if value and (bound := key.replace("exclusiveM", "m")) in schema:
                 found[key] = schema[bound]
         elif key in (*MAPS, *LISTS):
             kind = "an array" if key in LISTS else "an object"
-            raise Unenforceable(f"{place.pointer}/{key}", f"must be {kind}")
+            raise Unenforceable(f"{location.pointer}/{key}", f"must be {kind}")
         elif key in PLAIN and not (key == "format" and isinstance(value, str) and value not in FORMATS):
             found[key] = value
 
-    def _write_reference(self, key: str, value: Any, place: Place, found: dict[str, Any]) -> None:
+    def _write_reference(self, key: str, value: Any, location: Location, found: dict[str, Any]) -> None:
         if key == "$recursiveRef" and self.resources.is_recursive_anchored:
-            raise Unenforceable(place.pointer, "$recursiveRef with $recursiveAnchor cannot be followed")
+            raise Unenforceable(location.pointer, "$recursiveRef with $recursiveAnchor is not supported")
         find = self.resources.dynamic_target if key == "$dynamicRef" else self.resources.target
-        reference = self._reference(find(value, place))
+        reference = self._reference(find(value, location))
         if "$ref" in found:
             found.setdefault("allOf", []).append({"$ref": reference})
         else:
             found["$ref"] = reference
 
-    def _dependencies(self, value: Mapping[str, Any], place: Place, depth: int) -> Schema:
-        """A keyword of drafts 4 to 7, as the two that newer drafts have for it."""
+    def _dependencies(self, value: Mapping[str, Any], location: Location, depth: int) -> Schema:
+        """Split `dependencies` (drafts 4 to 7) into the two keywords of newer drafts."""
         names, schemas = {}, {}
         for name, needed in value.items():
-            if isinstance(needed, list | str):  # a single name, in draft 3
+            if isinstance(needed, list | str):  # draft 3 allows a single name
                 names[name] = [needed] if isinstance(needed, str) else needed
             else:
-                schemas[name] = self._child(place, f"/dependencies/{escaped(name)}", needed, depth)
+                schemas[name] = self._child(location, f"/dependencies/{escaped(name)}", needed, depth)
         return {"dependentRequired": names, "dependentSchemas": schemas}
 
-    def _children(self, place: Place, key: str, values: list[Any], depth: int) -> list[Schema]:
-        return [self._child(place, f"/{key}/{i}", value, depth) for i, value in enumerate(values)]
+    def _children(self, location: Location, key: str, values: list[Any], depth: int) -> list[Schema]:
+        return [self._child(location, f"/{key}/{i}", value, depth) for i, value in enumerate(values)]
 
-    def _child(self, place: Place, step: str, value: Any, depth: int) -> Schema:
-        return self.written(self.resources.entered(Place(value, place.base, place.pointer + step)), depth)
+    def _child(self, location: Location, step: str, value: Any, depth: int) -> Schema:
+        return self.written(self.resources.entered(Location(value, location.base, location.pointer + step)), depth)
 
-    def _reference(self, target: Place) -> str:
+    def _reference(self, target: Location) -> str:
         name = self._names.get(target.pointer)
         if name is None:
             name = self._names[target.pointer] = str(len(self._names))
-            self.places[name] = target.pointer
+            self.pointers[name] = target.pointer
             self.left.append((name, target))
         return REFERENCE + name
 
 
 def _without_used_patterns(schema: dict[str, Any]) -> dict[str, Any]:
-    """Remove patterns all of whose names are listed in `properties`.
+    """Remove patterns whose possible names are all listed in `properties`.
 
-    The library would allow a comma before a further member of such a pattern, after which no member is possible.
+    llguidance would allow a comma before a further member of such a pattern, where no member can follow.
     """
     patterns = mapping(schema, "patternProperties")
     known = {**dict.fromkeys(names(schema)), **mapping(schema, "properties")}
@@ -194,7 +195,7 @@ def _without_used_patterns(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _portable_names(children: Mapping[str, Schema]) -> dict[str, Schema]:
-    """Schemas by patterns. Two ways to write one pattern, such as `[a-]` and `[a\\-]`, become one with both schemas."""
+    """Translate patterns, merging the schemas of equivalent patterns such as `[a-]` and `[a\\-]`."""
     found: dict[str, Schema] = {}
     for name, child in children.items():
         written = portable(name)
@@ -203,8 +204,8 @@ def _portable_names(children: Mapping[str, Schema]) -> dict[str, Schema]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A schema, the base that its references are relative to, and its pointer from the document's root."""
+class Location:
+    """A schema, the base URI of its references, and its JSON pointer from the document root."""
 
     schema: Schema
     base: str
@@ -212,52 +213,56 @@ class Place:
 
 
 class Resources:
-    """The identifiers and anchors of one document."""
+    """Identifiers and anchors of one document."""
 
     def __init__(self, document: Mapping[str, Any], draft: int) -> None:
         self._draft = draft
-        self._resources: dict[str, Place] = {}
-        self._anchors: dict[tuple[str, str], Place] = {}
-        self._dynamic: dict[str, list[Place]] = {}
+        self._resources: dict[str, Location] = {}
+        self._anchors: dict[tuple[str, str], Location] = {}
+        self._dynamic: dict[str, list[Location]] = {}
         self.is_recursive_anchored = False
-        self.root = self._enter(Place(document, ROOT, "#"))
+        self.root = self._enter(Location(document, ROOT, "#"))
         self._resources.setdefault(ROOT, self.root)
         self._index(self.root)
 
-    def entered(self, place: Place) -> Place:
-        """The same place with the base that its own identifier gives it."""
-        found = self._identifier(place.schema)
-        return place if found is None else Place(place.schema, urldefrag(urljoin(place.base, found))[0], place.pointer)
+    def entered(self, location: Location) -> Location:
+        """Return the location with its base URI updated by the schema's own identifier."""
+        found = self._identifier(location.schema)
+        return (
+            location
+            if found is None
+            else Location(location.schema, urldefrag(urljoin(location.base, found))[0], location.pointer)
+        )
 
-    def target(self, reference: object, place: Place) -> Place:
-        """The schema that a `$ref` at a place names. Raises Unenforceable."""
+    def target(self, reference: object, location: Location) -> Location:
+        """Resolve a `$ref`. Raises Unenforceable."""
         if not isinstance(reference, str):
-            raise Unenforceable(place.pointer, "$ref must be a text")
+            raise Unenforceable(location.pointer, "$ref must be a string")
         uri, fragment = urldefrag(reference)
-        base = urldefrag(urljoin(place.base, uri))[0] if uri else place.base
+        base = urldefrag(urljoin(location.base, uri))[0] if uri else location.base
         resource = self._resources.get(base)
         if resource is None:
             raise Unenforceable(
-                place.pointer, f"$ref {reference[:200]!r} is not in this schema, and this server does not fetch"
+                location.pointer, f"$ref {reference[:200]!r} is not in this schema; other documents are not fetched"
             )
         fragment = unquote(fragment)
         if not fragment or fragment.startswith("/"):
-            return self._pointed(resource, fragment, reference, place)
+            return self._pointed(resource, fragment, reference, location)
         if (found := self._anchors.get((base, fragment))) is None:
-            raise _missing(reference, place)
+            raise _missing(reference, location)
         return found
 
-    def dynamic_target(self, reference: object, place: Place) -> Place:
-        """The schema that a `$dynamicRef` names, where only one can be meant. Raises Unenforceable."""
+    def dynamic_target(self, reference: object, location: Location) -> Location:
+        """Resolve a `$dynamicRef` that has only one possible target. Raises Unenforceable."""
         name = reference[1:] if isinstance(reference, str) and reference.startswith("#") else ""
         if len(self._dynamic.get(name, ())) == 1:
             return self._dynamic[name][0]
         if name in self._dynamic:
-            raise Unenforceable(place.pointer, f"$dynamicRef {reference!r} has several targets")
-        return self.target(reference, place)
+            raise Unenforceable(location.pointer, f"$dynamicRef {reference!r} has several targets")
+        return self.target(reference, location)
 
-    def _index(self, place: Place) -> None:
-        left = [place]
+    def _index(self, location: Location) -> None:
+        left = [location]
         while left:
             here = left.pop()
             if not isinstance(here.schema, Mapping):
@@ -269,21 +274,21 @@ class Resources:
                 self._dynamic.setdefault(name, []).append(here)
             self.is_recursive_anchored |= here.schema.get("$recursiveAnchor") is True
             for step, child in children(here.schema):
-                left.append(self._enter(Place(child, here.base, here.pointer + step)))
+                left.append(self._enter(Location(child, here.base, here.pointer + step)))
 
-    def _enter(self, place: Place) -> Place:
-        found = self._identifier(place.schema)
+    def _enter(self, location: Location) -> Location:
+        found = self._identifier(location.schema)
         if found is None:
-            name = self._name(place.schema)
-            if name.startswith("#") and len(name) > 1:  # an anchor, in older drafts
-                self._anchors.setdefault((place.base, name[1:]), place)
-            return place
-        entered = self.entered(place)
+            name = self._name(location.schema)
+            if name.startswith("#") and len(name) > 1:  # an anchor in drafts up to 7
+                self._anchors.setdefault((location.base, name[1:]), location)
+            return location
+        entered = self.entered(location)
         self._resources.setdefault(entered.base, entered)
         return entered
 
     def _identifier(self, schema: Schema) -> str | None:
-        """The identifier by which a schema begins a resource, or None."""
+        """Return the identifier that makes a schema a resource, or None."""
         if isinstance(schema, Mapping) and "$ref" in schema and self._draft < 2019:
             return None
         name = self._name(schema)
@@ -293,7 +298,7 @@ class Resources:
         name = schema.get("id" if self._draft == 4 else "$id") if isinstance(schema, Mapping) else None
         return name if isinstance(name, str) else ""
 
-    def _pointed(self, resource: Place, fragment: str, reference: str, place: Place) -> Place:
+    def _pointed(self, resource: Location, fragment: str, reference: str, location: Location) -> Location:
         found = resource
         for step in fragment.split("/")[1:]:
             key, value = step.replace("~1", "/").replace("~0", "~"), found.schema
@@ -302,10 +307,10 @@ class Resources:
             elif isinstance(value, Mapping) and key in value:
                 child = value[key]
             else:
-                raise _missing(reference, place)
-            found = self.entered(Place(child, found.base, f"{found.pointer}/{step}"))
+                raise _missing(reference, location)
+            found = self.entered(Location(child, found.base, f"{found.pointer}/{step}"))
         return found
 
 
-def _missing(reference: str, place: Place) -> Unenforceable:
-    return Unenforceable(place.pointer, f"$ref {reference[:200]!r} does not exist")
+def _missing(reference: str, location: Location) -> Unenforceable:
+    return Unenforceable(location.pointer, f"$ref {reference[:200]!r} does not exist")

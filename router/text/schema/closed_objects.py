@@ -1,7 +1,7 @@
-"""Closes the objects of JSON schemas: they get no members but those that they name, unless they say otherwise.
+"""Closing of objects: objects that name members get no other members, unless the schema mentions others.
 
-JSON Schema allows every member that it does not forbid, and weak models invent members. xgrammar's strict mode, the
-default of vLLM and SGLang, closes objects too, and OpenAI demands closed objects for `strict: true`.
+JSON Schema allows every member that it does not forbid, and weak models invent members. The strict mode of xgrammar,
+the default in vLLM and SGLang, also closes objects, and OpenAI requires closed objects for `strict: true`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSc
 LISTED = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 SINGLE = ("items", "additionalItems", "contains", "additionalProperties", "then", "else")
 ALTERNATIVES = ("anyOf", "oneOf", "$ref", "then", "else", "dependentSchemas")
-"""Each of these describes the same value as the schema that contains it."""
+"""Keywords whose schemas describe the same value as the schema that contains them."""
 OF_OTHERS = ("additionalProperties", "minProperties", "propertyNames")
-"""With one of these a schema speaks about members that it does not name."""
+"""Keywords that constrain unnamed members."""
 
 Schema = Mapping[str, Any]
 
 
 def closed(schema: Schema) -> Schema:
-    """The schema with the mark `CLOSED` on objects that name members and say nothing about others.
+    """Mark objects with `CLOSED` if they name members and do not mention others.
 
-    An object that several schemas describe together (an `allOf` of two, a `$ref` beside `properties`) stays open: each
-    schema would forbid the members that the others name.
+    An object that several schemas describe (an `allOf` of two, a `$ref` next to `properties`) stays open. Otherwise
+    each schema would forbid the members that the others name.
     """
     try:
         shared = _shared(schema)
@@ -53,7 +53,7 @@ def _closed(schema: Any, shared: set[int]) -> Any:
 
 
 def _names_all(schema: Schema) -> bool:
-    """Whether an object can have only members that the schema names."""
+    """Whether the object names all the members that it can have."""
     named, patterns, required = (schema.get(key) for key in ("properties", "patternProperties", "required"))
     if not isinstance(named, Mapping) and not isinstance(patterns, Mapping):
         return False
@@ -65,14 +65,14 @@ def _names_all(schema: Schema) -> bool:
 
 
 def _needed(schema: Schema) -> list[Any]:
-    """The names of members that members need."""
+    """Return the lists of member names in `dependentRequired`."""
     return list(_dict(schema, "dependentRequired").values())
 
 
 def _shared(document: Schema) -> set[int]:
-    """Identities of the schemas in a document that describe a value together with other schemas.
+    """Return the ids of schemas that describe a value together with other schemas.
 
-    Raises LookupError for a `$ref` that `target_of` cannot follow.
+    Raises LookupError for a `$ref` that `target_of` cannot resolve.
     """
     found: set[int] = set()
     left: list[Any] = [document]
@@ -86,7 +86,7 @@ def _shared(document: Schema) -> set[int]:
 
 
 def _num_descriptions(schema: Schema) -> int:
-    """How many schemas describe a value of this schema: itself, and those that it applies to the same value."""
+    """Count the schemas that describe a value of this schema, including itself."""
     itself = any(key in schema for key in ("properties", "patternProperties", "required"))
     return itself + len(_list(schema, "allOf")) + sum(key in schema for key in ALTERNATIVES)
 
@@ -116,7 +116,7 @@ def _children(schema: Schema) -> Iterable[Any]:
 
 
 def target_of(reference: object, document: Schema) -> Any:
-    """The schema at a reference of the form `#/$defs/name`. Raises LookupError if it has another form or names none."""
+    """Resolve a reference of the form `#/$defs/name`. Raises LookupError for other forms and missing targets."""
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         raise LookupError(reference)
     target: Any = document

@@ -1,8 +1,8 @@
-r"""Control characters that a schema requires and that JSON strings can only spell as `\u00XX`.
+r"""Control characters that a schema requires and that JSON strings can only write as `\u00XX`.
 
-The grammar library writes them only if that escape is allowed, and otherwise drops them from constants. With the escape
-allowed, a model may escape any character of a member's name, so in an object with listed and further members, a listed
-member could occur twice. So only schemas that require the escape get it, in a form without such objects.
+llguidance writes them only if that escape is enabled, and otherwise drops them from constants. With the escape enabled,
+a model may escape any character of a member's name. An object with both listed and other members could then contain a
+listed member twice. Therefore only schemas that require the escape enable it, after a rewrite without such objects.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ IN_LISTS = ("allOf", "anyOf", "prefixItems")
 
 
 def has_controls(document: Document) -> bool:
-    """Whether a constant or a pattern of the schema contains such a character."""
+    """Whether a constant or pattern of the schema contains such a character."""
     return any(map(_has_controls, _schemas(document)))
 
 
 def without_open_objects(document: Document) -> Document:
     """Rewrite objects with `properties` and `additionalProperties`.
 
-    A pattern of all further names replaces the latter. Raises Unenforceable if that takes two patterns.
+    A pattern of all other names replaces `additionalProperties`. Raises Unenforceable for objects that already have
+    patterns.
     """
     definitions = {name: _closed(child, f"#/$defs/{name}") for name, child in document.definitions.items()}
-    return Document(_closed(document.root, "#"), definitions, document.places)
+    return Document(_closed(document.root, "#"), definitions, document.pointers)
 
 
 def with_exact_sets(document: Document) -> Document:
-    """Rewrite patterns so that the library converts them to JSON strings exactly (`without_quotes_for_controls`)."""
+    """Rewrite patterns so that llguidance converts them to JSON strings exactly (`without_quotes_for_controls`)."""
     definitions = {name: _with_exact_sets(child) for name, child in document.definitions.items()}
-    return Document(_with_exact_sets(document.root), definitions, document.places)
+    return Document(_with_exact_sets(document.root), definitions, document.pointers)
 
 
 def _with_exact_sets(schema: Schema) -> Schema:
@@ -78,7 +79,7 @@ def _has_controls(schema: Mapping[str, Any]) -> bool:
 
 
 def _texts(values: list[Any]) -> Iterator[str]:
-    """Yield all strings within values, without member names, which the library escapes itself."""
+    """Yield all strings within values. Member names are excluded: llguidance escapes them itself."""
     left = [*values]
     while left:
         value = left.pop()
@@ -90,17 +91,17 @@ def _texts(values: list[Any]) -> Iterator[str]:
             left += value.values()
 
 
-def _closed(schema: Schema, place: str) -> Schema:
+def _closed(schema: Schema, pointer: str) -> Schema:
     if not isinstance(schema, Mapping):
         return schema
     found: dict[str, Any] = {}
     for key, value in schema.items():
         if key in ("properties", "patternProperties") and isinstance(value, Mapping):
-            found[key] = {name: _closed(child, f"{place}/{key}") for name, child in value.items()}
+            found[key] = {name: _closed(child, f"{pointer}/{key}") for name, child in value.items()}
         elif isinstance(value, list) and key in IN_LISTS:
-            found[key] = [_closed(child, f"{place}/{key}") for child in value]
+            found[key] = [_closed(child, f"{pointer}/{key}") for child in value]
         else:
-            found[key] = _closed(value, f"{place}/{key}") if key in ("items", "additionalProperties") else value
+            found[key] = _closed(value, f"{pointer}/{key}") if key in ("items", "additionalProperties") else value
     others = found.get("additionalProperties", True)
     named = mapping(found, "properties")
     known = {**named, **{name: others for name in names(schema) if name not in named}}
@@ -108,9 +109,9 @@ def _closed(schema: Schema, place: str) -> Schema:
     if others is False or not (known or patterns):
         return found
     if patterns:
-        raise Unenforceable(place, "members without a pattern cannot be enforced next to `\\u00XX` in texts")
+        raise Unenforceable(pointer, "members without a pattern cannot be enforced together with `\\u00XX` in strings")
     try:
         pattern = none_of(known)
     except ValueError as error:
-        raise Unenforceable(place, str(error)) from error
+        raise Unenforceable(pointer, str(error)) from error
     return {**found, "properties": known, "patternProperties": {pattern: others}, "additionalProperties": False}

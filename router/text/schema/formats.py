@@ -1,8 +1,8 @@
-r"""Formats as regular expressions: those that the grammar library does not support or implements too permissively.
+r"""Regular expressions for formats that llguidance does not support or implements too permissively.
 
-Dates and times are RFC 3339's, for the years 0001 to 9999, without leap seconds, which most libraries reject.
-Host names have no labels like `ab--c`, of which only some `xn--` labels are valid. `idn-email`, `idn-hostname`, `regex`
-and all formats that JSON Schema does not define remain annotations.
+Dates and times follow RFC 3339, for the years 0001 to 9999, without leap seconds, which most libraries reject. Host
+names have no labels like `ab--c`, because only some `xn--` labels are valid. `idn-email`, `idn-hostname`, `regex` and
+formats that JSON Schema does not define remain annotations.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ _IPV4: Final = rf"{_BYTE}(?:\.{_BYTE}){{3}}"
 
 
 def _ipv6() -> str:
-    """RFC 4291: eight groups. `::` replaces one or more zero groups, and an IPv4 address may replace the last two."""
+    """Return the pattern of RFC 4291 addresses.
+
+    `::` replaces one or more of the eight groups. An IPv4 address may replace the last two groups.
+    """
     group = "[0-9A-Fa-f]{1,4}"
     last = f"(?:{group}:{group}|{_IPV4})"
     forms = [f"(?:{group}:){{6}}{last}"]
@@ -32,7 +35,7 @@ _IPV6: Final = _ipv6()
 
 
 def _reference(letters: str, *, is_relative: bool) -> str:
-    """RFC 3986, and with more letters RFC 3987: `scheme:...`, and without a scheme too if it may be relative."""
+    """Return the pattern of URIs (RFC 3986), or of IRIs (RFC 3987) if `letters` adds characters."""
     coded = "%[0-9A-Fa-f]{2}"
     plain = rf"{letters}A-Za-z0-9\-._~!$&'()*+,;="
     inside, segment = rf"(?:[{plain}@]|{coded})", rf"(?:[{plain}:@]|{coded})"
@@ -48,7 +51,7 @@ def _reference(letters: str, *, is_relative: bool) -> str:
 
 
 def _template() -> str:
-    """RFC 6570: text with expressions like `{?first,second*}`, without its reserved operators."""
+    """Return the pattern of RFC 6570 templates like `a{?first,second*}`, without the reserved operators."""
     coded = "%[0-9A-Fa-f]{2}"
     letter = rf"(?:[A-Za-z0-9_]|{coded})"
     variable = rf"{letter}(?:\.?{letter})*(?::[1-9][0-9]{{0,3}}|\*)?"
@@ -57,7 +60,7 @@ def _template() -> str:
 
 
 _LETTERS: Final = r"\u00a0-\ud7ff\uf900-\ufdcf\ufdf0-\uffef\u{10000}-\u{1fffd}\u{20000}-\u{2fffd}\u{30000}-\u{3fffd}"
-"""Beyond ASCII: RFC 3987's, those of planes that have any."""
+"""Non-ASCII characters of RFC 3987, from the planes that have any."""
 _YEAR: Final = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
 _LEAP_YEAR: Final = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _DAY: Final = "(?:0[1-9]|1[0-9]|2[0-8])"
@@ -91,5 +94,5 @@ PATTERNS: Final = {
 
 
 def pattern_of(name: object) -> str:
-    """The pattern of a format; "" of one that has none here."""
+    """Return the pattern of a format, or "" if it has none."""
     return PATTERNS.get(name, "") if isinstance(name, str) else ""

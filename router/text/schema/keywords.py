@@ -1,4 +1,4 @@
-"""Keywords of JSON Schema by what they contain and by draft, and the values that a schema lists or rejects."""
+"""JSON Schema keywords, grouped by content and draft, and helpers that read them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any, Final
 from router.text.schema.formats import PATTERNS
 
 Schema = Any
-"""An object, true or false; a client may send anything else in its place."""
+"""A mapping or a bool. Client input may contain any other JSON value instead."""
 CLOSED: Final = "x-closed"
-"""Marks an object that gets no members but those that it names, although its schema would allow them."""
+"""Marks an object that is restricted to its named members, although its schema allows others."""
 EXTRA: Final = "x-extra"
-"""Schemas that answers match as well although the draft ignores them, as `const` in draft 4. Proofs ignore them."""
+"""Schemas that generated values also match although the draft ignores them, like `const` in draft 4. Not used in
+proofs."""
 TYPES: Final = ("null", "boolean", "number", "string", "array", "object")
-"""Types that exclude each other; every integer is a number."""
+"""Mutually exclusive types. Every integer is a number."""
 MAPS: Final = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems")
 SINGLES: Final = (
@@ -31,7 +32,7 @@ PLAIN: Final = (
 FORMATS: Final = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", *PATTERNS)
 )
-"""Those that are enforced, by llguidance or as patterns. JSON Schema makes annotations of all others."""
+"""Formats that are enforced, by llguidance or as patterns. All others are annotations."""
 DRAFTS: Final = {
     "http://json-schema.org/draft-04/schema": 4,
     "http://json-schema.org/draft-06/schema": 6,
@@ -44,13 +45,13 @@ SINCE: Final = {
     "dependentSchemas": 2019, "minContains": 2019, "maxContains": 2019, "unevaluatedItems": 2019,
     "unevaluatedProperties": 2019, "prefixItems": 2020,
 }  # fmt: skip
-"""The first draft that knows a keyword, where that is not the fourth."""
+"""First draft that defines a keyword; keywords that are not listed are in draft 4."""
 
 
-MAX_PLACE_CHARS = 200
-"""Of the pointer to a part of a schema in an error."""
+MAX_POINTER_CHARS = 200
+"""Maximum length of the JSON pointer in an error."""
 MAX_LISTED = 100
-"""Values of one schema with which a value is compared."""
+"""Maximum number of listed values with which a value is compared."""
 BOUNDS: Final = {
     "number": ("minimum", "maximum"),
     "string": ("minLength", "maxLength"),
@@ -60,21 +61,21 @@ BOUNDS: Final = {
 
 
 class Unenforceable(ValueError):
-    """A schema asks for what cannot be enforced exactly. The message begins with the place in the schema."""
+    """A schema that cannot be enforced exactly. The message starts with a JSON pointer to the cause."""
 
-    def __init__(self, place: str, why: str) -> None:
-        super().__init__(f"{place[:MAX_PLACE_CHARS]}: {why}")
+    def __init__(self, pointer: str, why: str) -> None:
+        super().__init__(f"{pointer[:MAX_POINTER_CHARS]}: {why}")
         self.why = why
 
 
 def draft_of(document: Mapping[str, Any]) -> int:
-    """The draft of a document: the newest where it names none that is known."""
+    """Return the draft of a document, or the newest if `$schema` is missing or unknown."""
     name = document.get("$schema")
     return DRAFTS.get(name.rstrip("#"), 2020) if isinstance(name, str) else 2020
 
 
 def children(schema: Mapping[str, Any]) -> Iterator[tuple[str, Schema]]:
-    """Every schema directly inside a schema, and its pointer from there."""
+    """Yield every direct subschema with its relative JSON pointer."""
     for key, value in schema.items():
         if key in (*MAPS, "dependencies") and isinstance(value, Mapping):
             yield from ((f"/{key}/{escaped(name)}", child) for name, child in value.items())
@@ -85,12 +86,12 @@ def children(schema: Mapping[str, Any]) -> Iterator[tuple[str, Schema]]:
 
 
 def escaped(name: str) -> str:
-    """A name as a step of a JSON pointer."""
+    """Escape a name as a JSON pointer step (RFC 6901)."""
     return name.replace("~", "~0").replace("/", "~1")
 
 
 def key_of(value: Any) -> str:
-    """Equal for values that JSON Schema calls equal: 1 and 1.0 are, 1 and true are not."""
+    """Key for comparing values as JSON Schema does: 1 equals 1.0, 1 does not equal true."""
     return json.dumps(_plain(value), sort_keys=True)
 
 
@@ -113,7 +114,7 @@ def type_of(value: Any) -> str:
 
 
 def listed(schema: Schema) -> list[Any] | None:
-    """The values that `enum` and `const` of one schema allow, or None for schemas without."""
+    """Return the values that `enum` and `const` allow together, or None without either keyword."""
     if not isinstance(schema, Mapping):
         return None
     values: list[Any] | None = None
@@ -126,7 +127,7 @@ def listed(schema: Schema) -> list[Any] | None:
 
 
 def number(schema: Mapping[str, Any], key: str) -> float | None:
-    """A bound of a schema; None without one, or for one that is no number."""
+    """Return a numeric keyword, or None if it is missing or not a finite number."""
     value = schema.get(key)
     return value if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
 
@@ -147,7 +148,7 @@ def sequence(schema: Mapping[str, Any], key: str) -> Sequence[Any]:
 
 
 def types_of(schema: Schema) -> frozenset[str]:
-    """The types that a schema's own `type` and listed values allow; `number` where it allows integers."""
+    """Return the types that `type`, `enum` and `const` allow. `integer` is reported as `number`."""
     if not isinstance(schema, Mapping):
         return frozenset(TYPES) if schema is not False else frozenset()
     named = schema.get("type")
@@ -158,7 +159,7 @@ def types_of(schema: Schema) -> frozenset[str]:
 
 
 def rejects(schema: Schema, value: Any) -> bool:
-    """Whether a schema surely rejects a value. Patterns, references, alternatives and long lists are not looked at."""
+    """Whether a schema certainly rejects a value. Ignores patterns, references, alternatives and long lists."""
     if not isinstance(schema, Mapping):
         return schema is False
     kind, values = type_of(value), listed(schema)

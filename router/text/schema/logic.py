@@ -1,4 +1,4 @@
-"""Reasoning about schemas: proofs that no value matches two of them, and the schema of all values that one rejects."""
+"""Reasoning about schemas: proofs that several schemas have no common value, and negation of a schema."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from router.text.schema.keywords import (
 from router.text.schema.patterns import beginning_of, none_begins, none_of, texts_of
 
 MAX_PROOF_STEPS = 100_000
-"""Of all proofs for one document together."""
+"""Maximum number of steps for all proofs about one document."""
 MAX_VALUES = 2_000
-"""Listed values that are tried one by one."""
+"""Maximum number of listed values that are checked one by one."""
 MAX_PROOF_DEPTH = 12
-"""Of schemas within schemas that a proof looks at."""
+"""Maximum nesting depth that a proof examines."""
 MAX_REFERENCES = 8
-"""References within references that are followed. A schema that refers to itself has no end."""
+"""Maximum number of chained references to follow. A recursive schema would never end."""
 MAX_NEGATION_STEPS = 20_000
-"""Of all negations for one document."""
+"""Maximum number of steps for all negations in one document."""
 MAX_ITEMS = 64
-"""Of a tuple, each of which may be the one that fails."""
+"""Maximum length of a tuple that can be negated: one alternative is written per item."""
 IGNORED: Final = ("format", "minContains", "maxContains", "then", "else", CLOSED, EXTRA)
-"""Nothing fails by these alone: formats are annotations, and the others belong to further keywords."""
+"""Keywords that reject nothing: formats are annotations, and the others only modify another keyword."""
 _Bound = Callable[[float], Schema]
 _BOUNDS: Final[dict[str, _Bound]] = {
     "minimum": lambda bound: {"type": "number", "exclusiveMaximum": bound},
@@ -55,8 +55,8 @@ _BOUNDS: Final[dict[str, _Bound]] = {
 
 
 @dataclass(slots=True)
-class Flat:
-    """A schema and all that it asks for on the same value: its parts, and lists of which one must match."""
+class FlatSchema:
+    """A schema with its `allOf` and references resolved: its parts, and alternatives of which one must match."""
 
     parts: list[Mapping[str, Any]] = field(default_factory=list)
     options: list[Sequence[Schema]] = field(default_factory=list)
@@ -66,16 +66,16 @@ class Flat:
         return frozenset(TYPES).intersection(*map(types_of, self.parts))
 
     def within(self) -> frozenset[str]:
-        """The types, and `integer` as well where all numbers are integers."""
+        """Return the types, plus `integer` if all numbers must be integers."""
         found = self.types()
         return found | {"integer"} if any(part.get("type") == "integer" for part in self.parts) else found
 
     def members(self, name: str) -> list[Schema]:
-        """The schemas of a member."""
+        """Return the schemas of the member `name`."""
         return [known[name] for part in self.parts if name in (known := mapping(part, "properties"))]
 
     def all_members(self) -> list[str] | None:
-        """The names of all members that an object may have; None where it may have others than those that are named."""
+        """Return the names of all members that an object may have, or None if it may have unnamed members."""
         for part in self.parts:
             is_closed = CLOSED in part or part.get("additionalProperties") is False
             if is_closed and not mapping(part, "patternProperties"):
@@ -83,7 +83,7 @@ class Flat:
         return None
 
     def items(self) -> list[Schema]:
-        """Schemas that every item matches."""
+        """Return the schemas that every item must match."""
         return [part["items"] for part in self.parts if "items" in part and not part.get("prefixItems")]
 
     def values(self) -> list[Any] | None:
@@ -92,15 +92,15 @@ class Flat:
 
 
 class Proofs:
-    """Proofs about schemas of one document."""
+    """Proofs about the schemas of one document. Limited to `MAX_PROOF_STEPS`; after that nothing is proved."""
 
     def __init__(self, document: Document) -> None:
         self._document, self._left = document, MAX_PROOF_STEPS
         self._keys: dict[int, tuple[Any, frozenset[str]]] = {}
 
-    def flat(self, *schemas: Schema) -> Flat:
-        """All schemas together; only some of their parts when the steps are used up."""
-        found, left, seen = Flat(), list(schemas), set()
+    def flat(self, *schemas: Schema) -> FlatSchema:
+        """Combine schemas that apply to the same value. Incomplete once the steps are used up."""
+        found, left, seen = FlatSchema(), list(schemas), set()
         while left and self._left > 0:
             schema = left.pop()
             self._left -= 1
@@ -118,10 +118,10 @@ class Proofs:
         return found
 
     def is_impossible(self, *schemas: Schema) -> bool:
-        """Whether no value matches all of these schemas."""
+        """Whether no value matches all schemas. False if that cannot be proved within the limits."""
         return self._impossible(self.flat(*schemas), 0)
 
-    def _impossible(self, all_of: Flat, depth: int) -> bool:
+    def _impossible(self, all_of: FlatSchema, depth: int) -> bool:
         self._left -= 1 + len(all_of.parts)
         if self._left < 0 or depth > MAX_PROOF_DEPTH:
             return False
@@ -131,8 +131,8 @@ class Proofs:
             return True
         return any(self._has_no_option(all_of, i, depth) for i in range(len(all_of.options)))
 
-    def _has_no_value(self, all_of: Flat) -> bool:
-        """Whether values are listed of which every one is rejected."""
+    def _has_no_value(self, all_of: FlatSchema) -> bool:
+        """Whether the parts list values, but reject all of them."""
         if (values := all_of.values()) is None or len(values) > MAX_VALUES:
             return False
         lists = [self._keys_of(listed(part) or [], part) for part in all_of.parts if listed(part) is not None]
@@ -142,20 +142,20 @@ class Proofs:
         return all(any(rejects(part, value) for part in all_of.parts) for value in left)
 
     def _contradict(self, parts: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether one part says `not` of another."""
+        """Whether one part is the `not` of another."""
         nots = [part["not"] for part in parts if isinstance(part.get("not"), Mapping)]
         denied = frozenset[str]().union(*(self._keys_of([schema], schema) for schema in nots))
         return bool(denied) and any(key_of(part) in denied for part in parts)
 
     def _keys_of(self, values: Sequence[Any], owner: Any) -> frozenset[str]:
-        """The keys of values, computed once for their owner, which stays alive."""
+        """Return the keys of `values`, cached by the identity of `owner`, which the cache keeps alive."""
         known = self._keys.get(id(owner))
         if known is None:
             known = self._keys[id(owner)] = owner, frozenset(map(key_of, values))
         return known[1]
 
-    def _has_no_option(self, all_of: Flat, index: int, depth: int) -> bool:
-        """Whether each of a list of options is impossible beside all else."""
+    def _has_no_option(self, all_of: FlatSchema, index: int, depth: int) -> bool:
+        """Whether every option of the alternative `index` is impossible in combination with the rest."""
         others = [*all_of.options[:index], *all_of.options[index + 1 :]]
         for option in all_of.options[index]:
             found = self.flat(option)
@@ -171,7 +171,7 @@ class Proofs:
             case "number":
                 return _is_empty_range(parts)
             case "string":
-                return _exceeds(parts, "minLength", "maxLength") or _begins_twice(parts)
+                return _exceeds(parts, "minLength", "maxLength") or _has_conflicting_prefixes(parts)
             case "array":
                 return _exceeds(parts, "minItems", "maxItems") or self._no_array(parts, depth)
             case "object":
@@ -196,7 +196,7 @@ class Proofs:
         for name in required:
             if any(_forbids(part, name) for part in parts):
                 return True
-            members = Flat([*parts]).members(name)
+            members = FlatSchema([*parts]).members(name)
             if members and self._impossible(self.flat(*members), depth + 1):
                 return True
         return False
@@ -207,8 +207,8 @@ def _forbids(part: Mapping[str, Any], name: str) -> bool:
     return is_shut and name not in mapping(part, "properties")
 
 
-def _begins_twice(parts: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a text would have to begin in two ways."""
+def _has_conflicting_prefixes(parts: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether patterns require different beginnings."""
     beginnings = [beginning_of(part["pattern"]) for part in parts if "pattern" in part]
     longest = max(beginnings, key=len, default="")
     return not all(longest.startswith(each) for each in beginnings)
@@ -229,36 +229,33 @@ def _is_empty_range(parts: Sequence[Mapping[str, Any]]) -> bool:
 
 
 class Negation:
-    """Negates schemas of one document."""
+    """Negation of the schemas of one document."""
 
     def __init__(self, document: Document, proofs: Proofs) -> None:
         self._document, self._proofs, self._left = document, proofs, MAX_NEGATION_STEPS
 
-    def negated(self, schema: Schema, beside: Flat, place: str, depth: int = 0) -> Schema:
-        """A schema of the values that `schema` rejects among those that match all that is `beside` it.
-
-        Raises Unenforceable.
-        """
+    def negated(self, schema: Schema, context: FlatSchema, pointer: str, depth: int = 0) -> Schema:
+        """Return a schema of the values that match `context` but not `schema`. Raises Unenforceable."""
         if not isinstance(schema, Mapping):
             return schema is False
         self._left -= 1
         if self._left < 0:
-            raise Unenforceable(place, f"the opposite of it has more than {MAX_NEGATION_STEPS:,} parts")
+            raise Unenforceable(pointer, f"its opposite has more than {MAX_NEGATION_STEPS:,} parts")
         found: list[Schema] = []
         for key, value in schema.items():
             if key not in IGNORED:
-                found += self._failing(key, value, schema, beside, place, depth)
+                found += self._failing(key, value, schema, context, pointer, depth)
         return any_of(found)
 
     def _failing(
-        self, key: str, value: Any, schema: Mapping[str, Any], beside: Flat, place: str, depth: int
+        self, key: str, value: Any, schema: Mapping[str, Any], context: FlatSchema, pointer: str, depth: int
     ) -> Iterable[Schema]:
-        """Schemas of the values that fail by one keyword."""
+        """Return schemas of the values that one keyword rejects."""
 
         def negated(child: Schema) -> Schema:
-            return self.negated(child, beside, f"{place}/{key}", depth)
+            return self.negated(child, context, f"{pointer}/{key}", depth)
 
-        within = beside.within()
+        within = context.within()
 
         if key in _BOUNDS and number(schema, key) is not None:
             failing = _BOUNDS[key](value)
@@ -266,12 +263,12 @@ class Negation:
         match key:
             case "$ref":
                 if depth >= MAX_REFERENCES:
-                    raise Unenforceable(place, "a schema that refers to itself cannot be negated")
-                return [self.negated(self._document.target(value), beside, f"{place}/$ref", depth + 1)]
+                    raise Unenforceable(pointer, "a schema that refers to itself cannot be negated")
+                return [self.negated(self._document.target(value), context, f"{pointer}/$ref", depth + 1)]
             case "type":
-                return _other_types(value, within, place)
+                return _other_types(value, within, pointer)
             case "enum" | "const":
-                return _other_values(listed({key: value}) or [], within, place)
+                return _other_values(listed({key: value}) or [], within, pointer)
             case "not":
                 return [value]
             case "allOf":
@@ -279,27 +276,30 @@ class Negation:
             case "anyOf":
                 return [all_of(map(negated, sequence(schema, key)))]
             case "oneOf":
-                self._require_exclusive(sequence(schema, key), place)
+                self._require_exclusive(sequence(schema, key), pointer)
                 return [all_of(map(negated, sequence(schema, key)))]
             case "if":
                 then, otherwise = schema.get("then", True), schema.get("else", True)
                 return [all_of([value, negated(then)]), all_of([negated(value), negated(otherwise)])]
-        if "object" in within and (found := self._failing_member(key, value, schema, beside, place, depth)) is not None:
+        if (
+            "object" in within
+            and (found := self._failing_member(key, value, schema, context, pointer, depth)) is not None
+        ):
             return found
-        if "array" in within and (found := self._failing_item(key, value, schema, beside, place, depth)) is not None:
+        if "array" in within and (found := self._failing_item(key, value, schema, context, pointer, depth)) is not None:
             return found
         if key == "pattern":
-            return _other_texts(value, place) if "string" in within else []
+            return _other_texts(value, pointer) if "string" in within else []
         if _kind(key) in within:
-            raise Unenforceable(place, f"the opposite of `{key}` cannot be enforced")
+            raise Unenforceable(pointer, f"the opposite of `{key}` cannot be enforced")
         return []
 
     def _failing_member(
-        self, key: str, value: Any, schema: Mapping[str, Any], beside: Flat, place: str, depth: int
+        self, key: str, value: Any, schema: Mapping[str, Any], context: FlatSchema, pointer: str, depth: int
     ) -> Iterable[Schema] | None:
         def negated(child: Schema, name: str) -> Schema:
-            member = self._proofs.flat(*beside.members(name))
-            return self.negated(child, member, f"{place}/{key}/{name}", depth)
+            member = self._proofs.flat(*context.members(name))
+            return self.negated(child, member, f"{pointer}/{key}/{name}", depth)
 
         match key:
             case "required":
@@ -309,7 +309,7 @@ class Negation:
                 return [has(name, failing) for name, child in known if (failing := negated(child, name)) is not False]
             case "patternProperties" | "additionalProperties" if value is True or value == {}:
                 return []
-            case "additionalProperties" if (every := beside.all_members()) is not None:
+            case "additionalProperties" if (every := context.all_members()) is not None:
                 if not mapping(schema, "patternProperties"):
                     others = [name for name in every if name not in mapping(schema, "properties")]
                     return [has(name, failing) for name in others if (failing := negated(value, name)) is not False]
@@ -321,50 +321,52 @@ class Negation:
                 ]
             case "dependentSchemas":
                 needed = mapping(schema, key).items()
-                opposites = ((name, self.negated(child, beside, f"{place}/{key}", depth)) for name, child in needed)
+                opposites = ((name, self.negated(child, context, f"{pointer}/{key}", depth)) for name, child in needed)
                 return [all_of([has(name), opposite]) for name, opposite in opposites]
         return None
 
     def _failing_item(
-        self, key: str, value: Any, schema: Mapping[str, Any], beside: Flat, place: str, depth: int
+        self, key: str, value: Any, schema: Mapping[str, Any], context: FlatSchema, pointer: str, depth: int
     ) -> Iterable[Schema] | None:
         first = sequence(schema, "prefixItems")
         match key:
             case "prefixItems" if len(first) <= MAX_ITEMS:
-                failing = [self.negated(child, Flat(), f"{place}/{key}/{i}", depth) for i, child in enumerate(first)]
+                failing = [
+                    self.negated(child, FlatSchema(), f"{pointer}/{key}/{i}", depth) for i, child in enumerate(first)
+                ]
                 return [at(i, child) for i, child in enumerate(failing) if child is not False]
             case "items" if value is False:
                 return [{"type": "array", "minItems": len(first) + 1}]
             case "items" if value is True or value == {}:
                 return []
-            case "items" if not first and (items := beside.items()) and self._proofs.is_impossible(value, *items):
+            case "items" if not first and (items := context.items()) and self._proofs.is_impossible(value, *items):
                 return [{"type": "array", "minItems": 1}]
             case "contains" if "minContains" not in schema and "maxContains" not in schema:
-                return [{"type": "array", "items": self.negated(value, Flat(), f"{place}/{key}", depth)}]
+                return [{"type": "array", "items": self.negated(value, FlatSchema(), f"{pointer}/{key}", depth)}]
             case "uniqueItems" if value is False:
                 return []
         return None
 
-    def _require_exclusive(self, cases: Iterable[Schema], place: str) -> None:
+    def _require_exclusive(self, cases: Iterable[Schema], pointer: str) -> None:
         cases = list(cases)
         if len(cases) > MAX_ITEMS or not all(
             self._proofs.is_impossible(a, b) for i, a in enumerate(cases) for b in cases[:i]
         ):
-            raise Unenforceable(place, "the opposite of a `oneOf` whose cases may overlap cannot be enforced")
+            raise Unenforceable(pointer, "the opposite of a `oneOf` whose cases may overlap cannot be enforced")
 
 
 def without(name: str) -> dict[str, Schema]:
-    """An object without a member."""
+    """Return a schema of objects without the member `name`."""
     return {"type": "object", "properties": {name: False}}
 
 
 def has(name: str, child: Schema = True) -> dict[str, Schema]:
-    """An object with a member of a schema."""
+    """Return a schema of objects with the member `name`, which matches `child`."""
     return {"type": "object", "properties": {name: child}, "required": [name]}
 
 
 def at(index: int, child: Schema) -> dict[str, Schema]:
-    """An array with an item of a schema at a place."""
+    """Return a schema of arrays whose item `index` matches `child`."""
     return {"type": "array", "prefixItems": [*[True] * index, child], "minItems": index + 1}
 
 
@@ -382,20 +384,20 @@ def all_of(schemas: Iterable[Schema]) -> Schema:
     return {"allOf": found} if len(found) > 1 else found[0] if found else True
 
 
-def _other_types(value: Any, within: frozenset[str], place: str) -> list[Schema]:
-    """All types but some. The opposite of integers is without numbers: fractions alone cannot be enforced."""
+def _other_types(value: Any, within: frozenset[str], pointer: str) -> list[Schema]:
+    """Return a schema of all other types. The negation of `integer` excludes all numbers: fractions are unsupported."""
     named = [value] if isinstance(value, str) else value
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
-        raise Unenforceable(place, "type must be a text, or texts")
+        raise Unenforceable(pointer, "type must be a string or a list of strings")
     if "integer" in named and "number" not in named and within == {"number"}:
-        raise Unenforceable(place, "a number that is no integer cannot be enforced")
+        raise Unenforceable(pointer, "a number that is not an integer cannot be enforced")
     others = [
         name for name in TYPES if name in within and name not in named and (name != "number" or "integer" not in named)
     ]
     return [{"type": others}] if others else []
 
 
-def _other_values(values: list[Any], within: frozenset[str], place: str) -> list[Schema]:
+def _other_values(values: list[Any], within: frozenset[str], pointer: str) -> list[Schema]:
     by_type = {kind: [value for value in values if type_of(value) == kind] for kind in TYPES}
     found: list[Schema] = []
     untouched = [kind for kind in TYPES if kind in within and not by_type[kind]]
@@ -410,13 +412,13 @@ def _other_values(values: list[Any], within: frozenset[str], place: str) -> list
             case "number":
                 found += _other_numbers(by_type[kind])
             case "string":
-                found.append(_text(none_of, by_type[kind], place))
+                found.append(_text(none_of, by_type[kind], pointer))
             case "object" if by_type[kind] == [{}]:
                 found.append({"type": "object", "minProperties": 1})
             case "array" if by_type[kind] == [[]]:
                 found.append({"type": "array", "minItems": 1})
             case _:
-                raise Unenforceable(place, f"the opposite of one {kind} cannot be enforced")
+                raise Unenforceable(pointer, f"the opposite of a listed {kind} cannot be enforced")
     return found
 
 
@@ -430,25 +432,25 @@ def _other_numbers(values: list[float]) -> list[Schema]:
     return [{"type": "number", "exclusiveMaximum": first}, *between, {"type": "number", "exclusiveMinimum": last}]
 
 
-def _other_texts(pattern: object, place: str) -> list[Schema]:
+def _other_texts(pattern: object, pointer: str) -> list[Schema]:
     if (found := texts_of(pattern)) is None:
-        raise Unenforceable(place, "the opposite of this `pattern` cannot be enforced")
+        raise Unenforceable(pointer, "the opposite of this `pattern` cannot be enforced")
     texts, is_whole = found
     if not is_whole:
-        return [_text(none_begins, texts, place)]
-    lines = [text + "\n" for text in texts]  # some validators take `$` for the end of a last line
-    return [_text(none_of, [*texts, *lines], place)]
+        return [_text(none_begins, texts, pointer)]
+    lines = [text + "\n" for text in texts]  # some validators let `$` match before a final newline
+    return [_text(none_of, [*texts, *lines], pointer)]
 
 
-def _text(pattern_of: Callable[[Iterable[str]], str], texts: list[str], place: str) -> Schema:
+def _text(pattern_of: Callable[[Iterable[str]], str], texts: list[str], pointer: str) -> Schema:
     try:
         return {"type": "string", "pattern": pattern_of(texts)}
     except ValueError as error:
-        raise Unenforceable(place, str(error)) from error
+        raise Unenforceable(pointer, str(error)) from error
 
 
 def _kind(key: str) -> str:
-    """The type that a keyword speaks of."""
+    """Return the type of value that a keyword constrains."""
     if key in ("prefixItems", "items", "contains", "uniqueItems", "unevaluatedItems"):
         return "array"
     return "number" if key == "multipleOf" else "object"

@@ -1,16 +1,18 @@
-r"""Regular expressions of schemas.
+r"""Translation and analysis of regular expressions in schemas.
 
-`portable` translates those of ECMA-262 (JSON Schema's dialect) and Python to the grammar library's dialect. The library
-supports nested sets and set differences: `[[a-z]*[-]?[a-z]*]*` is one set and a `*` in it, but a set, a `-` and another
-set in both dialects. It rejects braces that are not a quantifier, and `\0`. Its `.` excludes only `\n`, ECMA's also
-excludes `\r`. (And U+2028 and U+2029, which are allowed here, because masks of `.{1,200}` would take fourteen times as
-long without them.)
+`portable` translates ECMA-262 (JSON Schema's dialect) and Python patterns to llguidance's dialect, which differs:
 
-`searched` turns a pattern into a lexeme, for grammars of text that is not JSON. A lexeme must match the whole text, but
-JSON Schema's patterns match anywhere in it: `^a` becomes `a[\s\S]*`, and `b` becomes `[\s\S]*b[\s\S]*`.
+- It supports nested sets and set differences, so `[[a-z]*[-]?[a-z]*]*` is one set there, but in the other dialects a
+  set, a `-` and another set.
+- It rejects `\0`, and braces that are not a quantifier.
+- Its `.` excludes only `\n`. ECMA-262 also excludes `\r`, and U+2028 and U+2029. The latter two are allowed here,
+  because without them masks of `.{1,200}` take 14 times as long.
 
-`none_of` writes patterns without look-ahead of all texts but some, and `texts_of` finds the texts of a simple pattern.
-All of these take time linear in the pattern.
+`searched` converts a pattern to a lexeme, for grammars of text that is not JSON. A lexeme must match the whole text,
+but JSON Schema's patterns match anywhere in it: `^a` becomes `a[\s\S]*`, and `b` becomes `[\s\S]*b[\s\S]*`.
+
+`none_of` builds a pattern, without look-ahead, of all texts except the given ones. `texts_of` enumerates the texts of a
+simple pattern. All functions take time linear in the pattern's length.
 """
 
 from __future__ import annotations
@@ -24,25 +26,25 @@ from functools import lru_cache
 import llguidance
 
 SPECIAL = "[]&~-^"
-"""Characters that may mean more than themselves within brackets."""
+"""Characters that can have a special meaning within brackets."""
 ESCAPE = re.compile(
     r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|x[0-9a-fA-F]{2}"
     r"|[ux]\{[0-9a-fA-F]{1,8}\}|[pP]\{[^{}]{0,64}\}|c[a-zA-Z]|0[0-7]{0,2}|[1-3][0-7]{2}|.)",
     re.DOTALL,
 )
 PAIR = 12
-"""Length of an escaped pair of surrogates, in characters."""
+"""Length of an escaped surrogate pair, in characters."""
 SETS = "dDwWsSpP"
-"""Letters after a backslash that mean several characters, so they cannot be the ends of a range."""
+"""Letters of escapes that match several characters and cannot be the ends of a range."""
 ASCII_SETS = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\f\v"}
 ECMA_DOT = r"[^\n\r]"
 FLAGS = re.compile(r"\(\?([aiLmsux]+)(-[imsx]+)?([:)])")
 QUANTIFIER = re.compile(r"\{[0-9]+(?:,[0-9]*)?\}")
 OPEN_QUANTIFIER = re.compile(r"\{,([0-9]*)\}")
-"""In Python, a missing first number means 0. In ECMA-262 such braces are text, and the library rejects them."""
+"""In Python, a missing first number means 0. In ECMA-262 these braces are literal, and llguidance rejects them."""
 CONTROL_LETTERS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "a": 7}
 CONTROLS = frozenset((*range(0x20), 0x7F)) - {8, 9, 10, 12, 13}
-r"""Characters that JSON strings can only spell as `\u00XX`, not as a letter after a backslash."""
+r"""Characters that JSON strings can only write as `\u00XX`, without a short escape."""
 QUOTED = frozenset(b'"\\')
 BLANKS = frozenset(b"\t\n\v\f\r")
 ESCAPED_OR_CONTROL = QUOTED | frozenset(range(0x20))
@@ -51,20 +53,20 @@ PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\\?\Z)|[\s\S]", re.DOTALL
 LOOK = re.compile(r"\(\?<?[=!]")
 BACK_REFERENCE = re.compile(r"\\(?:[1-9]|k$)")
 PATTERNS_KEPT = 512
-"""Maximum number of cached pairs of a pattern and a name. They recur with each call of a function."""
+"""Maximum number of cached (pattern, name) pairs. They recur in each call of a function."""
 ANY_CHARACTER = r"[\s\S]"
 MAX_CHARS = 4096
-"""Of the texts that one expression leaves out: it is about five times as long."""
+"""Maximum total length of excluded texts. The resulting pattern is about five times as long."""
 PLAIN_TEXT = re.compile(r"(?:[\w \-/:@#%&=,;<>!~'\"]|\\[.\-/*+?()\[\]{}|^$\\])*")
-"""Characters of a pattern that stand for themselves, some of them behind a backslash."""
+"""Characters that match themselves, including escaped ones."""
 _Tree = dict[str, "_Tree"]
 _END = ""
 
 
 def portable(pattern: str, *, python: bool = False) -> str:
-    r"""Translate a pattern of ECMA-262, or of Python with `re.ASCII`, to the library's dialect.
+    r"""Translate a pattern from ECMA-262, or from Python with `re.ASCII`, to llguidance's dialect.
 
-    Unclosed brackets and comments stay unchanged. Raises ValueError for Python's possessive quantifiers.
+    A pattern with an unclosed bracket or comment is returned unchanged. Raises ValueError for possessive quantifiers.
     """
     flags = "".join(found[1] for found in FLAGS.finditer(pattern))
     reader, dot = _Reader(python, "x" in flags), "." if python or "s" in flags else ECMA_DOT
@@ -126,10 +128,10 @@ def demands_controls(pattern: str) -> bool:
 
 
 def without_quotes_for_controls(pattern: str) -> str:
-    r"""Remove U+0000 from sets like `[^"]` of a portable pattern: all control characters, without `"` or `\\`.
+    r"""Exclude U+0000 from sets like `[^"]` that contain all control characters but not both of `"` and `\\`.
 
-    For a set of all control characters, or of all except `\n`, the library allows any letter after a backslash, and so
-    also `\"` and `\\\\`.
+    For a set of all control characters, or of all except `\n`, llguidance allows any character after a backslash, so
+    also `\"` and `\\\\`. The pattern must be portable.
     """
     written: list[str] = []
     at = 0
@@ -163,7 +165,7 @@ def _without_null(text: str) -> str:
 
 
 def _group(found: re.Match[str]) -> str:
-    """Return a group's opening without the flags that select Python's meaning of `\\w` and similar escapes."""
+    """Return the opening of a group without the flags that select Python's meaning of `\\w` and similar escapes."""
     flags = "".join(flag for flag in found[1] if flag not in "aLu") + (found[2] or "")
     if found[3] == ")":
         return f"(?{flags})" if flags else ""
@@ -171,7 +173,7 @@ def _group(found: re.Match[str]) -> str:
 
 
 def _end_of_class(pattern: str, begin: int) -> int:
-    """Return the position after the closing bracket of a class, or 0. A bracket at its beginning is a member."""
+    """Return the position after the closing bracket of a class, or 0 without one. A leading bracket is a member."""
     at = begin + 1
     at += pattern[at : at + 1] == "^"
     at += pattern[at : at + 1] == "]"
@@ -186,7 +188,7 @@ def _end_of_class(pattern: str, begin: int) -> int:
 
 
 class _Reader:
-    """Translates escapes and sets of a dialect."""
+    """Translator for the escapes and sets of a dialect."""
 
     def __init__(self, python: bool, verbose: bool) -> None:
         self._python = python
@@ -201,7 +203,7 @@ class _Reader:
         return self._character(text)
 
     def set(self, text: str) -> str:
-        """Translate a set in brackets: single characters, ranges, and escapes of several characters."""
+        """Translate a set in brackets, with single characters, ranges, and escapes that match several characters."""
         is_negated, ranges = _ranges(text)
         written = [
             self._member(low) if low == high else f"{self._member(low)}-{self._member(high)}" for low, high in ranges
@@ -218,7 +220,7 @@ class _Reader:
         return self._character(member)
 
     def _character(self, text: str) -> str:
-        """Translate a single character, or an escape with the same meaning in brackets and outside."""
+        """Translate a single character, or an escape that means the same inside and outside brackets."""
         if len(text) == 1 or text == "\\":
             return text
         letter = text[1]
@@ -234,7 +236,7 @@ class _Reader:
 
 
 def _ranges(text: str) -> tuple[bool, list[tuple[str, str]]]:
-    """Return whether a set is negated, and its ranges. A single character or escape is a range with equal ends."""
+    """Return whether a set is negated, and its ranges. A single member is a range with equal ends."""
     is_negated = text.startswith("[^")
     members = list(_members(text[2 if is_negated else 1 : -1]))
     found: list[tuple[str, str]] = []
@@ -251,7 +253,7 @@ def _ranges(text: str) -> tuple[bool, list[tuple[str, str]]]:
 
 
 def _members(inside: str) -> Iterator[str]:
-    """Characters, and escapes of one."""
+    """Yield the characters and escapes of a set."""
     at = 0
     while at < len(inside):
         found = ESCAPE.match(inside, at)
@@ -264,7 +266,7 @@ def _is_set(member: str) -> bool:
 
 
 def _is_of_controls(text: str) -> bool:
-    """Whether a set consists of some of `CONTROLS`, or excludes everything else."""
+    """Whether a set consists only of `CONTROLS`, or excludes everything else."""
     is_negated, ranges = _ranges(text)
     known = [(_code_point(low), _code_point(high)) for low, high in ranges if not _is_set(low)]
     if not is_negated:
@@ -279,7 +281,7 @@ def _is_of_controls(text: str) -> bool:
 
 
 def _code_point(text: str) -> int:
-    """Return the code point of a character or its escape; -1 for an escape of several characters or of a position."""
+    """Return the code point of a character or escape, or -1 for escapes of several characters or of a position."""
     if len(text) == 1:
         return ord(text)
     letter, rest = text[1:2], text[2:]
@@ -297,12 +299,12 @@ def _code_point(text: str) -> int:
 
 
 def lexeme(pattern: str) -> str:
-    """Convert a portable pattern to a lexeme of its full matches."""
+    """Convert a portable pattern to a lexeme that matches whole texts."""
     return f"/{llguidance.regex_to_lark(pattern, 'dw')}/"
 
 
 def has_looks(pattern: str) -> bool:
-    """Whether a pattern has a look-around or a back-reference, which the library does not support."""
+    """Whether a pattern has a look-around or a back-reference, which llguidance does not support."""
     return any(
         BACK_REFERENCE.match(found[0]) or (found[0] == "(" and LOOK.match(pattern, found.start()))
         for found in PIECE.finditer(pattern)
@@ -310,13 +312,13 @@ def has_looks(pattern: str) -> bool:
 
 
 def searched(pattern: str) -> str:
-    """Return the lexeme of all texts that contain a match; "" for a pattern with look-arounds or inner anchors."""
+    """Return a lexeme of all texts that contain a match, or "" for patterns with look-arounds or inner anchors."""
     branches: list[list[str]] = [[]]
     depth = 0
     if has_looks(pattern):
         return ""
     for piece in PIECE.findall(pattern):
-        if piece[0] == "[" and piece[-1] != "]":  # not closed: the library reports it
+        if piece[0] == "[" and piece[-1] != "]":  # not closed: llguidance reports it
             return lexeme(pattern)
         depth += (piece == "(") - (piece == ")")
         if piece == "|" and not depth:
@@ -329,7 +331,7 @@ def searched(pattern: str) -> str:
 
 
 def names_lexeme(names: str, patterns: Iterable[str], without: Iterable[str], taken: Sequence[str]) -> str:
-    """Return a lexeme of those `names` that match all `patterns`, match none of `without`, and are not `taken`."""
+    """Return a lexeme of the `names` that match all `patterns`, match none of `without`, and are not in `taken`."""
     wanted = [lexeme for pattern in patterns if (lexeme := searched(pattern))]
     denied = [f"~{lexeme}" for pattern in without if (lexeme := searched(pattern))]
     known = [f"~({' | '.join(json.dumps(name, ensure_ascii=False) for name in taken)})"] if taken else []
@@ -349,7 +351,7 @@ def _unanchored(pieces: list[str]) -> str:
 
 @lru_cache(PATTERNS_KEPT)
 def matches(pattern: str, text: str) -> bool:
-    """Whether a pattern matches anywhere in a text. Takes linear time. False for an unsupported pattern."""
+    """Whether a pattern matches anywhere in a text, in linear time. False for unsupported patterns."""
     written = searched(pattern)
     if not written:
         return False
@@ -366,19 +368,19 @@ def _bytes() -> llguidance.LLTokenizer:
 
 
 def none_of(texts: Iterable[str]) -> str:
-    """A pattern of every text that is none of these. Raises ValueError if they are too long."""
+    """Return a pattern of every text except these. Raises ValueError if they are too long."""
     return f"^{_other_than(_tree(texts))}$"
 
 
 def none_begins(prefixes: Iterable[str]) -> str:
-    """A pattern of every text that begins with none of these. Raises ValueError if they are too long."""
+    """Return a pattern of every text that begins with none of these. Raises ValueError if they are too long."""
     return f"^{_beginning_otherwise(_tree(prefixes))}$"
 
 
 def texts_of(pattern: object) -> tuple[list[str], bool] | None:
-    """The texts that a pattern like `^(a|b)$` matches, or begin with for one like `^(a|b)`; None for any other.
+    """Enumerate the texts of a pattern like `^(a|b)$`, or the prefixes of one like `^(a|b)`.
 
-    True comes with whole texts.
+    Returns the texts and whether they are whole texts. Returns None for any other pattern.
     """
     if not isinstance(pattern, str) or not pattern.startswith("^"):
         return None
@@ -389,7 +391,7 @@ def texts_of(pattern: object) -> tuple[list[str], bool] | None:
             inner = inner[len(opening) : -1]
             break
     else:
-        if "|" in inner:  # where `^` and `$` belong to one alternative each
+        if "|" in inner:  # `^` and `$` would each belong to one alternative
             return None
     found = inner.split("|")
     if not all(PLAIN_TEXT.fullmatch(each) for each in found) or any(each.endswith("\\") for each in found):
@@ -398,24 +400,24 @@ def texts_of(pattern: object) -> tuple[list[str], bool] | None:
 
 
 def beginning_of(pattern: object) -> str:
-    """The text with which all matches begin: "ab" for `^abc?`; "" where none is known."""
+    """Return the literal with which all matches begin ("ab" for `^abc?`), or "" if there is none."""
     if not isinstance(pattern, str) or not pattern.startswith("^") or "|" in pattern:
         return ""
     found = PLAIN_TEXT.match(pattern, 1)
     literal = found[0] if found else ""
-    if pattern[1 + len(literal) : 2 + len(literal)] in ("?", "*", "{"):  # which make the last character optional
+    if pattern[1 + len(literal) : 2 + len(literal)] in ("?", "*", "{"):  # the last character is optional
         literal = literal[: -2 if literal[-2:-1] == "\\" else -1]
     return re.sub(r"\\(.)", r"\1", literal)
 
 
 def _tree(texts: Iterable[str]) -> _Tree:
-    """The texts as a tree of characters; `_END` is where one ends."""
+    """Build a trie of the texts. `_END` marks the end of a text."""
     root: _Tree = {}
     left = MAX_CHARS
     for text in texts:
         left -= len(text) + 1
         if left < 0:
-            raise ValueError(f"the texts to leave out have more than {MAX_CHARS:,} characters")
+            raise ValueError(f"the excluded texts have more than {MAX_CHARS:,} characters")
         here = root
         for character in text:
             here = here.setdefault(character, {})
@@ -424,7 +426,7 @@ def _tree(texts: Iterable[str]) -> _Tree:
 
 
 def _other_than(tree: _Tree) -> str:
-    """Of what may follow a place in the tree so that the whole is none of its texts."""
+    """Return a pattern of everything that may follow a node so that the whole is none of the trie's texts."""
     characters, tail = _followers(tree)
     branches = [_class(characters, negated=True) + f"{ANY_CHARACTER}*"]
     for character in characters:

@@ -1,8 +1,8 @@
-"""Analyses a schema by type, for tool-call formats whose arguments are not JSON.
+"""Analysis of a schema by type, for tool-call formats whose arguments are not JSON.
 
     {"anyOf": [{"$ref": "#/$defs/0"}, {"type": "null"}]}  ->  a case for objects, and a case for null
 
-The document must be in the keywords of the grammar library: canonical, and rewritten.
+The document must be canonical and rewritten to the keywords that llguidance supports.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from router.text.schema.logic import Proofs, any_of
 from router.text.schema.patterns import matches
 
 MAX_COMBINATIONS = 256
-"""Maximum number of cases of one value. Alternatives beyond it are ignored, so the grammar accepts more."""
+"""Maximum number of cases of one value. Further alternatives are ignored, so the grammar accepts more."""
 MAX_OVERLAPPING_PATTERNS = 3
 """Maximum number of name patterns whose combinations are distinguished. With more, each applies separately."""
 MAX_COUNTED = 6
-"""Maximum number of optional members for which every choice of a required number of members is a separate shape."""
+"""Maximum number of optional members for which a member count is expanded to one shape per combination."""
 MAX_COMPARED_DEPTH = 64
-"""Maximum depth of values that are compared with schemas."""
+"""Maximum nesting depth at which values are compared with schemas."""
 STRUCTURE: Final = frozenset(("$ref", "allOf", "anyOf", "$defs"))
 PARTS: Final = frozenset(
     ("properties", "patternProperties", "additionalProperties", "items", "prefixItems", "required")
@@ -52,9 +52,10 @@ Schemas = tuple[Schema, ...]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One alternative of a value. `parts` are keywords that all apply, without references and alternatives.
+    """One alternative of a value.
 
-    `types` are the possible types, and `values` all possible values if the parts enumerate them.
+    `parts` all apply and contain no references or alternatives. `types` are the possible types. `values` are the
+    possible values, if they are enumerated.
     """
 
     parts: tuple[Mapping[str, Any], ...]
@@ -68,19 +69,19 @@ class Case:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all its numbers are integers."""
+        """Whether all numbers of this case are integers."""
         return any("integer" in (kinds := _kinds(part)) and "number" not in kinds for part in self.parts)
 
     def least(self, key: str) -> float | None:
-        """Return the smallest of the parts' upper bounds."""
+        """Return the smallest value of a bound; for upper bounds, the effective one."""
         return min(self._bounds(key), default=None)
 
     def most(self, key: str) -> float | None:
-        """Return the largest of the parts' lower bounds."""
+        """Return the largest value of a bound; for lower bounds, the effective one."""
         return max(self._bounds(key), default=None)
 
     def keywords(self, *keys: str) -> list[dict[str, Any]]:
-        """Return these keywords of each part that has any of them."""
+        """Return, for each part that has any of these keywords, the keywords."""
         found = [{key: part[key] for key in keys if key in part} for part in self.parts]
         return [each for each in found if each]
 
@@ -90,7 +91,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class UnlistedMembers:
-    """Schemas of the unlisted members whose names match all of `patterns` and none of `without`."""
+    """Schemas of unlisted members whose names match all of `patterns` and none of `without`."""
 
     patterns: tuple[str, ...]
     without: tuple[str, ...]
@@ -99,9 +100,9 @@ class UnlistedMembers:
 
 @dataclass(frozen=True, slots=True)
 class ObjectShape:
-    """The members of an object: the `named` ones in order, then `least` to `most` members of the kinds `unnamed`.
+    """Members of an object: the `named` members in order, then `least` to `most` members of the `unnamed` kinds.
 
-    `taken` are names that unnamed members must not have.
+    Unnamed members must not have a name in `taken`.
     """
 
     named: Mapping[str, Schemas]
@@ -114,7 +115,7 @@ class ObjectShape:
 
 @dataclass(frozen=True, slots=True)
 class ArrayShape:
-    """The items of an array: the `first` items, each with its schemas, then `others`."""
+    """Items of an array: the `first` items, each with its schemas, then `others`."""
 
     first: tuple[Schemas, ...]
     others: Schemas
@@ -124,14 +125,14 @@ class ArrayShape:
 
 @dataclass(frozen=True, slots=True)
 class _Alternatives:
-    """An `anyOf` and the schemas that lead to it."""
+    """An `anyOf`, and the schemas that contain or refer to it."""
 
     options: Sequence[Schema]
     ancestors: frozenset[int]
 
 
 class Shapes:
-    """The shapes of the values of one document. `root` is its schema."""
+    """Cases and shapes of the values of one document."""
 
     def __init__(self, document: Document) -> None:
         self.document, self.root = document, document.root
@@ -168,12 +169,12 @@ class Shapes:
         return found
 
     def narrowed(self, cases: Sequence[Case], types: frozenset[str]) -> Schema:
-        """Return a schema of those values of the cases that have one of the types."""
+        """Return a schema of the cases' values, restricted to these types."""
         return any_of([_joined(case, types) for case in cases if case.types & types])
 
     def document_of(self, schema: Schema) -> Document:
-        """Create a document of a schema and the definitions that it refers to, directly or indirectly."""
-        return Document(schema, self._reached(schema))
+        """Create a document of a schema and the definitions that it uses, directly or indirectly."""
+        return Document(schema, self._reachable(schema))
 
     def array_shape(self, case: Case) -> ArrayShape | None:
         """Return the shape of a case's arrays, or None if it has no arrays."""
@@ -204,8 +205,8 @@ class Shapes:
         """Whether a JSON value matches all schemas. Formats and unsupported patterns are ignored."""
         return depth > MAX_COMPARED_DEPTH or any(self._accepts(value, case, depth) for case in self.cases(*schemas))
 
-    def _reached(self, schema: Schema) -> dict[str, Schema]:
-        """Return the definitions that a schema refers to, directly or indirectly."""
+    def _reachable(self, schema: Schema) -> dict[str, Schema]:
+        """Return the definitions that a schema uses, directly or indirectly."""
         found: dict[str, Schema] = {}
         left = [schema]
         while left:
@@ -235,7 +236,7 @@ class Shapes:
     def _flat(
         self, schemas: Schemas, choices: frozenset[int]
     ) -> tuple[list[Mapping[str, Any]], list[_Alternatives]] | None:
-        """Return the parts and alternatives of schemas; None if nothing matches. `choices` were chosen before."""
+        """Return the parts and alternatives of schemas, or None if nothing matches. `choices` were chosen before."""
         parts: list[Mapping[str, Any]] = []
         options: list[_Alternatives] = []
         left = [(schema, frozenset[int]()) for schema in reversed(schemas)]
@@ -260,7 +261,7 @@ class Shapes:
     def _expand(
         self, parts: list[Mapping[str, Any]], options: list[_Alternatives], found: list[list[Mapping[str, Any]]]
     ) -> bool:
-        """Add the parts of each choice among the options to `found`. Returns False if there are too many."""
+        """Add the parts of each combination of options to `found`. Return False if there are too many."""
         if not options:
             found.append(parts)
             return len(found) <= MAX_COMBINATIONS
@@ -272,7 +273,7 @@ class Shapes:
         return True
 
     def _plain_of(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the schema's own keywords. Schemas with equal keywords of scalars and `required` share one object."""
+        """Return the keywords without structural ones. Schemas with equal scalar keywords share one object."""
         if id(schema) not in self._plain:
             plain = {key: each for key, each in schema.items() if key not in STRUCTURE}
             if not any(isinstance(each, Mapping) for each in plain.values()):
@@ -383,7 +384,7 @@ class Shapes:
 
 
 def _only(value: Mapping[str, Any]) -> ObjectShape:
-    """The shape of one object."""
+    """Return the shape that matches exactly this object."""
     named: dict[str, Schemas] = {name: ({"const": each},) for name, each in value.items()}
     return ObjectShape(named, frozenset(value), tuple(value), (), 0, 0)
 
@@ -400,7 +401,7 @@ def _kinds(part: Mapping[str, Any]) -> Sequence[Any]:
 
 
 def _essential(schemas: Any) -> Schemas:
-    """Return the schemas, without those that match everything."""
+    """Return the schemas without those that match everything."""
     return tuple(schema for schema in schemas if schema is not True and schema != {})
 
 

@@ -59,7 +59,7 @@ def lost_bytes(simulation: Simulation) -> None:
         (no_end, "request 0 has no end"),
         (lost_token, "request 0 got .* tokens instead of"),
         (token_from_nowhere, "clients got .* tokens, workers sampled"),
-        (lost_block, "1 of 4096 blocks have owners that do not match"),
+        (lost_block, "1 of 4096 blocks have mismatched reference counts"),
         (booking, "1 bookings are left on tcp://decode-0:7001"),
         (open_transfer, "prefill-0 has 1 transfers open"),
         (open_flow, "1 flows are left on the link"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.simulator.world.tokens import Content, CountedPrompt, CountedTokens, InjectedHasher
-from router.dispatch.prompt import KnownHashes
+from router.dispatch.prompt import PromptHashCache
 
 
 def test_counted_tokens_are_a_list_of_zeros() -> None:
@@ -50,7 +50,7 @@ def test_copies_of_a_trace_share_nothing() -> None:
 
 def test_a_router_gets_the_same_hashes_as_a_worker() -> None:
     content = Content(3, 100, ids=(1, 2), id_tokens=64)
-    of_router = CountedPrompt(content).hasher(16, KnownHashes())
+    of_router = CountedPrompt(content).hasher(16, PromptHashCache())
     assert of_router.hashes == hashes(content, 100)
     assert of_router.extend(CountedTokens(130)) == hashes(content, 130)
     assert CountedPrompt(content).packed == b""

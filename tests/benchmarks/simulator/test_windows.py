@@ -12,7 +12,7 @@ from benchmarks.simulator.world.scenario import Scenario
 
 pytestmark = pytest.mark.slow
 
-FEW: dict[str, Any] = {"num_blocks": 160}
+SHORTLIST_ABOVE: dict[str, Any] = {"num_blocks": 160}
 MODEL = {"max_model_len": 8192, "kv_bytes_per_token": 131_072}
 
 
@@ -20,12 +20,12 @@ def test_sequences_that_are_longer_than_the_cache_are_served(scenario: Callable[
     """2,560 tokens fit into each worker; with a window of 256, prompts of 4,000 come through, and streams move."""
     load = {"rate": 3.0, "input_len": "3000-4000", "output_len": "50-400"}
     event = [{"at_s": 4.0, "kind": "stop", "worker": "decode-0"}]
-    prefill = FEW | {"max_step_tokens": 512}
-    made = scenario(prefill=prefill, decode=FEW, load=load, model=MODEL | {"window": 256}, event=event)
+    prefill = SHORTLIST_ABOVE | {"max_step_tokens": 512}
+    made = scenario(prefill=prefill, decode=SHORTLIST_ABOVE, load=load, model=MODEL | {"window": 256}, event=event)
     run = Simulation(made).run()
     assert {request.outcome for request in run.requests} == {"ok"}
     assert run.num_handovers["done"] > 0
-    without = Simulation(scenario(prefill=prefill, decode=FEW, load=load, model=MODEL)).run()
+    without = Simulation(scenario(prefill=prefill, decode=SHORTLIST_ABOVE, load=load, model=MODEL)).run()
     assert "ok" not in {request.outcome for request in without.requests}
 
 

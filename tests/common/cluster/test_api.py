@@ -76,7 +76,7 @@ async def test_a_watch_ends_in_time_and_long_lines_are_refused(tmp_path: Path, m
     await client.watch(PATH, {**watch, "timeoutSeconds": "0.2"}, lines.append, 20.0)
     assert len(lines) == 1 and b"ADDED" in lines[0]
     monkeypatch.setattr("common.cluster.api.MAX_BODY_BYTES", 10)
-    with pytest.raises(KubernetesError, match="an answer of more than 10 bytes"):
+    with pytest.raises(KubernetesError, match="the answer exceeds 10 bytes"):
         await client.get(PATH, PARAMS)
     await client.close()
     api.stop()

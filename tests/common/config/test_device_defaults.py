@@ -46,7 +46,7 @@ def test_what_is_given_holds_everywhere(device: str) -> None:
 
 def test_draft_tokens_are_refused_where_they_would_change_bits() -> None:
     """On a GPU, where a row that is checked beside others goes through another attention kernel than a lone one."""
-    with pytest.raises(ConfigError, match="max_draft_tokens=6 is refused: 0 on cuda with --batch-invariant"):
+    with pytest.raises(ConfigError, match="max_draft_tokens=6: must be 0 on cuda with --batch-invariant"):
         DecodeWorkerConfig(device="cuda", batch_invariant=True)
     assert DecodeWorkerConfig(device="cuda", batch_invariant=True, max_draft_tokens=0).batch_invariant
     assert DecodeWorkerConfig(batch_invariant=True).max_draft_tokens == 6

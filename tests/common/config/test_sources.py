@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -7,11 +8,13 @@ from typing import Any, ClassVar
 
 import pytest
 
+from benchmarks.load.config import BenchConfig
 from common.config import (
     CONFIG_CLASSES,
     DecodeWorkerConfig,
     PrefillWorkerConfig,
     RouterConfig,
+    describe,
     is_loopback,
     parse_cores,
 )
@@ -62,7 +65,7 @@ def test_a_program_above_brings_its_own_settings(tmp_path: Path) -> None:
     file.write_text("max_num_seqs = 2\n[bench]\nrate = 3\n")
     assert read(ProgramConfig, [], environ={"DIPTYCH_CONFIG": str(file)}).rate == 3.0
     assert read(ProgramConfig, [], environ={"DIPTYCH_BENCH_RATE": "4", "DIPTYCH_PORT": "1"}).rate == 4.0
-    assert refusal([], ProgramConfig, DIPTYCH_BENCH_RAT="4").allowed.endswith("DIPTYCH_BENCH_RATE")
+    assert refusal([], ProgramConfig, DIPTYCH_BENCH_RAT="4").allowed.endswith("DIPTYCH_BENCH_RATE?")
 
 
 def test_settings_of_other_processes_are_known_but_not_taken(tmp_path: Path) -> None:
@@ -76,27 +79,34 @@ def test_settings_of_other_processes_are_known_but_not_taken(tmp_path: Path) -> 
     ("argv", "environ", "field", "says"),
     [
         (["--max-num-seqs", "none"], {}, "max_num_seqs", "a whole number from 0 to 4096"),
-        (["--max-num-seqs", "-1"], {}, "max_num_seqs", "from 0 to 4096"),
+        (["--max-num-seqs", "-1"], {}, "max_num_seqs", "0 to 4096"),
         (["--block-size", "24"], {}, "block_size", "one of 0, 16, 32, 64, 128"),
-        (["--watermark", "nan"], {}, "watermark", "from 0 to 0.5"),
+        (["--watermark", "nan"], {}, "watermark", "0 to 0.5"),
         (["--port", "65536"], {}, "port", "to 65535"),
         (["--device", "tpu"], {}, "device", "cpu, cuda or cuda:N"),
         (["--kv-transport", "rdma"], {}, "kv_transport", "one of auto, tcp, shm, nixl, cuda-ipc"),
-        (["--kv-transport", "cuda-ipc", "--device", "cpu"], {}, "kv_transport", "nixl on CPUs and with several ranks"),
+        (["--kv-transport", "cuda-ipc", "--device", "cpu"], {}, "kv_transport", "nixl on a CPU or with --tensor"),
         (
             ["--kv-transport", "cuda-ipc", "--device", "cuda", "--tensor-parallel-size", "2"],
             {},
             "kv_transport",
-            "a GPU copies out of another's whole cache",
+            "--tensor-parallel-size above 1",
         ),
-        (["--kv-transport", "nixl", "--curve-key", "key"], {}, "kv_transport", "with --curve-key: NIXL neither"),
-        (["--cores", "3-1"], {}, "cores", "rising"),
+        (
+            ["--kv-transport", "nixl", "--curve-key", "key"],
+            {},
+            "kv_transport",
+            "because NIXL neither encrypts",
+        ),
+        (["--cores", "3-1"], {}, "cores", "ascending"),
         (["--host", "0.0.0.0"], {}, "host", "--allow-remote"),
         (["--heartbeat-s", "5"], {}, "router_timeout_s", "two heartbeats"),
         (["--max-num-seq", "3"], {}, "--max-num-seq", "--max-num-seqs"),
-        (["--max-num"], {}, "--max-num", "no such option"),
-        (["extra"], {}, "extra", "no such option"),
-        (["--port"], {}, "command line", "--help"),
+        (["--max-num"], {}, "--max-num", "unknown option --max-num; did you mean --max-num-seqs?"),
+        (["extra"], {}, "extra", "unexpected argument 'extra'"),
+        (["--port"], {}, "command line", "option --port needs a value"),
+        (["--log-json=1"], {}, "command line", "option --log-json takes no value"),
+        (["--no-such-thing"], {}, "--no-such-thing", "decode-worker --help-all lists all options"),
         ([], {"DIPTYCH_MAX_NUM_SEQ": "3"}, "DIPTYCH_MAX_NUM_SEQ", "DIPTYCH_MAX_NUM_SEQS"),
         ([], {"DIPTYCH_LOG_JSON": "perhaps"}, "log_json", "true or false"),
         ([], {"DIPTYCH_CONFIG": "/no/such.toml"}, "config", "No such file"),
@@ -112,13 +122,13 @@ def test_a_bad_setting_is_refused(argv: list[str], environ: dict[str, str], fiel
 def test_memory_that_others_read_has_no_frames_to_quantise(transport: str, device: str) -> None:
     flags = ["--kv-transport", transport, "--kv-wire-dtype", "fp8", "--device", device]
     error = refusal(flags, PrefillWorkerConfig)
-    assert error.field == "kv_wire_dtype" and f"native with kv_transport {transport}" in error.allowed
+    assert error.field == "kv_wire_dtype" and f"native with --kv-transport {transport}" in error.allowed
 
 
 def test_blocks_that_are_small_already_are_not_quantised() -> None:
     assert read(PrefillWorkerConfig, ["--kv-wire-dtype", "fp8"], environ={}).kv_wire_dtype == "fp8"
     error = refusal(["--kv-cache-dtype", "fp8", "--kv-wire-dtype", "fp8"], PrefillWorkerConfig)
-    assert error.field == "kv_wire_dtype" and "native with kv_cache_dtype fp8" in error.allowed
+    assert error.field == "kv_wire_dtype" and "native with --kv-cache-dtype fp8" in error.allowed
     error = refusal(["--kv-cache-dtype", "int8", "--device", "cuda"], DecodeWorkerConfig)
     assert error.field == "kv_cache_dtype" and error.allowed == "auto, native or fp8 on cuda"
 
@@ -127,9 +137,13 @@ def test_blocks_that_are_small_already_are_not_quantised() -> None:
     ("text", "field", "says"),
     [
         ("max_num_sequences = 3", "max_num_sequences", "max_num_seqs"),
-        ("[decode_worker]\nkv_streams = 3", "decode_worker.kv_streams", "no such setting"),
+        (
+            "[decode_worker]\nkv_streams = 3",
+            "decode_worker.kv_streams",
+            "unknown setting kv_streams under",
+        ),
         ("[decodeworker]\n", "[decodeworker]", "[decode_worker]"),
-        ("decode = 1", "decode", "no such setting"),
+        ("decode = 1", "decode", "unknown setting decode in"),
         ("max_num_seqs = true", "max_num_seqs", "a whole number"),
         ("max_num_seqs = '3'", "max_num_seqs", "a whole number"),
         ("max_num_seqs = ", "config", "a valid TOML file"),
@@ -156,7 +170,7 @@ def test_the_router_needs_distinct_addresses(argv: list[str]) -> None:
 
 
 def test_objects_are_checked_however_they_are_built() -> None:
-    with pytest.raises(ConfigError, match="block_size=8 is refused: one of 0, 16"):
+    with pytest.raises(ConfigError, match="block_size=8: must be one of 0, 16"):
         PrefillWorkerConfig(block_size=8)
     with pytest.raises(ConfigError, match="max_retries"):
         RouterConfig(max_retries=True)
@@ -210,17 +224,80 @@ def test_load_says_one_line_and_exits_with_2(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit) as caught:
         load(DecodeWorkerConfig, ["--port=x"])
     assert caught.value.code == 2
-    expected = "diptych decode-worker: port='x' is refused: a whole number from 0 to 65535\n"
+    expected = "diptych decode-worker: invalid --port x: must be a whole number from 0 to 65535\n"
     assert capsys.readouterr().err == expected
 
 
 @pytest.mark.parametrize("cls", CONFIG_CLASSES)
 def test_help_shows_every_flag(cls: type[Config], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
+        read(cls, ["--help-all"], environ={})
+    shown = capsys.readouterr().out
+    for field in fields_of(cls):
+        assert (field.shown_flag in shown) is not field.rule.internal
+
+
+@pytest.mark.parametrize("cls", CONFIG_CLASSES)
+def test_the_short_help_has_the_common_options(cls: type[Config], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
         read(cls, ["--help"], environ={})
     shown = capsys.readouterr().out
     for field in fields_of(cls):
-        assert field.flag in shown or f"--no-{field.flag[2:]}" in shown
+        assert bool(re.search(rf"^  {field.flag}\b", shown, re.MULTILINE)) is field.rule.common
+    assert len(shown.splitlines()) <= 75 and "--help-all lists all" in shown
+    assert all(command in shown for command, _ in cls.examples)
+
+
+@pytest.mark.parametrize("cls", (*CONFIG_CLASSES, BenchConfig))
+def test_help_texts(cls: type[Config]) -> None:
+    """One short sentence; a negative flag says what it does."""
+    for field in fields_of(cls):
+        rule = field.rule
+        assert len(rule.help) <= 160 and len(rule.off) <= 160, field.name
+        assert not rule.help.endswith(".") and ". " not in rule.help, field.name
+        assert not rule.details or rule.details.endswith("."), field.name
+        assert bool(rule.off) is (field.default is True), field.name
+        if rule.off:
+            assert describe(field) == rule.off
+
+
+def test_an_error_names_where_a_value_came_from(tmp_path: Path) -> None:
+    file = tmp_path / "diptych.toml"
+    file.write_text("port = 70000\n[router]\nmax_retries = 101\n")
+    workers = ["--decode", DECODE]
+    environ = {"DIPTYCH_CONFIG": str(file)}
+    said = []
+    for argv, more in (
+        (["--port", "99999"], {}),
+        ([], {"DIPTYCH_ROUTER_PORT": "99999"}),
+        ([], {"DIPTYCH_PORT": "http"}),
+        ([], {}),
+        (["--port", "1"], {}),
+        (["--port", "1", "--max-retries", "1", "--tls-key", "k"], {}),
+        (["--port", "1", "--max-retries", "1", "--curve-authorized", "a b"], {}),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            read(RouterConfig, [*workers, *argv], environ=environ | more)
+        said.append(str(caught.value))
+    assert said == [
+        "invalid --port 99999: must be 0 to 65535",
+        "invalid DIPTYCH_ROUTER_PORT=99999: must be 0 to 65535",
+        "invalid DIPTYCH_PORT=http: must be a whole number from 0 to 65535",
+        f"invalid port = 70000 in {file}: must be 0 to 65535",
+        f"invalid max_retries = 101 under [router] in {file}: must be 0 to 100",
+        "missing --tls-cert: must be a file, because --tls-cert and --tls-key belong together",
+        "invalid --curve-authorized 'a b': must be empty unless --curve-key is given",
+    ]
+
+
+def test_a_secret_is_in_no_error() -> None:
+    error = refusal(["--api-key", "hush"], SecretConfig)
+    assert str(error) == "invalid --api-key ***: must be a word of capitals"
+
+
+@dataclass(frozen=True)
+class SecretConfig(Config):
+    api_key: str = setting("", "key", group="Server", secret=True, pattern="[A-Z]*", expects="a word of capitals")
 
 
 @pytest.mark.parametrize("cls", CONFIG_CLASSES)

@@ -26,7 +26,7 @@ def test_the_end_of_a_process_is_described_with_its_log(tmp_path: Path) -> None:
     child.launch([sys.executable, "-c", "print('first', flush=True); raise SystemExit('last')"])
     child.wait(time.monotonic() + 60)
     assert not child.forced
-    assert child.describe_end().splitlines() == ["some ended with status 1", "first", "last"]
+    assert child.describe_end().splitlines() == ["some exited with status 1", "first", "last"]
 
 
 def test_a_group_ends_with_all_that_it_started(tmp_path: Path) -> None:

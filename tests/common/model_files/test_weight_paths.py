@@ -103,12 +103,12 @@ def test_what_is_no_single_model_is_refused(tmp_path: Path, names: tuple[str, ..
 def test_a_tensor_that_is_there_twice_is_refused_with_both_places(tmp_path: Path) -> None:
     write(tmp_path, *SHARDS)
     with pytest.raises(
-        ModelError, match=r"model.norm.weight occurs twice, as model.norm.weight of model-00001-of-00002"
+        ModelError, match=r"duplicate tensor model.norm.weight, as model.norm.weight of model-00001-of-00002"
     ):
         SafetensorsWeights(weight_files(tmp_path))
     write(tmp_path, "model.safetensors", tensors=("norm.weight", "model.norm.weight"))
     with pytest.raises(
-        ModelError, match=r"model.norm.weight occurs twice, as model.norm.weight of .* and as norm.weight of"
+        ModelError, match=r"duplicate tensor model.norm.weight, as model.norm.weight of .* and as norm.weight of"
     ):
         SafetensorsWeights(weight_files(tmp_path))
 

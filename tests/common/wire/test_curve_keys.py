@@ -58,15 +58,15 @@ def test_keygen_writes_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "its public key has none"),
-        ("public = 5", "its public key has none"),
-        (f'public = "{PAIR.public.decode()}"', "its secret key has none"),
+        ("", "its public key is missing"),
+        ("public = 5", "its public key is missing"),
+        (f'public = "{PAIR.public.decode()}"', "its secret key is missing"),
         (f'public = "{PAIR.public.decode()[:39]}"\nsecret = "{PAIR.secret.decode()}"', "39 characters"),
         (f'public = "{PAIR.public.decode()}"\nsecret = "{PAIR.secret.decode()}x"', "41 characters"),
-        (f'public = "{PAIR.public.decode()}"\nsecret = "{"#" * 40}"', "secret key has 40 characters, a key is 40"),
+        (f'public = "{PAIR.public.decode()}"\nsecret = "{"#" * 40}"', "secret key has 40 characters"),
         (f'public = "{PAIR.public.decode()}"\nsecret = "{"~" * 40}"', "secret key"),
         (f'public = "{PAIR.public.decode()}"\nsecret = "{"ä" * 40}"', "secret key"),
-        (f'public = "{OTHER.public.decode()}"\nsecret = "{PAIR.secret.decode()}"', "does not belong"),
+        (f'public = "{OTHER.public.decode()}"\nsecret = "{PAIR.secret.decode()}"', "do not match"),
         (PAIR.secret.decode(), "not TOML"),
     ],
     ids=itertools.count(),
@@ -125,7 +125,7 @@ def test_a_process_with_a_bad_key_does_not_start(cls: type, tmp_path: Path, file
     argv = ["--decode", "tcp://127.0.0.1:1"] if cls is RouterConfig else []
     assert read(cls, [*argv, "--curve-key", str(file)], environ={}).curve_key == str(file)
     for bad in (["--curve-key", str(tmp_path / "absent")], ["--curve-authorized", str(file)]):
-        with pytest.raises(ConfigError, match="curve_"):
+        with pytest.raises(ConfigError, match="invalid --curve-(key|authorized)"):
             read(cls, [*argv, *bad], environ={})
-    with pytest.raises(ConfigError, match="curve_authorized"):
+    with pytest.raises(ConfigError, match="--curve-authorized"):
         read(cls, [*argv, "--curve-key", str(file), "--curve-authorized", str(file)], environ={})

@@ -81,7 +81,7 @@ BAD = {
     "other table": ('[keys.a]\nkey = "x"\n', "'keys'"),
     "no name": ('\n[[key]]\nkey = "0123456789abcdef"\n', "line 2: a name"),
     "bad name": ('[[key]]\nname = "a b"\nkey = "0123456789abcdef"\n', "line 2"),
-    "no secret": ('[[key]]\nname = "a"\n', "line 1: sha256"),
+    "no secret": ('[[key]]\nname = "a"\n', "line 1: 1 to 8 values of sha256"),
     "short secret": ('[[key]]\nname = "a"\nkey = "hush"\n', "line 3"),
     "spaces": ('[[key]]\nname = "a"\nkey = "hush hush hush hush"\n', "line 3"),
     "no digest": ('[[key]]\nname = "a"\nsha256 = "hush"\n', "line 3"),
@@ -145,4 +145,4 @@ def test_the_command_draws_a_key_and_its_entry(path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize("name", ["", 'a"b', "a b", "x" * 65])
 def test_the_command_refuses_a_bad_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name]) == 2
-    assert "refused" in capsys.readouterr().err
+    assert "invalid name" in capsys.readouterr().err

@@ -6,9 +6,9 @@ import random
 import pytest
 
 from common.errors import MAX_RETRY_AFTER_S
-from router.access.gate import Pace
+from router.access.access_control import CompletionRate
 from router.access.keys import Limits
-from router.access.limits import Denied, Quota, TokenBucket, duration
+from router.access.limits import LimitExceeded, Quota, TokenBucket, duration
 
 
 def test_a_bucket_holds_a_minute_and_fills_evenly() -> None:
@@ -50,7 +50,7 @@ def test_no_key_gets_more_than_a_minute_and_its_refill() -> None:
 def test_requests_at_once() -> None:
     quota = Quota(Limits(concurrent_requests=2), 0.0)
     assert [quota.enter(0.0), quota.enter(0.0)] == [None, None]
-    assert quota.enter(0.0) == Denied("concurrency", 2, 1.0)
+    assert quota.enter(0.0) == LimitExceeded("concurrency", 2, 1.0)
     quota.leave()
     assert quota.enter(0.0) is None
 
@@ -58,7 +58,7 @@ def test_requests_at_once() -> None:
 def test_requests_per_minute() -> None:
     quota = Quota(Limits(requests_per_minute=2), 0.0)
     assert [quota.enter(0.0), quota.enter(0.0)] == [None, None]
-    assert quota.enter(0.0) == Denied("requests", 2, 30.0)
+    assert quota.enter(0.0) == LimitExceeded("requests", 2, 30.0)
     assert quota.num_active == 2  # the refused one is not among them
     assert quota.enter(30.0) is None
 
@@ -74,10 +74,10 @@ def test_what_concurrency_refuses_costs_no_request() -> None:
 def test_tokens_are_counted_as_they_come() -> None:
     quota = Quota(Limits(tokens_per_minute=600), 0.0)
     assert quota.check_tokens(0.0) is None and quota.take_prompt(400, 0.0) is None
-    assert quota.take_prompt(300, 0.0) == Denied("tokens", 600, 10.0)
+    assert quota.take_prompt(300, 0.0) == LimitExceeded("tokens", 600, 10.0)
     quota.spend(250, 0.0)  # the stream goes on
-    assert quota.check_tokens(0.0) == Denied("tokens", 600, pytest.approx(5.1))
-    assert quota.take_prompt(601, 0.0) == Denied("tokens", 600, math.inf)
+    assert quota.check_tokens(0.0) == LimitExceeded("tokens", 600, pytest.approx(5.1))
+    assert quota.take_prompt(601, 0.0) == LimitExceeded("tokens", 600, math.inf)
     quota.spend(-400, 0.0)
     assert quota.take_prompt(350, 0.0) is None
 
@@ -122,10 +122,10 @@ def test_durations(seconds: float, text: str) -> None:
 
 
 def test_the_time_to_drain_follows_the_pace() -> None:
-    pace = Pace()
-    assert pace.drain_s(10, 0.0) is None
+    completion_rate = CompletionRate()
+    assert completion_rate.drain_s(10, 0.0) is None
     for i in range(20):
-        pace.ended(i * 0.5)
-    assert pace.drain_s(10, 10.0) == pytest.approx(5.0)
-    assert pace.drain_s(10**6, 10.0) == MAX_RETRY_AFTER_S
-    assert pace.drain_s(10, 100.0) is None  # too long ago to tell
+        completion_rate.ended(i * 0.5)
+    assert completion_rate.drain_s(10, 10.0) == pytest.approx(5.0)
+    assert completion_rate.drain_s(10**6, 10.0) == MAX_RETRY_AFTER_S
+    assert completion_rate.drain_s(10, 100.0) is None  # too long ago to tell

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError, InvalidRequest
+from router.access.access_control import ClientRequest
 from router.access.errors import RateLimited
-from router.access.gate import Visit
 from router.access.keys import ANONYMOUS, ApiKey, Limits, read_keys
 from router.access.limits import ModelLimits
 
@@ -19,10 +19,10 @@ class World:
         self.limits = ModelLimits(lambda key, limit: self.limited.append((key, limit)), lambda: self.now)
         self.limits.change(limits)
 
-    def enter(self, model: str, key: ApiKey = ANONYMOUS) -> Visit:
-        visit = Visit("id", "POST", "/", "client", key)
-        self.limits.enter(visit, model)
-        return visit
+    def enter(self, model: str, key: ApiKey = ANONYMOUS) -> ClientRequest:
+        client_request = ClientRequest("id", "POST", "/", "client", key)
+        self.limits.enter(client_request, model)
+        return client_request
 
 
 def test_a_model_without_limits_counts_nothing() -> None:
@@ -32,7 +32,7 @@ def test_a_model_without_limits_counts_nothing() -> None:
 def test_a_limit_is_of_its_model_alone_and_comes_back_with_time() -> None:
     world = World(a=Limits(requests_per_minute=2), b=Limits(requests_per_minute=2))
     world.enter("a"), world.enter("a")
-    with pytest.raises(RateLimited, match="model 'a' may have 2 requests per minute of all keys; try again in 30 s"):
+    with pytest.raises(RateLimited, match="model 'a': limit 2 requests per minute for all keys together. .* in 30 s"):
         world.enter("a")
     world.enter("b")
     world.now += 30
@@ -44,7 +44,7 @@ def test_both_limits_count_and_a_refusal_by_one_leaves_the_other_as_it_was() -> 
     world = World(a=Limits(concurrent_requests=5))
     key = ApiKey("alice", (), by_model=(("a", Limits(concurrent_requests=1)),))
     first = world.enter("a", key)
-    with pytest.raises(RateLimited, match="key 'alice' at model 'a' may have 1 requests at once;") as refused:
+    with pytest.raises(RateLimited, match="key 'alice' at model 'a': limit 1 concurrent requests") as refused:
         world.enter("a", key)
     assert refused.value.of_key and world.limited == [("alice", "key_model_concurrency")]
     assert world.limits._of_all["a"].quota.num_active == 1
@@ -57,13 +57,13 @@ def test_both_limits_count_and_a_refusal_by_one_leaves_the_other_as_it_was() -> 
 def test_a_prompt_that_one_limit_refuses_is_not_counted_by_the_other() -> None:
     world = World(a=Limits(tokens_per_minute=100))
     key = ApiKey("alice", (), by_model=(("a", Limits(tokens_per_minute=50)),))
-    visit = world.enter("a", key)
-    world.limits.take_prompt(visit, 30)
+    client_request = world.enter("a", key)
+    world.limits.take_prompt(client_request, 30)
     with pytest.raises(RateLimited):
-        world.limits.take_prompt(visit, 30)
-    with pytest.raises(InvalidRequest, match="the prompt has 60 tokens, and key 'alice' at model 'a' may have 50"):
-        world.limits.take_prompt(visit, 60)
-    world.limits.spend(visit, -30)
+        world.limits.take_prompt(client_request, 30)
+    with pytest.raises(InvalidRequest, match="The prompt has 60 tokens, but key 'alice' at model 'a' is limited to 50"):
+        world.limits.take_prompt(client_request, 60)
+    world.limits.spend(client_request, -30)
     world.limits.take_prompt(world.enter("a"), 100)
 
 
@@ -106,8 +106,8 @@ def test_models_in_the_key_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("models = []", "line 4: a list of 1 to 256 names"),
-        ("models = 'a'", "line 4: a list of 1 to 256 names"),
+        ("models = []", "line 4: a list of 1 to 256 model names"),
+        ("models = 'a'", "line 4: a list of 1 to 256 model names"),
         ("by_model = 3", "line 4: a table of up to 256 models"),
         ("by_model = { a = { rpm = 3 } }", "line 4: a table of up to 256 models, each with requests_per_minute"),
         ("by_model = { a = { tokens_per_minute = -3 } }", "line 4: a whole number from 0"),

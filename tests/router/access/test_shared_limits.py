@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from router.access.keys import Limits
-from router.access.limits import Denied, SharedQuota
+from router.access.limits import LimitExceeded, SharedQuota
 from router.siblings import usage
 from router.siblings.part import RouterPart
 from router.siblings.usage import SharedUsage
@@ -39,10 +39,10 @@ def test_requests_count_wherever_they_come(processes_of) -> None:
     processes = processes_of(requests_per_minute=3)
     first, second = processes.quota(0), processes.quota(1)
     assert [first.enter(0.0), second.enter(0.0), first.enter(0.0)] == [None, None, None]
-    assert second.enter(0.0) == first.enter(0.0) == Denied("requests", 3, 20.0)
+    assert second.enter(0.0) == first.enter(0.0) == LimitExceeded("requests", 3, 20.0)
     assert first.headers(0.0)["x-ratelimit-remaining-requests"] == "0"
     third = processes.quota(2)  # the key comes here for the first time
-    assert third.enter(0.0) == Denied("requests", 3, 20.0)
+    assert third.enter(0.0) == LimitExceeded("requests", 3, 20.0)
     assert third.enter(20.0) is None and first.enter(20.0) is not None
 
 
@@ -56,7 +56,7 @@ def test_requests_at_once(processes_of) -> None:
     processes = processes_of(concurrent_requests=2)
     first, second = processes.quota(0), processes.quota(1)
     assert [first.enter(0.0), second.enter(0.0)] == [None, None]
-    assert first.enter(0.0) == second.enter(0.0) == Denied("concurrency", 2, 1.0)
+    assert first.enter(0.0) == second.enter(0.0) == LimitExceeded("concurrency", 2, 1.0)
     second.leave()
     assert first.enter(0.0) is None
 
@@ -66,7 +66,7 @@ def test_tokens_are_spent_for_all(processes_of) -> None:
     first, second = processes.quota(0), processes.quota(1)
     assert first.take_prompt(40, 0.0) is None
     first.spend(15, 0.0)
-    assert second.take_prompt(10, 0.0) == Denied("tokens", 60, 5.0)
+    assert second.take_prompt(10, 0.0) == LimitExceeded("tokens", 60, 5.0)
     first.spend(-40, 0.0)  # the prompt was not computed
     assert second.take_prompt(10, 0.0) is None
     first.look(0.0)
@@ -78,7 +78,7 @@ def test_what_was_used_long_ago_counts_no_more(processes_of) -> None:
     first, second = processes.quota(0), processes.quota(1)
     for now in range(0, 3600, 10):
         assert first.take_prompt(10, float(now)) is None
-        second.look(float(now))  # as the gate has each look twice a second
+        second.look(float(now))  # as access control polls twice a second
     assert second.check_tokens(3600.0) is None
     assert processes.quota(2, 3600.0).take_prompt(50, 3600.0) is None
 
@@ -89,7 +89,7 @@ def test_a_process_that_is_started_again_knows_what_was_used(processes_of) -> No
     assert [dying.enter(0.0), dying.enter(0.0)] == [None, None]
     processes.usages[0] = processes.start(0)
     again = processes.quota(0)
-    assert again.enter(0.0) == Denied("requests", 2, 30.0)
+    assert again.enter(0.0) == LimitExceeded("requests", 2, 30.0)
     other.look(0.0)
     assert other.num_elsewhere == 0  # its requests have ended with it
 

@@ -1,4 +1,4 @@
-"""Two models behind one front door, each with a scripted engine that has a text of its own."""
+"""Two models behind one router, each with a scripted engine that has a text of its own."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def several(start: Any, tools: Any, files: ModelFiles, text: TextPipeline) -> St
             ]
             metrics.show_models([model.metrics for model in served])
             app = build_app(config, Models(catalog, {model.name: model for model in served}), metrics)
-            app.state.front_door.gate.models.change({name: one.limits for name, one in catalog.entries.items()})
+            app.state.router_state.access.models.change({name: one.limits for name, one in catalog.entries.items()})
             return app
 
         return Several(await start(application=application, **settings), **engines)

@@ -145,19 +145,19 @@ async def test_requests_at_once(start: Any, tools: Any, keys: Path, leaves: bool
             task.cancel()
     running.engine.go.set()
     await asyncio.gather(*asked, return_exceptions=True)
-    await tools.until(lambda: running.app.state.front_door.num_active == 0)
+    await tools.until(lambda: running.app.state.router_state.num_active == 0)
     assert (await running.completion(max_tokens=2)).status_code == 200
 
 
 async def test_a_refusal_for_lack_of_room_says_when_there_is_some(start: Any, tools: Any) -> None:
     running = await start(tools.Engine(error=Unavailable("full", retry_after_s=1.0)))
-    door = running.app.state.front_door
+    router_state = running.app.state.router_state
     loop = asyncio.get_running_loop()
     for i in range(20):  # two a second
-        door.pace.ended(loop.time() - 10 + i / 2)
-    door.num_active = 19
+        router_state.completion_rate.ended(loop.time() - 10 + i / 2)
+    router_state.num_active = 19
     reply = await running.completion(max_tokens=2)
-    door.num_active -= 19
+    router_state.num_active -= 19
     assert 9 <= int(reply.headers["retry-after"]) <= 11
     running.engine.error = Unavailable("full", retry_after_s=7.0)
     assert (await running.completion(max_tokens=2)).headers["retry-after"] == "7"
@@ -238,19 +238,19 @@ def test_a_field_error_keeps_the_value_apart() -> None:
 
 async def test_a_changed_key_file_holds_within_two_seconds(start: Any, tools: Any, keys: Path, caplog: Any) -> None:
     running = await start(api_key_file=str(keys))
-    gate = running.app.state.front_door.gate
-    watching = asyncio.create_task(gate.watch())
+    access = running.app.state.router_state.access
+    watching = asyncio.create_task(access.watch())
     try:
         replace(keys, entry("alice", "alices-other-key-2"))
         await until_status(running.http, bearer(ALICE), 401)
         assert (await running.http.get("/v1/models", headers=bearer("alices-other-key-2"))).status_code == 200
         write(keys, entry("alice", "alices-other-key-2"), '[[key]]\nname = "x y"\nkey = "hush-hush-hush-hush"\n')
-        await tools.until(lambda: "refused" in caplog.text)
+        await tools.until(lambda: "rejected" in caplog.text)
         assert "line 5" in caplog.text and "hush" not in caplog.text
         assert (await running.http.get("/v1/models", headers=bearer("alices-other-key-2"))).status_code == 200
         assert await running.metric('diptych_reloads_total{engine="router",model_name="tiny-random",result="ok"') == 1
         write(keys, entry("bob", BOB))
-        gate.reload()  # SIGHUP calls it
+        access.reload()  # SIGHUP calls it
         await until_status(running.http, bearer(BOB), 200)
     finally:
         watching.cancel()

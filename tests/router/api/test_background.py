@@ -26,6 +26,11 @@ ASKED: Any = {"model": "tiny-random", "input": "hi", "max_output_tokens": 9}
 
 
 @pytest.fixture
+def response_store() -> str:
+    return "memory"
+
+
+@pytest.fixture
 async def held(start: Any, tools: Any) -> Any:
     """An application whose answers stop after two tokens, until `engine.go` is set."""
     return await start(tools.Engine(hold_after=2))
@@ -231,7 +236,7 @@ async def test_their_number_is_bounded(start: Any, tools: Any, tmp_path: Path) -
     running = await start(tools.Engine(hold_after=0), max_background=4, api_key_file=str(keys))
     async with client_of(running, "alice") as alice, client_of(running, "bob") as bob:
         names = [(await alice.responses.create(**ASKED, background=True)).id for _ in range(2)]
-        with pytest.raises(openai.RateLimitError, match="2 of them for this key; this router makes 4 at once, 2 for"):
+        with pytest.raises(openai.RateLimitError, match="2 of this key. The limits are 4 in total and 2 per key"):
             await alice.responses.create(**ASKED, background=True)
         others = [(await bob.responses.create(**ASKED, background=True)).id for _ in range(2)]
         for name in others:
@@ -263,7 +268,7 @@ async def test_an_answer_that_is_being_stored_can_be_continued(held: Any, tools:
     held.engine.go.set()
     await polled(held, name, "incomplete")
     following = asyncio.create_task(held.http.post("/v1/responses", json=ASKED | {"previous_response_id": name}))
-    await tools.until(lambda: held.app.state.front_door.num_active == 2)
+    await tools.until(lambda: held.app.state.router_state.num_active == 2)
     disk.set()
     assert (await following).status_code == 200 and stuck.result(10)
 
@@ -289,19 +294,19 @@ async def test_it_keeps_its_keys_place_until_its_end(start: Any, tools: Any, tmp
 async def test_a_router_that_ends_says_so(held: Any, caplog: Any, tmp_path: Path) -> None:
     name = await begun(held)
     await polled(held, name, "in_progress")
-    door = held.app.state.front_door
-    assert door.num_active == 1  # so that the drain waits for it
+    router_state = held.app.state.router_state
+    assert router_state.num_active == 1  # so that the drain waits for it
     await held.app.state.responses.background.close()
     cancelled = await shown(held, name)
     assert cancelled["status"] == "cancelled" and "shut down" in cancelled["error"]["message"]
     stored, _ = await row_of(held, name)
-    assert stored.status == "cancelled" and door.num_active == 0
+    assert stored.status == "cancelled" and router_state.num_active == 0
 
 
 async def test_a_drain_waits_for_answers_in_the_background(held: Any) -> None:
     name = await begun(held)
     await polled(held, name, "in_progress")
-    draining = asyncio.create_task(_drain(held.app.state.front_door))
+    draining = asyncio.create_task(_drain(held.app.state.router_state))
     await asyncio.sleep(0)
     reply = await held.http.post("/v1/responses", json=ASKED | {"background": True})
     assert reply.status_code == 503 and not draining.done()
@@ -319,7 +324,7 @@ async def test_after_a_crash_it_reads_as_failed(start: Any, tools: Any, tmp_path
     store._running.clear()  # as if it renewed its leases no more
     other.app.state.responses.store._clock = WallClock(lambda: time.time() + 60)
     failed = await shown(other, name)
-    assert failed["status"] == "failed" and "ended before the response was complete" in failed["error"]["message"]
+    assert failed["status"] == "failed" and "stopped before the response was complete" in failed["error"]["message"]
     assert (await other.http.post(f"/v1/responses/{name}/cancel")).json()["status"] == "failed"
     reply = await other.http.post("/v1/responses", json=ASKED | {"previous_response_id": name})
     assert reply.status_code == 400
@@ -345,7 +350,7 @@ async def test_an_answer_that_cannot_be_stored_is_there_for_minutes(held: Any, c
     held.engine.go.set()
     final = await polled(held, name, "incomplete")
     assert final["output"][0]["content"][0]["text"] == "The quick"
-    assert "the store of responses fails" in caplog.text
+    assert "store of responses: the store is closed" in caplog.text
 
 
 async def test_copies_of_ended_answers_are_bounded(start: Any, tools: Any, monkeypatch: Any) -> None:

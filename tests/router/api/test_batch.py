@@ -146,7 +146,7 @@ async def test_a_stopped_run_goes_on(start: Any, tools: Any, tmp_path: Path, num
         process.send_signal(number)
         _, said = await process.communicate()
     assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
-    assert number == signal.SIGKILL or b"the same command goes on" in said
+    assert number == signal.SIGKILL or b"run the same command to resume" in said
     before = target.read_bytes().count(b"\n")
     assert before < 40
     engine.delay_s = 0.0
@@ -159,13 +159,13 @@ async def test_a_stopped_run_goes_on(start: Any, tools: Any, tmp_path: Path, num
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("{", "line 1: is not valid JSON"),
+        ("{", "line 1: invalid JSON"),
         ("[]", "line 1: must be a JSON object"),
         ({"url": "/v1/completions", "body": {}}, "line 1: custom_id"),
-        (line("r", "/v1/models"), "line 1: url is '/v1/models'"),
-        ({**line("r"), "method": "GET"}, "line 1: method"),
+        (line("r", "/v1/models"), "line 1: invalid url '/v1/models'"),
+        ({**line("r"), "method": "GET"}, "line 1: invalid method"),
         ({**line("r"), "body": 5}, "line 1: body"),
-        (line("r", prompt="x", stream=True), "line 1: a request of a batch has its answer whole"),
+        (line("r", prompt="x", stream=True), "line 1: stream and background are not supported"),
     ],
 )
 def test_a_wrong_line_is_named_before_anything_is_sent(tmp_path: Path, text: Any, why: str) -> None:
@@ -177,14 +177,14 @@ def test_a_wrong_line_is_named_before_anything_is_sent(tmp_path: Path, text: Any
 
 
 def test_names_are_unique(tmp_path: Path) -> None:
-    with pytest.raises(BadBatch, match="two requests"):
+    with pytest.raises(BadBatch, match="duplicate custom_id"):
         check_requests(written(tmp_path / "in.jsonl", line("r"), line("r")))
 
 
 def test_a_file_that_is_no_output_is_left_alone(tmp_path: Path) -> None:
     precious = written(tmp_path / "notes.jsonl", {"a": 1})
     before = precious.read_bytes()
-    with pytest.raises(BadBatch, match="name another output file"):
+    with pytest.raises(BadBatch, match="choose another output file"):
         take_up(precious)
     assert precious.read_bytes() == before and os.listdir(tmp_path) == ["notes.jsonl"]
     assert main([str(written(tmp_path / "in.jsonl", line("r"))), str(tmp_path / "no" / "out")]) == 2

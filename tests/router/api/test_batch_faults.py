@@ -16,6 +16,11 @@ from .batching import COMPLETIONS, ended, line, lines_in, made
 from .sdk import client_of
 
 
+@pytest.fixture
+def response_store() -> str:
+    return "memory"
+
+
 @pytest.mark.parametrize(
     ("lines", "faults"),
     [
@@ -88,7 +93,7 @@ async def test_a_busy_service_is_asked_again(start: Any, tools: Any) -> None:
 
 
 async def test_what_always_fails_is_its_own_fault(start: Any, tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.api.batches.asker.FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("router.api.batches.line_executor.FIRST_WAIT_S", 0.01)
     running = await start(tools.Engine(error=InternalError("it broke")))
     async with client_of(running) as sdk:
         done = await ended(sdk, await made(sdk, [line("a")]))
@@ -128,7 +133,7 @@ async def test_a_store_that_fails_for_a_while_loses_nothing(
 
 
 async def test_an_answer_that_is_too_large_is_an_error(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.api.batches.asker.MAX_ANSWER_BYTES", 100)
+    monkeypatch.setattr("router.api.batches.line_executor.MAX_ANSWER_BYTES", 100)
     async with client_of(await start()) as sdk:
         done = await ended(sdk, await made(sdk, [line("a")]))
         (result,) = await lines_in(sdk, done.error_file_id)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from router.api.batches import lines
-from router.api.batches.lines import TURN_BYTES, FaultyLine, InputLine, parse_line, parsed
+from router.api.batches.lines import TURN_BYTES, InputLine, InvalidLine, parse_line, parsed
 from router.request.body import LARGE_BYTES
 
 MIB = 2**20
@@ -26,7 +26,7 @@ def request(**members: str) -> bytes:
 def outcome(line: bytes) -> Any:
     try:
         return parse_line(1, line, URL)
-    except FaultyLine as fault:
+    except InvalidLine as fault:
         assert len(str(fault)) < 300
         return fault.code, fault.param
 

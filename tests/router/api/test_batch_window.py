@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from common.machine.wall_clock import AGES_S, WallClock
-from router.api.batches.halt import Halted
+from router.api.batches.halt import HaltReason
 from router.api.batches.run import BatchRun
 from router.stored.records import IN_PROGRESS, StoredBatch
 
@@ -52,7 +52,7 @@ class Batch:
     def run(self, seconds: float) -> bool:
         """Let time pass. Whether the batch has expired."""
         self.loop.run(seconds)
-        return self.work.halt.reason is Halted.EXPIRED
+        return self.work.halt.reason is HaltReason.EXPIRED
 
 
 @pytest.fixture

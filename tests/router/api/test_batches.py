@@ -13,13 +13,18 @@ import openai
 import pytest
 
 from router.access.keys import digest_of
-from router.api.batches import kept
+from router.api.batches import service
 from router.dispatch.client import GenerationRequest, TokenEvent
 
 from .batching import COMPLETIONS, ended, line, lines_in, made
 from .sdk import client_of
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+
+
+@pytest.fixture
+def response_store() -> str:
+    return "memory"
 
 
 async def test_every_line_is_answered(sdk: openai.AsyncOpenAI, running: Any) -> None:
@@ -94,7 +99,7 @@ async def test_results_are_no_input(sdk: openai.AsyncOpenAI) -> None:
     assert done.output_file_id is not None
     file = await sdk.files.retrieve(done.output_file_id)
     assert file.expires_at == file.created_at + 3600 and file.filename == f"{done.id}_output.jsonl"
-    with pytest.raises(openai.BadRequestError, match="purpose 'batch_output'"):
+    with pytest.raises(openai.BadRequestError, match="got 'batch_output'"):
         await sdk.batches.create(input_file_id=done.output_file_id, endpoint=COMPLETIONS, completion_window="24h")
 
 
@@ -154,7 +159,7 @@ async def test_a_cancelled_batch_keeps_what_it_answered(start: Any, tools: Any) 
         hold_from(running, 5)
         batch = await made(sdk, [line(f"{i}") for i in range(20)])
         await tools.until(lambda: len(running.engine.requests) >= 7)
-        with pytest.raises(openai.BadRequestError, match="has not ended: cancel that first"):
+        with pytest.raises(openai.BadRequestError, match="cancel the batch first"):
             await sdk.files.delete(batch.input_file_id)
         asked = await sdk.batches.cancel(batch.id)
         assert asked.status == "cancelling" and asked.cancelling_at
@@ -185,7 +190,7 @@ def hold_from(running: Any, number: int) -> None:
 
 @pytest.mark.slow
 async def test_a_batch_whose_time_is_over(start: Any, tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.api.batches.kept.WINDOW_S", 1.5)
+    monkeypatch.setattr("router.api.batches.service.WINDOW_S", 1.5)
     running = await start(tools.Engine(), batch_concurrency=2)
     async with client_of(running) as sdk:
         hold_from(running, 3)
@@ -199,14 +204,14 @@ async def test_a_batch_whose_time_is_over(start: Any, tools: Any, monkeypatch: p
 
 
 async def test_batches_are_bounded(start: Any, tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "MAX_UNFINISHED", 2)
+    monkeypatch.setattr(service, "MAX_UNFINISHED", 2)
     path = tmp_path / "keys.toml"
     entry = '[[key]]\nname = "{}"\nsha256 = "{}"\n'
     path.write_text("".join(entry.format(name, digest_of(name.encode()).hex()) for name in ("alice", "bob")))
     running = await start(tools.Engine(hold_after=0), api_key_file=str(path))
     async with client_of(running, "alice") as alice, client_of(running, "bob") as bob:
         first = await made(alice, [line("a")])
-        with pytest.raises(openai.RateLimitError, match="1 batches have not ended, 1 of them this key's") as full:
+        with pytest.raises(openai.RateLimitError, match="unfinished batches: 1 in total, 1 of this key") as full:
             await made(alice, [line("a")])
         assert int(full.value.response.headers["retry-after"]) == 60
         second = await made(bob, [line("a")])
@@ -245,16 +250,16 @@ async def test_a_key_that_is_gone_ends_its_batches(start: Any, tools: Any, tmp_p
     entry = '[[key]]\nname = "{}"\nsha256 = "{}"\n'
     path.write_text(entry.format("alice", digest_of(b"alice").hex()))
     running = await start(tools.Engine(hold_after=0), api_key_file=str(path), batch_concurrency=1)
-    gate = running.app.state.front_door.gate
+    access = running.app.state.router_state.access
     async with client_of(running, "alice") as sdk:
         batch = await made(sdk, [line("a"), line("b")])
         await tools.until(lambda: running.engine.requests)
-        ring = gate.ring
+        ring = access.ring
         path.write_text(entry.format("bob", digest_of(b"bob").hex()))
-        await gate._reload_keys()
+        await access._reload_keys()
         running.engine.go.set()
         await tools.until(lambda: not running.app.state.batches.running[0])
-        gate.ring = ring
+        access.ring = ring
         failed = await sdk.batches.retrieve(batch.id)
         assert failed.status == "failed" and failed.errors is not None and failed.errors.data is not None
         assert failed.errors.data[0].code == "key_not_found"
@@ -269,7 +274,7 @@ async def test_a_router_that_ends_leaves_its_batches_to_the_next(start: Any, too
         hold_from(running, 5)
         batch = await made(sdk, [line(f"{i}") for i in range(20)])
         await tools.until(lambda: len(running.engine.requests) >= 7)
-    running.app.state.front_door.draining = True
+    running.app.state.router_state.draining = True
     await running.app.state.batches.close()
     assert len(running.engine.aborted) == 2
     again = await start(tools.Engine(), response_store=store)
@@ -289,7 +294,7 @@ async def test_a_draining_router_begins_nothing(start: Any, tools: Any) -> None:
         file = await sdk.files.create(file=("a", json.dumps(line("a")).encode()), purpose="batch")
         batch = await made(sdk, [line(f"{i}") for i in range(9)])
         await tools.until(lambda: len(running.engine.requests) == 2)
-        running.app.state.front_door.draining = True
+        running.app.state.router_state.draining = True
         running.app.state.batches.drain()
         running.engine.go.set()
         await tools.until(lambda: not running.app.state.batches.running[0])

@@ -71,6 +71,7 @@ def everything(model: Model, penalty: float, rule: Rule = free) -> list[tuple[fl
     return sorted(scored, reverse=True)
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize("rule", [free, bound])
 @pytest.mark.parametrize("penalty", [-1.0, 0.0, 0.5, 1.0, 2.0])
 @pytest.mark.parametrize("seed", range(6))
@@ -140,7 +141,7 @@ class Pools:
 @pytest.fixture
 async def pools(start: Any, tools: Any) -> tuple[Any, Pools]:
     running = await start(tools.Engine())
-    running.app.state.front_door.models.default.client = found = Pools(running.engine, tools.EOS)
+    running.app.state.router_state.models.default.client = found = Pools(running.engine, tools.EOS)
     return running, found
 
 
@@ -257,7 +258,7 @@ async def test_fields_that_change_nothing_are_taken(pools: tuple[Any, Pools]) ->
 
 async def test_every_beam_counts_in_the_bound_on_log_probabilities(start: Any) -> None:
     running = await start(max_logprobs=-1)
-    num_tokens = MAX_PROMPT_LOGPROBS // (1 + running.app.state.front_door.models.default.text.vocab_size) // 8
+    num_tokens = MAX_PROMPT_LOGPROBS // (1 + running.app.state.router_state.models.default.text.vocab_size) // 8
     reply = await running.completion(use_beam_search=True, logprobs=-1, max_tokens=num_tokens, best_of=9)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "logprobs")
     assert f" {9 * num_tokens:,} tokens" in reply.json()["error"]["message"]

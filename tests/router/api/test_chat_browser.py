@@ -92,7 +92,7 @@ async def test_a_message_is_edited_and_sent_again_without_what_came_after(browse
         await say(page, text)
         await page.until(f"{DONE} && document.querySelectorAll('.answer').length === {number}")
     await page.click("[data-turn='0'] [data-do=edit]")
-    assert "The turn below goes." in await page.text(".editor")
+    assert "The turn below will be removed." in await page.text(".editor")
     await page.type(" but better")
     await page.press("Enter")
     await page.until(f"{DONE} && document.querySelectorAll('.turn').length === 1 && document.querySelector('.foot')")
@@ -206,9 +206,7 @@ async def test_a_service_with_a_key_asks_for_it_and_a_busy_one_is_waited_for(
     await page.press("Enter")
     await page.until(HAS_MODEL)
     await say(page, "Hi")
-    await page.until(
-        "document.querySelector('.waiting')?.innerText.includes('4 requests wait, 4 may. Asking again in')"
-    )
+    await page.until("document.querySelector('.waiting')?.innerText.includes('4 requests wait, 4 may. Retrying in')")
     engine.full = None
     await page.until("document.querySelector('.answer')?.innerText.includes('Yes.')")
 

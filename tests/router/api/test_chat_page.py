@@ -39,7 +39,7 @@ async def test_errors_keep_the_words_of_the_api() -> None:
         "The conversation is too long for this model", "prompt has 9,120 tokens",
         "HTTP 400 · context_length_exceeded · field messages", False, False,
     ]  # fmt: skip
-    assert odd == "The service gave no reason."
+    assert odd == "The service did not give a reason."
     assert gone == [7, 4, 0, 0]
     assert base == [True, True, False, False, False, False]
 
@@ -108,9 +108,9 @@ async def test_conversations_are_kept_and_come_back() -> None:
         "isRetryable": True,
         "detail": "",
     }
-    assert talk["turns"][2]["answers"][0]["note"] == "the page was closed before its end"
+    assert talk["turns"][2]["answers"][0]["note"] == "the page was closed before the answer was complete"
     assert [turn["shown"] for turn in odd["turns"]] == [0] and len(odd["turns"][0]["answers"]) == 1
-    assert gone == [] and full == "This browser has no room left for this conversation: delete older ones."
+    assert gone == [] and full == "This browser's storage is full. Delete older conversations."
 
 
 async def test_the_context_is_what_is_shown_and_exports_read_well() -> None:
@@ -164,7 +164,7 @@ async def test_the_list_is_by_day_with_the_newest_first() -> None:
         f"{nodes}[0].children[1].children.map((row) => row.children[0].attributes['aria-current'] ?? '')",
         f"{nodes}[0].children[1].children.map((row) => Tree.textOf(row.children[0]))",
     )
-    assert spans == ["Today", "Yesterday", "The last seven days", "The last month", "Older"]
+    assert spans == ["Today", "Yesterday", "Previous 7 days", "Previous 30 days", "Older"]
     assert ids[:2] == [["c9", "c5"], ["c-5"]]
     assert (current, running) == (["true", ""], ["t", "●t"])
 
@@ -221,8 +221,8 @@ async def test_what_can_be_done_with_a_turn() -> None:
     ]
     shown = await node.values("chat/turns markdown/tree", *(f"Tree.textOf({one})" for one in texts))
     assert "waiting for the first token, 2.0 s" in shown[0]
-    assert "Busy. Asking again in 5 s (2 of 5)." in shown[1]
-    assert "The 2 turns below go." in shown[2] and "Try again in 70 s" in shown[3]
+    assert "Busy. Retrying in 5 s (2 of 5)." in shown[1]
+    assert "The 2 turns below will be removed." in shown[2] and "Try again in 70 s" in shown[3]
 
 
 RUN = """(async (fields, after) => { let changes = 0, run; const answer = Answering.blank('tiny-random');

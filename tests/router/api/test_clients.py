@@ -45,7 +45,7 @@ async def test_completions(sdk: openai.AsyncOpenAI) -> None:
 
 
 async def test_errors(sdk: openai.AsyncOpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="no model"):
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
         await sdk.completions.create(model="gpt-9", prompt="a")
     with pytest.raises(openai.BadRequestError) as caught:
         await sdk.completions.create(model="tiny-random", prompt="a" * 5000)

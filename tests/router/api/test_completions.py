@@ -169,7 +169,7 @@ async def test_a_trace_is_handed_on_if_it_is_one(running: Any) -> None:
 
 async def test_the_fingerprint_is_that_of_the_weights_or_null(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     running = await start()
-    model = running.app.state.front_door.models.default
+    model = running.app.state.router_state.models.default
     for weights_hash, wanted in (("0123456789abcdef", "fp_0123456789abcdef"), ("", None)):
         monkeypatch.setattr(model, "files", msgspec.structs.replace(model.files, weights_hash=weights_hash))
         assert (await running.completion(max_tokens=2)).json()["system_fingerprint"] == wanted

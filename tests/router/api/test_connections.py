@@ -438,13 +438,13 @@ def test_no_more_refused_connections_stay_than_there_are_places_for() -> None:
 
 async def test_large_bodies_share_a_budget(start: Any, tools: Any, connect: Connect) -> None:
     running = await start(max_body_bytes=200_000)
-    door = running.app.state.front_door
-    door.bodies.num_bytes = door.bodies.max_bytes - 100_000  # as if the server were reading others
+    router_state = running.app.state.router_state
+    router_state.bodies.num_bytes = router_state.bodies.max_bytes - 100_000  # as if the server were reading others
     body = b'{"prompt": "%s", "max_tokens": 1}' % (b"x" * 150_000)
     refused = await running.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
     assert (await running.completion(max_tokens=1)).status_code == 200  # a small body always has room
-    assert door.bodies.num_bytes == door.bodies.max_bytes - 100_000  # all memory is given back
+    assert router_state.bodies.num_bytes == router_state.bodies.max_bytes - 100_000  # all memory is given back
 
 
 def test_a_lease_is_given_back_whatever_happens() -> None:

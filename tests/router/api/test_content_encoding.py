@@ -29,6 +29,7 @@ async def post(running: Any, data: bytes, encoding: str, path: str = "/v1/comple
     return await running.http.post(path, content=data, headers=headers)
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize(("encoding", "encode"), ENCODERS)
 @pytest.mark.parametrize("num_spaces", [0, request_body.FIRST_BYTES, 3_000_000])
 async def test_a_compressed_body(
@@ -36,7 +37,7 @@ async def test_a_compressed_body(
 ) -> None:
     reply = await post(running, encode(BODY + b" " * num_spaces), encoding)
     assert reply.status_code == 200, reply.text
-    assert running.app.state.front_door.bodies.num_bytes == 0
+    assert running.app.state.router_state.bodies.num_bytes == 0
     assert (
         await post(running, encode(b'{"prompt": "hi"}' + b" " * num_spaces), encoding, "/tokenize")
     ).status_code == 200
@@ -54,8 +55,8 @@ async def test_a_bomb_is_not_decoded(
     """A body of twenty thousand bytes would be twenty million. Nothing beyond the bound is decoded."""
     running = await start(max_body_bytes=200_000)
     held: list[int] = []
-    door = running.app.state.front_door
-    lease = type(door.bodies.lease())
+    router_state = running.app.state.router_state
+    lease = type(router_state.bodies.lease())
     take = lease.take
 
     def watched(self: Any, num_bytes: int) -> None:
@@ -68,9 +69,10 @@ async def test_a_bomb_is_not_decoded(
     reply = await post(running, bomb, encoding)
     assert (reply.status_code, reply.json()["error"]["code"]) == (413, "request_too_large")
     assert "when decoded" in reply.json()["error"]["message"]
-    assert max(held) <= 200_000 and door.bodies.num_bytes == 0
+    assert max(held) <= 200_000 and router_state.bodies.num_bytes == 0
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize(("encoding", "encode"), ENCODERS)
 @pytest.mark.parametrize("size", [1, 7, 100_000])
 async def test_every_cut_into_parts(encoding: str, encode: Callable[[bytes], bytes], size: int) -> None:
@@ -102,12 +104,13 @@ async def test_encoded_bytes_have_the_bound_too(start: Any) -> None:
 
 async def test_decoded_bytes_count_among_those_of_all_bodies(start: Any) -> None:
     running = await start(max_body_bytes=2_000_000)
-    bodies = running.app.state.front_door.bodies
+    bodies = running.app.state.router_state.bodies
     bodies.num_bytes = bodies.max_bytes - 500_000
     reply = await post(running, gzip.compress(BODY + b" " * 1_000_000), "gzip")
     assert reply.status_code == 503 and bodies.num_bytes == bodies.max_bytes - 500_000
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize(
     "data", [b"", b"\x1f", gzip.compress(BODY)[:-1], gzip.compress(BODY)[:10], BODY, gzip.compress(BODY) * 2],
     ids=["empty", "a byte", "cut", "a head", "JSON", "twice"],
@@ -132,6 +135,7 @@ async def test_two_headers(running: Any) -> None:
     assert reply.status_code == 415
 
 
+@pytest.mark.parametrize("response_store", ["memory"])
 async def test_files_come_as_they_are(running: Any) -> None:
     reply = await running.http.post(
         "/v1/files", files={"file": ("a", b"{}")}, data={"purpose": "batch"}, headers={"content-encoding": "gzip"}

@@ -107,7 +107,7 @@ def test_of_several_models_each_worker_names_its_own() -> None:
     )
     assert several["rows"][0]["cells"][0]["text"] == "decode-1 · org/b"
     assert (len(found["rows"]), alone["rows"][0]["cells"][0]["text"]) == (1, "decode-1")
-    assert line == "a · 10 tokens at most, b · 2,000 tokens at most · no worker is ready"
+    assert line == "a · at most 10 tokens, b · at most 2,000 tokens · no ready workers"
 
 
 def test_the_plan_says_what_binds_and_what_cannot_be() -> None:
@@ -119,9 +119,9 @@ def test_the_plan_says_what_binds_and_what_cannot_be() -> None:
     assert [line["text"] for line in lines] == [
         "The goals cannot be met: too dear",
         "decode: 1 present, 3 wanted, 5 needed. KV blocks: 97% of 64 at p95 with 2 workers",
-        "TTFT at p95: predicted no end, the goal is 500 ms",
+        "TTFT at p95: predicted unbounded, the goal is 500 ms",
         "TPOT at p95: predicted 20 ms",
-        "2.50 requests a second are offered.",
+        "Offered load: 2.50 requests per second.",
     ]
     assert "--planner off" in off[0]["text"]
 
@@ -180,7 +180,7 @@ def test_the_cards_say_what_matters() -> None:
     values = {key: card["value"] for key, card in found.items()}
     assert values == {
         "requests": "2.5/s", "flight": "3", "output": "41/s", "goals": "50 %", "ttft": "120 ms",
-        "tpot": "no answer lately", "kv": "98 %", "transfers": "3.2 MB/s",
+        "tpot": "no recent answers", "kv": "98 %", "transfers": "3.2 MB/s",
     }  # fmt: skip
     assert (found["goals"]["level"], found["kv"]["level"]) == ("bad", "warm")
     texts = [detail["text"] for detail in found["ttft"]["details"]]
@@ -201,17 +201,17 @@ def test_the_summary_says_how_it_stands_and_what_is_wrong() -> None:
     assert found[0] == [["1 of 1 prefill workers ready", "good"], ["1 of 1 decode workers ready", "good"]]
     assert found[1] == [
         ["1 of 2 prefill workers ready", "warm"], ["0 of 1 decode workers ready", "bad"], ["goals are missed", "bad"],
-        ["1 request waits", "warm"],
+        ["1 request waiting", "warm"],
     ]  # fmt: skip
     assert found[2] == [
-        ["no prefill workers", ""], ["no decode workers", ""], ["goals are met", "good"], ["2 requests wait", "warm"],
-        ["the plan cannot meet the goals", "bad"],
+        ["no prefill workers", ""], ["no decode workers", ""], ["goals are met", "good"],
+        ["2 requests waiting", "warm"], ["the plan cannot meet the goals", "bad"],
     ]  # fmt: skip
 
 
 def test_a_service_without_goals_and_workers_says_so() -> None:
     found = cards()
-    assert (found["goals"]["value"], found["kv"]["value"]) == ("no goals are set", "no ready worker")
+    assert (found["goals"]["value"], found["kv"]["value"]) == ("no goals set", "no ready workers")
     assert found["goals"]["none"] and found["kv"]["none"] and not found["ttft"]["none"]
 
 
@@ -219,7 +219,7 @@ def test_a_chart_is_as_high_as_its_lines_and_says_so_aloud() -> None:
     card, points = f"C.all({json.dumps(LOAD)})[4]", json.dumps([{"ttft50": 120, "ttft99": 1500}, {"ttft50": None}])
     high, least, label = figures(f"C.topOf({card}, {points})", f"C.topOf({card}, [])", f"C.labelOf({card}, 1500)")
     assert (high, least) == (1500, 1)
-    assert label == "First token (TTFT): 120 ms, p50, p90 480 ms, p99 1.5 s; the chart's top is 1.5 s"
+    assert label == "First token (TTFT): 120 ms, p50, p90 480 ms, p99 1.5 s; the top of the chart is 1.5 s"
 
 
 def test_pools_sum_their_ready_workers() -> None:
@@ -278,7 +278,7 @@ async def test_a_router_with_keys_shows_the_page_and_keeps_the_figures(start: An
         ["do", "get('unlock').fire('submit')"], SEES, ["show", "[get('unlock').hidden, text('workers')]"],
         ["show", "sessionStorage.getItem('diptych.key')"], ["show", "asked.at(-1).Authorization"],
     )  # fmt: skip
-    assert shown[0] == ["An API key is needed", True]
+    assert shown[0] == ["An API key is required", True]
     assert shown[1][0] and "decode-0" in shown[1][1]
     assert shown[2:] == [KEY, f"Bearer {KEY}"]
 
@@ -290,7 +290,7 @@ async def test_a_key_without_rights_is_told_so(start: Any, tmp_path: Path) -> No
     running = await start(api_key_file=str(keys))
     shown = await browse(
         running.url, ["until", "!get('unlock').hidden"], ["do", f"get('key').value = '{KEY}'"],
-        ["do", "get('unlock').fire('submit')"], ["until", "text('unlock-title').includes('may not look')"],
+        ["do", "get('unlock').fire('submit')"], ["until", "text('unlock-title').includes('does not have permission')"],
         ["show", "text('unlock-why')"],
     )  # fmt: skip
     assert shown[0].startswith("Use a key with admin = true.")
@@ -305,8 +305,8 @@ async def test_it_says_that_its_picture_is_old_and_asks_again(start: Any) -> Non
         ["show", "text('said')"],
     )  # fmt: skip
     assert shown == [
-        "The router does not answer. What you see is old.", "The router does not answer.",
-        "The router answers again.",
+        "The router does not respond. The data shown is out of date.", "The router does not respond.",
+        "The router responds again.",
     ]  # fmt: skip
 
 

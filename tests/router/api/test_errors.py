@@ -39,6 +39,7 @@ BODIES = {
 }
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
 async def test_a_body_that_is_no_object(running: Any, path: str, body: bytes) -> None:
@@ -250,9 +251,9 @@ async def test_a_client_that_leaves_while_it_sends(running: Any, tools: Any) -> 
     _, writer = await asyncio.open_connection(host, int(port))
     writer.write(POST + b"Content-Length: 100\r\n\r\n{")
     await writer.drain()
-    await tools.until(lambda: running.app.state.front_door.num_active == 1)
+    await tools.until(lambda: running.app.state.router_state.num_active == 1)
     writer.close()
-    await tools.until(lambda: running.app.state.front_door.num_active == 0)
+    await tools.until(lambda: running.app.state.router_state.num_active == 0)
     assert await running.metric("diptych_http_errors_total") == 1
 
 

@@ -42,7 +42,7 @@ def test_the_limit_is_raised_at_start_and_the_log_says_so(launch: Callable[..., 
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     flags = f"--port 0 --log-json --model tiny-random --decode {NOBODY} --max-connections 300"
     router = launch("sh", "-c", f"ulimit -Sn {LOW}; exec {sys.executable} -P -m router {flags}")
-    raised = json.loads(router.wait_for_line("limit of open files raised"))
+    raised = json.loads(router.wait_for_line("raised the limit of open files"))
     port = json.loads(router.wait_for_line('"listening"'))["port"]
     httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False, timeout=60)
     soft = resource.prlimit(router.pid, resource.RLIMIT_NOFILE)[0]

@@ -18,6 +18,11 @@ MIB = 1024 * 1024
 FORM = {"purpose": "batch"}
 
 
+@pytest.fixture
+def response_store() -> str:
+    return "memory"
+
+
 async def upload(running: Any, content: bytes, name: str = "in.jsonl", **form: str) -> httpx.Response:
     reply: httpx.Response = await running.http.post("/v1/files", files={"file": (name, content)}, data=FORM | form)
     return reply
@@ -59,7 +64,7 @@ async def test_files_are_listed_in_pages(sdk: openai.AsyncOpenAI) -> None:
     assert [file.id async for file in sdk.files.list(purpose="batch_output")] == []
     page = await sdk.files.list(order="asc", after=ids[2])
     assert [file.id for file in page.data] == ids[3:] and page.has_more is False
-    with pytest.raises(openai.BadRequestError, match="no file 'file-x'"):
+    with pytest.raises(openai.BadRequestError, match="the file 'file-x' is not in this list"):
         await sdk.files.list(after="file-x")
 
 
@@ -78,10 +83,10 @@ async def test_a_file_expires_when_its_client_says(sdk: openai.AsyncOpenAI) -> N
         ({"file": ("a", b"x")}, {}, "purpose: is required"),
         ({"file": ("a", b"x")}, {"purpose": "fine-tune"}, "purpose: must be batch"),
         ({"other": ("a", b"x")}, {"purpose": "batch"}, "file: is required"),
-        ({"file": ("a", b"")}, {"purpose": "batch"}, "file: is empty"),
-        ({"file": ("a", b"x")}, {"purpose": "b" * 2000}, "purpose: has more than 1,024 bytes"),
-        ({"file": ("a", b"x")}, {f"p{i}": "x" * 1000 for i in range(70)}, "more than 65,536 bytes beside its file"),
-        ([("file", ("a", b"x")), ("file", ("b", b"x"))], {"purpose": "batch"}, "file: there are several"),
+        ({"file": ("a", b"")}, {"purpose": "batch"}, "file: must not be empty"),
+        ({"file": ("a", b"x")}, {"purpose": "b" * 2000}, "purpose: must have at most 1,024 bytes"),
+        ({"file": ("a", b"x")}, {f"p{i}": "x" * 1000 for i in range(70)}, "the limit of 65,536 bytes without its file"),
+        ([("file", ("a", b"x")), ("file", ("b", b"x"))], {"purpose": "batch"}, "file: only one file"),
     ],
 )
 async def test_a_wrong_form(running: Any, parts: Any, form: dict[str, str], why: str) -> None:
@@ -115,7 +120,7 @@ async def test_a_file_that_is_too_large(start: Any) -> None:
     running = await start(max_file_mib=1, max_body_bytes=1024)
     assert (await upload(running, b"x" * MIB)).status_code == 200  # no body of JSON: its bound is another
     reply = await upload(running, b"x" * (MIB + 1))
-    assert reply.status_code == 413 and "takes 1,048,576" in reply.json()["error"]["message"]
+    assert reply.status_code == 413 and "limit of 1,048,576 bytes" in reply.json()["error"]["message"]
     reply = await upload(running, b"x" * (2 * MIB))  # refused by its declared length
     assert reply.status_code == 413
     assert await settled(running) == MIB
@@ -128,7 +133,7 @@ async def test_a_full_store_says_so_and_frees_what_is_deleted(start: Any, monkey
     reply = await upload(running, b"x" * 700_000)
     error = reply.json()["error"]
     assert reply.status_code == 413 and error["code"] == "file_storage_full"
-    assert "700,000 bytes of 1,048,576" in error["message"]
+    assert "700,000 of 1,048,576 bytes" in error["message"]
     assert (await running.http.delete(f"/v1/files/{first['id']}")).status_code == 200
     assert await settled(running) == 0
     assert [(await upload(running, b"x")).status_code for _ in range(4)] == [200, 200, 200, 413]
@@ -183,11 +188,11 @@ async def test_uploads_are_bounded(running: Any, connect: Any, tools: Any, monke
     _, writer = await connect(running)
     head = b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=B\r\n"
     writer.write(head + b"Content-Length: 5000\r\n\r\n--B")
-    await tools.until(lambda: running.app.state.front_door.num_active)
+    await tools.until(lambda: running.app.state.router_state.num_active)
     reply = await upload(running, b"x")
     assert reply.status_code == 503 and reply.headers["retry-after"]
     writer.close()
-    await tools.until(lambda: not running.app.state.front_door.num_active)
+    await tools.until(lambda: not running.app.state.router_state.num_active)
     assert (await upload(running, b"x")).status_code == 200
 
 

@@ -23,13 +23,13 @@ async def test_health_and_ready(start: Any, tools: Any) -> None:
 
 
 async def test_a_router_that_cannot_go_on_is_not_healthy(running: Any) -> None:
-    running.app.state.front_door.failure = lambda: "router task 'ticks' ended"
+    running.app.state.router_state.failure = lambda: "router task 'ticks' ended"
     assert (await running.http.get("/health")).status_code == 503
     assert (await running.http.get("/ping")).status_code == 503
 
 
 async def test_a_draining_router_takes_nothing_new(running: Any) -> None:
-    running.app.state.front_door.draining = True
+    running.app.state.router_state.draining = True
     assert (await running.http.get("/ready")).status_code == 503
     reply = await running.completion()
     assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
@@ -93,12 +93,12 @@ async def test_a_text_that_is_too_long_to_be_tokenised(start: Any, most: int, mo
     assert (await http.post("/tokenize", json={"prompt": ok})).json()["count"] == most
     reply = await http.post("/tokenize", json={"prompt": long})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt")
-    assert f"a prompt of {most + 1:,} bytes, at most {most:,}" in reply.json()["error"]["message"]
+    assert f"the prompt has {most + 1:,} bytes; the maximum is {most:,}" in reply.json()["error"]["message"]
     chat = {"messages": [{"role": "user", "content": long}]}
     reply = await http.post("/tokenize", json=chat)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages")
     reply = await http.post("/v1/messages/count_tokens", json=chat)
-    assert reply.status_code == 400 and f"at most {most:,} are tokenised here" in reply.json()["error"]["message"]
+    assert reply.status_code == 400 and f"bytes; the maximum is {most:,}" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("most", [500, 125_000])
@@ -108,13 +108,13 @@ async def test_too_many_ids_to_be_made_into_text(start: Any, most: int, monkeypa
     assert (await http.post("/detokenize", json={"tokens": [104] * most})).json() == {"prompt": "h" * most}
     reply = await http.post("/detokenize", json={"tokens": [104] * (most + 1)})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tokens")
-    assert f"{most + 1:,} ids, at most {most:,}" in reply.json()["error"]["message"]
+    assert f"at most {most:,} ids, not {most + 1:,}" in reply.json()["error"]["message"]
 
 
 async def test_what_may_be_tokenised_grows_with_the_model(running: Any, start: Any, tools: Any) -> None:
-    model = running.app.state.front_door.models.default
+    model = running.app.state.router_state.models.default
     assert (model.max_tokenize_bytes, model.max_detokenize_ids) == (2**20, 2**18)
-    model = (await start(tools.Engine(max_model_len=2**17))).app.state.front_door.models.default
+    model = (await start(tools.Engine(max_model_len=2**17))).app.state.router_state.models.default
     assert (model.max_tokenize_bytes, model.max_detokenize_ids) == (2**21, 2**19)
 
 
@@ -188,7 +188,7 @@ async def test_load_has_the_plan_of_a_router_that_makes_one(start: Any) -> None:
     running = await start(slo_ttft_ms=500.0, slo_quantile=0.9)
     assert (await running.http.get("/load")).json()["plan"] is None
     plan = Plan({"decode": PoolPlan(2, 3, 1, "KV blocks")}, Prediction(math.inf, 0.02), unmet="too dear")
-    running.app.state.front_door.models.default.outlook = lambda: Outlook(
+    running.app.state.router_state.models.default.outlook = lambda: Outlook(
         plan, OfferedLoad(rate=1.5), Fleet({}), (0.25, 0.0)
     )
     reply = await running.http.get("/load")

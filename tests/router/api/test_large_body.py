@@ -98,7 +98,7 @@ def test_token_ids_that_do_not_fit_are_counted_and_not_made(prompt: Any, param: 
 
 def test_a_field_beside_the_prompt_has_a_bound() -> None:
     data = json.dumps(chat("hi", chat_template_kwargs={"x": "a" * MAX_FIELD_BYTES})).encode()
-    with pytest.raises(InvalidRequest, match="chat_template_kwargs: may have at most 1,048,576 bytes"):
+    with pytest.raises(InvalidRequest, match="chat_template_kwargs: must have at most 1,048,576 bytes"):
         parse_large(data, ChatRequest, MAX_LEN, MAX_IDS)
 
 
@@ -178,7 +178,7 @@ async def test_a_request_leaves_nothing_to_the_garbage_collector(
 
 
 async def test_small_requests_do_not_wait_for_large_ones(running: Any, tools: Any) -> None:
-    text, opened = running.app.state.front_door.models.default.text, threading.Event()
+    text, opened = running.app.state.router_state.models.default.text, threading.Event()
     blocked = asyncio.create_task(text.apart(opened.wait, HUGE_TEXT + 1))
     try:
         large = [asyncio.create_task(running.completion(prompt="hi", unknown=PADDING, max_tokens=2)) for _ in range(3)]

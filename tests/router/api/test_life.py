@@ -51,7 +51,7 @@ async def test_counters(start: Any, tools: Any) -> None:
     await running.chat(max_tokens=2, stream=True)
     await running.completion(n=0)
     await running.http.get("/nope")
-    await tools.until(lambda: running.app.state.front_door.num_active == 0)
+    await tools.until(lambda: running.app.state.router_state.num_active == 0)
     label = '{engine="router",model_name="tiny-random"'
     values = {
         'vllm:request_success_total{engine="router",finished_reason="stop"': 4,

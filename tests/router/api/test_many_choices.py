@@ -13,12 +13,12 @@ import httpx
 import pytest
 
 from common.errors import Unavailable
-from router.api.openai.chat import ChatShape
+from router.api.openai.chat import ChatFormatter
 from router.dispatch.client import GenerationRequest, TokenEvent
-from router.generation.answer_frames import OpenAIFrames
-from router.generation.budgets import TurnBudget
+from router.generation.answer_serializer import OpenAISerializer
+from router.generation.budgets import LoopTimeBudget
 from router.generation.choice import AnswerChoice, Piece
-from router.generation.exchange import MANY_LOGPROBS
+from router.generation.generation_response import MANY_LOGPROBS
 
 from .conftest import Engine
 
@@ -99,7 +99,7 @@ def writers(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         return call
 
     for method in ("whole", "chunks"):
-        monkeypatch.setattr(ChatShape, method, noted(getattr(ChatShape, method)))
+        monkeypatch.setattr(ChatFormatter, method, noted(getattr(ChatFormatter, method)))
     return names
 
 
@@ -133,16 +133,16 @@ async def test_log_probabilities_wait_for_a_turn_with_time_and_text_does_not(
 ) -> None:
     running = await start(turns)
     ticks = itertools.count()  # each job takes the whole time of a turn
-    running.app.state.front_door.logprob_turns = TurnBudget(1.0, clock=lambda: float(next(ticks)))
+    running.app.state.router_state.logprob_time = LoopTimeBudget(1.0, clock=lambda: float(next(ticks)))
     with_logprobs: list[int] = []
     text_alone: list[int] = []
-    chunk = OpenAIFrames.chunk
+    chunk = OpenAISerializer.chunk
 
-    def noted(self: OpenAIFrames, choice: AnswerChoice, piece: Piece) -> bytes:
+    def noted(self: OpenAISerializer, choice: AnswerChoice, piece: Piece) -> bytes:
         (with_logprobs if piece.with_logprobs else text_alone).append(turns.turn)
         return chunk(self, choice, piece)
 
-    monkeypatch.setattr(OpenAIFrames, "chunk", noted)
+    monkeypatch.setattr(OpenAISerializer, "chunk", noted)
     asked = {"logprobs": True, "top_logprobs": 1} if "chat" in path else {"logprobs": 1}
     many, plain = await asyncio.gather(
         running.events(path, n=16, max_tokens=6, **asked), running.events(path, max_tokens=12)

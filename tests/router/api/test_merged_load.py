@@ -11,14 +11,14 @@ from router.observe.recent_traffic import KINDS, SHARES
 
 
 async def test_one_process_alone_is_all(running: Any) -> None:
-    door = running.app.state.front_door
-    own = orjson.loads(orjson.dumps(own_load(door)))
+    router_state = running.app.state.router_state
+    own = orjson.loads(orjson.dumps(own_load(router_state)))
     assert orjson.loads(orjson.dumps(merged_load([own["load"]], [own["counts"]]))) == own["load"]
 
 
 async def test_two_processes(running: Any) -> None:
     await running.completion(max_tokens=8)
-    own = orjson.loads(orjson.dumps(own_load(running.app.state.front_door)))
+    own = orjson.loads(orjson.dumps(own_load(running.app.state.router_state)))
     other = orjson.loads(orjson.dumps(own))
     other["load"]["classes"][0] |= {"attainment": {"ttft": 0.5}, "oldest_wait_s": 9.0}
     own["load"]["classes"][0] |= {"attainment": {"ttft": 1.0}}

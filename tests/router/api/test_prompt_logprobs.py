@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from router.generation.logprobs import LogprobShapes
+from router.generation.logprobs import LogprobFormatter
 
 ECHO = {
     "tokens": ["h", "i", "T", "h"],
@@ -143,13 +143,13 @@ async def test_many_are_written_beside_the_event_loop(
     running: Any, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places: list[str] = []
-    plain = LogprobShapes.echo
+    plain = LogprobFormatter.echo
 
-    def noting(self: LogprobShapes, *arguments: Any, **named: Any) -> Any:
+    def noting(self: LogprobFormatter, *arguments: Any, **named: Any) -> Any:
         places.append(threading.current_thread().name)
         return plain(self, *arguments, **named)
 
-    monkeypatch.setattr(LogprobShapes, "echo", noting)
+    monkeypatch.setattr(LogprobFormatter, "echo", noting)
     for length in (10, 3000):
         fields = {"prompt": "x" * length, "echo": True, "logprobs": 1, "max_tokens": 0}
         reply = await running.completion(**fields, stream=stream)
@@ -169,7 +169,7 @@ async def test_all_that_are_under_way_together_are_bounded(start: Any, tools: An
     assert "2,000,000" in refused.json()["error"]["message"] and refused.headers["retry-after"]
     running.engine.go.set()
     assert {reply.status_code for reply in await asyncio.gather(*asked)} == {200}
-    assert running.app.state.front_door.prompt_logprobs._held == 0
+    assert running.app.state.router_state.prompt_logprobs._held == 0
     assert (await running.completion(**large)).status_code == 200
 
 

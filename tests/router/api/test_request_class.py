@@ -71,14 +71,14 @@ async def test_an_unknown_class_is_told_the_known_ones(classes: Any, path: str) 
     by_header = await classes.http.post(path, json=APIS[path], headers={HEADER: "bulk"})
     for reply in (by_field, by_header):
         assert reply.status_code == 400
-        assert "no class 'bulk' here, only default, interactive, batch" in reply.text
+        assert "the class 'bulk' does not exist; available classes: default, interactive, batch" in reply.text
     assert classes.engine.requests == []
 
 
 async def test_header_and_field_must_agree(classes: Any) -> None:
     fields = APIS["/v1/completions"] | {"request_class": "batch"}
     reply = await classes.http.post("/v1/completions", json=fields, headers={HEADER: "interactive"})
-    assert reply.status_code == 400 and "'batch', but the header x-request-class says 'interactive'" in reply.text
+    assert reply.status_code == 400 and "'batch', but the header x-request-class names 'interactive'" in reply.text
 
 
 async def test_a_key_has_classes_of_its_own(start: Any, tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ async def test_a_key_has_classes_of_its_own(start: Any, tmp_path: Path) -> None:
 
 async def test_classes_that_do_not_exist_are_refused_in_the_key_file(start: Any, tmp_path: Path) -> None:
     for wrong in ('["bulk"]', "[]", '"batch"', "[1]"):
-        with pytest.raises(ConfigError, match=r"line 7: a list of classes out of default, interactive, batch"):
+        with pytest.raises(ConfigError, match=r"line 7: a list of classes from default, interactive, batch"):
             await start(request_class=CLASSES, api_key_file=write_keys(tmp_path / "keys.toml", wrong))
 
 

@@ -137,6 +137,7 @@ def group(name: str, *tools: Any) -> dict[str, Any]:
     return {"type": "namespace", "name": name, "description": "a group", "tools": [*tools]}
 
 
+@pytest.mark.parametrize("response_store", ["memory"])
 async def test_a_namespace_is_a_group_of_functions(start: Any, tools: Any) -> None:
     """A call names the namespace of its function, and comes back with it."""
     running = await start(tools.Engine(text=OTHER, eos_after=len(OTHER)))
@@ -200,6 +201,7 @@ async def test_log_probabilities(running: Any) -> None:
         assert [token for event in deltas for token in event["logprobs"]] == whole
 
 
+@pytest.mark.parametrize("response_store", ["memory"])
 async def test_fields_reach_the_workers_and_come_back(running: Any) -> None:
     fields = {
         "temperature": 0.5, "top_p": 0.9, "max_output_tokens": 20, "instructions": "Be brief.", "store": True,
@@ -285,13 +287,13 @@ async def test_the_form_comes_back(running: Any) -> None:
     [
         ({"input": None}, "input"),
         ({"input": []}, "input"),
-        ({"input": [{"role": "user"}]}, r"input\[0\]: a message has"),
+        ({"input": [{"role": "user"}]}, r"input\[0\]: a message must have"),
         ({"input": [{"role": "tool", "content": "x"}]}, r"input\[0\].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, r"content\[0\].type: 'input_image'"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, r"content\[0\].text: is required"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\].type: 'item_reference'"),
-        ({"input": [{"type": "function_call", "name": "now"}]}, "a call has a call_id"),
-        ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "has a call_id and an output"),
+        ({"input": [{"type": "function_call", "name": "now"}]}, "a call must have a call_id"),
+        ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "must have a call_id and an output"),
         ({"previous_response_id": 1}, "previous_response_id"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
@@ -311,11 +313,11 @@ async def test_the_form_comes_back(running: Any) -> None:
             {"tools": [{"type": "namespace", "name": "x", "tools": [{"type": "namespace"}]}]},
             r"tools\[0\].tools\[0\].type",
         ),
-        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "there are no tools"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "at least one tool"),
         ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema: not allowed with type 'text'"),
         ({"tools": [{"type": "function"}]}, r"tools\[0\].name"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "other"}}, "none of the tools"),
-        ({"tool_choice": "required"}, "there are no tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "other"}}, "is not in tools"),
+        ({"tool_choice": "required"}, "at least one tool"),
     ],
 )
 async def test_what_is_wrong_is_said(running: Any, fields: dict[str, Any], said: str) -> None:
@@ -381,7 +383,7 @@ async def test_a_stream_that_breaks_says_so(start: Any, tools: Any) -> None:
 
 
 async def test_errors_are_openais(sdk: openai.AsyncOpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="no model"):
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
         await sdk.responses.create(model="gpt", input="hi")
 
 

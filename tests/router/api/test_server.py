@@ -64,7 +64,7 @@ async def ask(served: Served, tools: Any) -> asyncio.Task[httpx.Response]:
 async def test_running_answers_finish(served: Served, tools: Any) -> None:
     request = await ask(served, tools)
     os.kill(os.getpid(), signal.SIGTERM)
-    await tools.until(lambda: served.app.state.front_door.draining)
+    await tools.until(lambda: served.app.state.router_state.draining)
     assert (await served.http.get("/ready")).status_code == 503
     assert (await served.http.post("/v1/completions", json={"prompt": "a"})).status_code == 503
     assert not served.closed
@@ -75,8 +75,8 @@ async def test_running_answers_finish(served: Served, tools: Any) -> None:
 
 
 async def test_answers_that_take_too_long_end_with_an_error(served: Served, tools: Any) -> None:
-    door = served.app.state.front_door
-    door.config = dataclasses.replace(door.config, drain_timeout_s=0.05)
+    router_state = served.app.state.router_state
+    router_state.config = dataclasses.replace(router_state.config, drain_timeout_s=0.05)
     request = await ask(served, tools)
     os.kill(os.getpid(), signal.SIGTERM)
     last = (await request).text.removesuffix("\n\n").rpartition("data: ")[2]
@@ -86,22 +86,22 @@ async def test_answers_that_take_too_long_end_with_an_error(served: Served, tool
 
 @pytest.mark.parametrize("in_time", [True, False])
 async def test_answers_in_the_background_finish_or_are_cancelled(served: Served, tools: Any, in_time: bool) -> None:
-    door, kept = served.app.state.front_door, served.app.state.responses
-    door.config = dataclasses.replace(door.config, drain_timeout_s=60.0 if in_time else 0.0)
+    router_state, kept = served.app.state.router_state, served.app.state.responses
+    router_state.config = dataclasses.replace(router_state.config, drain_timeout_s=60.0 if in_time else 0.0)
     body = {"input": "a", "max_output_tokens": 5, "background": True}
     name = (await served.http.post("/v1/responses", json=body)).json()["id"]
     await tools.until(lambda: kept.background.find(name, "").response["status"] == "in_progress")
     os.kill(os.getpid(), signal.SIGTERM)
-    await tools.until(lambda: door.draining)
+    await tools.until(lambda: router_state.draining)
     if in_time:
         served.engine.go.set()
     await served.task
-    again = store_of(door.config, lambda reason: None)
+    again = store_of(router_state.config, lambda reason: None)
     assert again is not None
     found, _ = await again.find(name, "") or (None, None)
     again.close()
     assert found is not None and found.status == ("incomplete" if in_time else "cancelled")
-    assert (b"the router shut down" in found.head) is not in_time
+    assert (b"The router shut down" in found.head) is not in_time
 
 
 # ---------------------------------------------------------------- the process

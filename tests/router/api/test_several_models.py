@@ -1,4 +1,4 @@
-"""Several models behind one front door: scripted engines, each with a text of its own."""
+"""Several models behind one router: scripted engines, each with a text of its own."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_an_unknown_model_is_a_404_that_says_what_there_is(several: Start,
         reply = await (await several()).running.http.post(path, json={"model": "huge"} | fields)
     assert reply.status_code == 404, reply.text
     error = reply.json()["error"]
-    assert "no model 'huge' here, only 'small', 'fast', 'large', 'chat'" in error["message"]
+    assert "The model 'huge' does not exist. Available models: 'small', 'fast', 'large', 'chat'" in error["message"]
     if path != "/v1/messages":
         assert (error["code"], error["param"]) == ("model_not_found", "model")
 
@@ -182,7 +182,7 @@ async def test_a_model_has_limits_for_all_keys_together(several: Start) -> None:
     answers = [(await found.ask("small")).status_code for _ in range(3)]
     assert answers == [200, 200, 429]
     refused = (await found.ask("small")).json()["error"]["message"]
-    assert "model 'small' may have 2 requests per minute of all keys" in refused
+    assert "model 'small': limit 2 requests per minute for all keys together" in refused
     assert (await found.ask("large")).status_code == 200
     line = 'diptych_rate_limited_total{engine="router",key="",limit="model_requests",model_name=""'
     assert await found.running.metric(line) == 2
@@ -259,6 +259,7 @@ async def test_every_model_forgets_its_prefixes(several: Start) -> None:
     assert (found.small.num_resets, found.large.num_resets) == (1, 1)
 
 
+@pytest.mark.parametrize("response_store", ["memory"])
 async def test_a_response_in_the_background_counts_for_its_model_until_it_ends(several: Start, tools: Any) -> None:
     found = await several(small={"limits": Limits(concurrent_requests=1)})
     found.small.hold_after = 1
@@ -281,7 +282,7 @@ async def test_a_key_has_limits_at_a_model_of_its_own(several: Start, tmp_path: 
     assert (await found.ask("small", headers=key)).json()["model"] == "small"
     refused = await found.ask("fast", headers=key)  # its own limit does not lead to another model
     assert refused.status_code == 429
-    assert "key 'limited' at model 'small' may have 1 requests per minute" in refused.json()["error"]["message"]
+    assert "key 'limited' at model 'small': limit 1 requests per minute" in refused.json()["error"]["message"]
     assert (await found.ask("large", headers=key)).status_code == 200
     other = {"authorization": "Bearer a-key-for-the-small-one"}
     assert (await found.ask("small", headers=other)).status_code == 200
@@ -317,4 +318,4 @@ async def test_top_shows_all_models_or_one(several: Start) -> None:
         numbers[model] = ([one["id"] for one in load["models"]], load["traffic"]["ttft"]["num"])
     assert numbers == {"": (["small", "large"], 1), "small": (["small"], 0), "large": (["large"], 1)}
     unknown = await asyncio.to_thread(LoadSource.of(served.running.url, model="a b&c").ask)
-    assert "there is no model 'a b&c' here, only 'small', 'fast', 'large', 'chat'" in unknown.problem
+    assert "The model 'a b&c' does not exist. Available models: 'small', 'fast', 'large', 'chat'." in unknown.problem

@@ -21,6 +21,11 @@ CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 TOOLS: Any = [{"type": "function", "name": "now", "parameters": {"type": "object"}, "strict": False}]
 
 
+@pytest.fixture
+def response_store() -> str:
+    return "memory"
+
+
 async def post(running: Any, **fields: Any) -> Any:
     return await running.http.post("/v1/responses", json={"input": "hi", "max_output_tokens": 9, **fields})
 
@@ -66,12 +71,12 @@ async def test_what_must_not_be_stored_is_not(running: Any) -> None:
     reply = await running.http.get(f"/v1/responses/{made['id']}")
     assert reply.status_code == 404
     error = reply.json()["error"]
-    assert error["code"] == "response_not_found" and "lives on another router" in error["message"]
+    assert error["code"] == "response_not_found" and "a router with a separate store" in error["message"]
     reply = await post(running, previous_response_id=made["id"])
     assert reply.status_code == 404
     error = reply.json()["error"]
     assert (error["param"], error["code"]) == ("previous_response_id", "previous_response_not_found")
-    assert "lives on another router" in error["message"]
+    assert "a router with a separate store" in error["message"]
 
 
 @pytest.mark.slow
@@ -291,7 +296,7 @@ async def test_a_conversation_above_the_bounds_is_refused(start: Any) -> None:
 
 async def test_the_number_of_items_of_a_conversation_is_bounded(start: Any, monkeypatch: Any) -> None:
     running = await start()
-    monkeypatch.setattr("router.api.responses.kept.MAX_MESSAGES", 4)
+    monkeypatch.setattr("router.api.responses.service.MAX_MESSAGES", 4)
     made = await answered(running)
     made = await answered(running, previous_response_id=made["id"])
     reply = await post(running, previous_response_id=made["id"])
@@ -299,7 +304,7 @@ async def test_the_number_of_items_of_a_conversation_is_bounded(start: Any, monk
 
 
 async def test_a_long_conversation_is_read_apart(running: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("router.api.responses.kept.MANY_BYTES", 0)
+    monkeypatch.setattr("router.api.responses.service.MANY_BYTES", 0)
     made = await answered(running, input="one")
     made = await answered(running, previous_response_id=made["id"])
     assert "one" in messages_of(running)
@@ -310,7 +315,7 @@ async def test_a_long_conversation_is_read_apart(running: Any, monkeypatch: Any)
 async def test_errors_name_the_clients_own_items(running: Any) -> None:
     made = await answered(running)
     reply = await post(running, previous_response_id=made["id"], input=[{"role": "user"}])
-    assert "input[0]: a message has" in reply.json()["error"]["message"]
+    assert "input[0]: a message must have" in reply.json()["error"]["message"]
 
 
 async def test_thoughts_are_stored_and_not_shown_to_the_model_again(running: Any) -> None:

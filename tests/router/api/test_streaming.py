@@ -75,6 +75,7 @@ async def test_an_echo_comes_first(running: Any) -> None:
     assert (texts(events, 0), texts(events, 1)) == ("abTh", "cdTh")
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize("per_event", [1, 2, 5, 100])
 @pytest.mark.parametrize("logprobs", [None, 0])
 async def test_a_stop_string_over_tokens(start: Any, tools: Any, per_event: int, logprobs: int | None) -> None:
@@ -207,6 +208,7 @@ async def test_headers(running: Any) -> None:
 # ---------------------------------------------------------------- clients that leave
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("hold_after", [0, 5])
@@ -220,7 +222,7 @@ async def test_a_client_that_leaves_ends_its_generation(
     request.cancel()
     await tools.until(lambda: len(running.engine.aborted) == 2)
     assert set(running.engine.aborted) == {sent.request_id for sent in running.engine.requests}
-    await tools.until(lambda: running.app.state.front_door.num_active == 0)
+    await tools.until(lambda: running.app.state.router_state.num_active == 0)
     labels = f'path="{path}",status="499"'
     assert (
         await running.metric(f'diptych_http_requests_total{{engine="router",model_name="{tools.MODEL}",{labels}') == 1
@@ -234,4 +236,4 @@ async def test_a_client_that_reads_slowly_does_not_slow_others(start: Any, tools
     async with running.http.stream("POST", "/v1/completions", json=body) as slow:
         assert slow.status_code == 200
         assert (await running.completion(max_tokens=4)).json()["choices"][0]["text"] == "The "
-    await tools.until(lambda: running.app.state.front_door.num_active == 0)
+    await tools.until(lambda: running.app.state.router_state.num_active == 0)

@@ -56,6 +56,7 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize("endpoint", ["completion", "chat"])
 @pytest.mark.parametrize(("fields", "good", "bad"), ASKED)
 async def test_workers_get_the_grammar(
@@ -101,7 +102,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [  # fields, param, part of the
         "response_format.json_schema.schema",
         "strng",
     ),
-    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "is not JSON"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "invalid JSON"),
     ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json", "must be a JSON schema"),
     ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1"),
@@ -120,7 +121,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [  # fields, param, part of the
     ({"response_format": {"type": "json_object", "schema": 1}}, "response_format.schema", "must be"),
     ({"grammar": {"type": "json", "value": SCHEMA}}, "grammar", "must be"),
     ({"grammar": 'root ::= "a"', "json_schema": SCHEMA}, "grammar", "only one"),
-    ({"json_schema": "{"}, "json_schema", "is not JSON"),
+    ({"json_schema": "{"}, "json_schema", "invalid JSON"),
     ({"ebnf": "root ::= ("}, "ebnf", "cannot be used"),
     ({"guided_regex": "a" * (MAX_GRAMMAR_CHARS + 1)}, "guided_regex", f"{MAX_GRAMMAR_CHARS}"),
     ({"guided_choice": ["x" * 70_000, "y" * 70_000]}, "guided_choice", f"{MAX_GRAMMAR_CHARS:,}"),
@@ -128,16 +129,16 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [  # fields, param, part of the
 REFUSED_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "a b"),
     ({"tools": [{}]}, "tools[0]", "is required"),
-    ({"tools": [TOOL, TOOL]}, "tools", "two functions f"),
+    ({"tools": [TOOL, TOOL]}, "tools", "duplicate function name 'f'"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/x"}}}]}, "tools", "exist"),
-    ({"tool_choice": "required"}, "tool_choice", "no tools"),
+    ({"tool_choice": "required"}, "tool_choice", "at least one tool"),
     ({"tool_choice": "always"}, "tool_choice", "'required'"),
     (
         {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
         "tool_choice.function.name",
         "'g'",
     ),
-    ({"tools": [TOOL], "guided_regex": "a"}, "guided_regex", "with tools only JSON"),
+    ({"tools": [TOOL], "guided_regex": "a"}, "guided_regex", "with tools, only a JSON schema"),
 ]
 
 

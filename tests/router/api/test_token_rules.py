@@ -22,6 +22,7 @@ async def test_allowed_tokens_and_bad_words_reach_the_workers(running: Any, endp
     assert set(params(running).bad_words) == set(map(BadWord.of, [(97, 98), (32, 97, 98), (32, 99), (99,)]))
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize(
     ("fields", "kept"),
     [
@@ -74,7 +75,7 @@ async def test_logprobs_have_the_tokens_of_token_ids(start: Any, tools: Any) -> 
 
 async def test_the_whole_vocabulary_where_the_operator_allows_it(start: Any, tools: Any) -> None:
     running = await start(max_logprobs=-1)
-    size = running.app.state.front_door.models.default.text.vocab_size
+    size = running.app.state.router_state.models.default.text.vocab_size
     assert (await running.completion(max_tokens=2, logprobs=-1, prompt_logprobs=-1)).status_code == 200
     assert params(running).logprobs == params(running).prompt_logprobs == size
     assert (await running.chat(max_tokens=2, logprobs=True, top_logprobs=-1)).status_code == 200

@@ -32,7 +32,7 @@ def collector() -> Iterator[Collector]:
 
 async def gathered(running: Any, collector: Collector) -> Collector:
     """All spans so far are sent."""
-    await asyncio.to_thread(running.app.state.front_door.tracing._provider.force_flush, 10_000)
+    await asyncio.to_thread(running.app.state.router_state.tracing._provider.force_flush, 10_000)
     return collector
 
 
@@ -156,7 +156,7 @@ async def test_a_collector_that_hangs_does_not_keep_the_router_from_ending(start
         running = await start(otlp_traces_endpoint=collector.url)
         await running.completion(prompt="hi")
         began = time.monotonic()
-        running.app.state.front_door.tracing.close()
+        running.app.state.router_state.tracing.close()
         assert collector.arrived.is_set() and time.monotonic() - began < 30
 
 
@@ -164,7 +164,7 @@ async def test_what_is_left_is_sent_at_the_end(start: Any, collector: Collector)
     running = await start(otlp_traces_endpoint=collector.url)
     await running.completion(prompt="hi")
     assert not collector.spans
-    running.app.state.front_door.tracing.close()
+    running.app.state.router_state.tracing.close()
     assert collector.named("text_completion tiny-random")
 
 

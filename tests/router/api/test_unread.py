@@ -131,7 +131,7 @@ class Flood(Engine):
 async def test_an_unread_stream_ends_with_an_error(start: Any, connect: Any) -> None:
     engine = Flood()
     running = await start(engine)
-    budget = running.app.state.front_door.unread = UnreadBudget(most=1_000_000)
+    budget = running.app.state.router_state.unread = UnreadBudget(most=1_000_000)
     reader, writer = await connect(running)
     reader._transport.pause_reading()
     body = b'{"prompt": "hi", "stream": true, "logprobs": 20, "max_tokens": 4000, "n": 2}'

@@ -34,6 +34,11 @@ ASKED = {
 }
 
 
+@pytest.fixture
+def response_store() -> str:
+    return "memory"
+
+
 def num_parsed() -> int:
     """Messages and parts that exist."""
     gc.collect()
@@ -55,7 +60,7 @@ async def test_a_conversation_is_released_when_it_is_tokens(start: Start, name: 
     answer = asyncio.create_task(running.http.post(path, json={**body, **KEEP}))
     await until(lambda: running.engine.requests)
     assert num_parsed() - before < 10
-    assert running.app.state.front_door.bodies.object_bytes == 0
+    assert running.app.state.router_state.bodies.object_bytes == 0
     running.engine.go.set()
     assert (await answer).status_code == 200
 
@@ -77,7 +82,7 @@ def fully_used(budget: BodyBudget) -> None:
 
 async def test_a_body_waits_for_memory_and_a_small_one_does_not(start: Start) -> None:
     running = await start()
-    budget = running.app.state.front_door.bodies
+    budget = running.app.state.router_state.bodies
     fully_used(budget)
     large = asyncio.create_task(running.chat(messages=SAID, max_tokens=1, **KEEP))
     await until(lambda: budget._waiting)
@@ -91,7 +96,7 @@ async def test_a_body_waits_for_memory_and_a_small_one_does_not(start: Start) ->
 async def test_a_body_that_waits_too_long_is_refused(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_body, "OBJECTS_TIMEOUT_S", 0.05)
     running = await start()
-    budget = running.app.state.front_door.bodies
+    budget = running.app.state.router_state.bodies
     fully_used(budget)
     refused = await running.chat(messages=SAID, max_tokens=1)
     assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
@@ -148,7 +153,7 @@ async def test_a_client_that_leaves_loses_its_turn() -> None:
 async def test_tools_count_until_the_answer_ends(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_body, "UNCOUNTED_REST_BYTES", 1000)
     running = await start(Engine(hold_after=0))
-    budget = running.app.state.front_door.bodies
+    budget = running.app.state.router_state.bodies
     names = [f"name {i}" for i in range(5000)]
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"enum": names}}}}}
     answer = asyncio.create_task(running.chat(tools=[tool], max_tokens=1, **KEEP))
@@ -172,7 +177,7 @@ async def test_many_ordinary_bodies_never_wait(start: Start, monkeypatch: pytest
 
 async def test_a_stored_conversation_is_counted(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     running = await start()
-    budget = running.app.state.front_door.bodies
+    budget = running.app.state.router_state.bodies
 
     async def ask(**fields: Any) -> Any:
         return await running.http.post("/v1/responses", json={"max_output_tokens": 16, **KEEP, **fields})

@@ -21,6 +21,12 @@ ASKED = [
 ]
 
 
+@pytest.fixture
+def response_store() -> str:
+    return "memory"
+
+
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize("headers", [EVIL, REBOUND, {"host": "evil.example"}], ids=["another site", "rebound", "host"])
 @pytest.mark.parametrize(("method", "path", "sent"), ASKED, ids=lambda value: str(value))
 async def test_another_sites_page_gets_nothing(
@@ -51,7 +57,7 @@ async def test_a_page_needs_the_key(start: Any) -> None:
 
 async def test_other_addresses_have_names_that_the_router_cannot_know(running: Any) -> None:
     """Behind an ingress the host is any, and the probes of a kubelet name the address of the pod."""
-    running.app.state.front_door.is_loopback = False
+    running.app.state.router_state.is_loopback = False
     for headers in (
         REBOUND,
         {"host": "10.0.0.7:8000"},

@@ -62,7 +62,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*line, "--ttft-ms", "500"]) == 0
     assert "prefill workers" in capsys.readouterr().out
     assert main([*line, "--ttft-ms", "10"]) == 1
-    assert "cannot be met: TTFT of 10 ms" in capsys.readouterr().err
+    assert "cannot meet the goals: TTFT of 10 ms" in capsys.readouterr().err
 
 
 SIZES = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 1000, "max_position_embeddings": 4096}

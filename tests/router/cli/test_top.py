@@ -15,7 +15,7 @@ from router.cli import top
 from router.cli.top import BAD, WARM, WIDTH, picture
 from router.dispatch.client import RequestTimeline
 from router.dispatch.load import ClassLoad, DispatchLoad, WorkerLoad
-from router.fleet.lives import FleetEvent
+from router.fleet.worker_monitor import FleetEvent
 from router.observe.recent_traffic import RecentTraffic
 from router.observe.request_record import ChoiceRecord, RequestRecord
 from router.planner.loop import Outlook
@@ -88,7 +88,7 @@ def test_of_several_models_each_worker_names_its_own() -> None:
     load = load_of(PREFILL, dataclasses.replace(DECODE, model="org/b"))
     both = [{"id": "a", "max_model_len": 10, "ready": True}, {"id": "b", "max_model_len": 2000, "ready": False}]
     lines = printed(picture(load | {"models": both}))
-    assert found(lines, "Models") == Line("Models      a (10 tokens), b (2,000 tokens, no worker is ready)", WARM)
+    assert found(lines, "Models") == Line("Models      a (10 tokens), b (2,000 tokens, no ready worker)", WARM)
     assert found(lines, "decode-0").text.endswith("1,234 org/b")
 
 
@@ -128,7 +128,7 @@ def test_of_many_workers_a_window_shows_a_part() -> None:
     assert len(lines) == 40
     (more,) = (line.text for line in lines if line.text.startswith("... and"))
     shown = [line.text.split()[0] for line in lines if line.text.startswith("decode-")]
-    assert shown[:3] == ["decode-0", "decode-1", "decode-2"] and f"{1000 - len(shown):,} workers more" in more
+    assert shown[:3] == ["decode-0", "decode-1", "decode-2"] and f"{1000 - len(shown):,} more workers" in more
     assert len(printed(picture(load_of(*many)))) > 1000
 
 
@@ -162,7 +162,7 @@ def test_a_narrow_terminal_cuts_lines() -> None:
     ("text", "shown"),
     [(top.number(0.421), "0.42"), (top.number(7.46), "7.5"), (top.number(4210.0), "4,210"),
      (top.number(41234.0), "41.2k"), (top.number(3.14e6), "3.1M"), (top.size(0), "0 B"),
-     (top.size(1234), "1.2 kB"), (top.size(5e17), "500000 TB"), (top.duration(None), "no end"),
+     (top.size(1234), "1.2 kB"), (top.size(5e17), "500000 TB"), (top.duration(None), "no limit"),
      (top.duration(0), "0 ms"), (top.duration(1.26), "1.3 ms"), (top.duration(1500), "1.5 s"),
      (top.duration(61000), "61 s"), (top.ago(40), "40 s ago"), (top.ago(9000), "2 h ago"),
      (top.percent(0.998), "99.8 %")],

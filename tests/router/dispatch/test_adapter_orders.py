@@ -7,7 +7,7 @@ from common.errors import InvalidRequest, Unavailable
 
 async def test_workers_without_places_for_adapters_are_the_askers_matter(cluster):
     dispatcher = await cluster.start()
-    with pytest.raises(InvalidRequest, match="none of 2 ready workers has places for adapters: .*--max-loras"):
+    with pytest.raises(InvalidRequest, match="none of the 2 ready workers accepts adapters: .*--max-loras"):
         await dispatcher.adapters.load("a", "/adapters/a", in_place=False)
 
 

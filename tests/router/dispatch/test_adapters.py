@@ -89,12 +89,12 @@ def test_two_files_of_one_version_are_never_mixed(fleet: Fleet) -> None:
 
 def test_the_outcome_of_an_order(fleet: Fleet) -> None:
     order = fleet.adapters.order("a", "/a", 5)
-    assert set(fleet.adapters.outcome(order).missing) == {"p0", "d0", "d1"}
+    assert set(fleet.adapters.outcome(order).missing) == {"worker p0", "worker d0", "worker d1"}
     fleet.say("p0", loaded(5))
     fleet.say("d0", state("loading", 5, path="/a"))
     fleet.say("d1", state("failed", 5, path="/a", message="no such file"))
     outcome = fleet.adapters.outcome(order)
-    assert (outcome.missing, outcome.failures) == (("d0",), ("worker d1: no such file",))
+    assert (outcome.missing, outcome.failures) == (("worker d0",), ("worker d1: no such file",))
     fleet.say("d0", loaded(5))
     outcome = fleet.adapters.outcome(order)
     assert (outcome.missing, outcome.num_loaded, outcome.digest, outcome.superseded) == ((), 2, ONE, False)
@@ -123,7 +123,7 @@ def test_names_tell_what_may_be_asked_for(fleet: Fleet) -> None:
 def test_the_number_of_names_is_bounded(fleet: Fleet) -> None:
     for i in range(MAX_ADAPTERS):
         fleet.adapters.order(f"n{i}", "/x", i)
-    with pytest.raises(InvalidRequest, match=f"{MAX_ADAPTERS} names"):
+    with pytest.raises(InvalidRequest, match=f"{MAX_ADAPTERS} adapter names"):
         fleet.adapters.order("more", "/x", 999)
     fleet.adapters.order("n3", "", 1000)
     assert fleet.adapters.order("more", "/x", 1001).name == "more"
@@ -136,5 +136,5 @@ async def test_an_order_whose_workers_are_all_lost_is_worth_giving_again(fleet: 
     await asyncio.sleep(0)
     for address in fleet.registry.workers:
         fleet.registry.on_cut(address)
-    with pytest.raises(Unavailable, match="adapter 'a' was not loaded: its workers were lost"):
+    with pytest.raises(Unavailable, match="adapter 'a' was not loaded: its workers are gone"):
         await asyncio.wait_for(loading, 60)

@@ -12,10 +12,10 @@ from router.dispatch.load import DispatchCounters
 from router.dispatch.request_state import Assignment, RequestState
 from router.dispatch.waits import lasting_s, observed_waits_s, wait_for, waits_of
 from router.fleet.registry import WorkerRegistry
-from router.policy.forecast import on_prefill
-from router.policy.patience import NUM_REFUSED, NUM_WINDOWS, WINDOW_S
+from router.policy.forecast import forecast_prefill
 from router.policy.request_shape import RequestShape
 from router.policy.routing import Choice, RoutingPolicy
+from router.policy.wait_limit import NUM_REFUSED, NUM_WINDOWS, WINDOW_S
 
 from ...fake_worker import heartbeat_of, hello_of
 
@@ -223,7 +223,7 @@ def placed(admission, worker, num_tokens, now):
     state = RequestState(GenerationRequest(f"r{now}", [1] * num_tokens, SamplingParams(max_tokens=2)), now)
     booking = admission._registry.book(worker.address, 0.0, prompt=StepShape.of_prompt(0, num_tokens), num_blocks=1)
     state.assign(Assignment(worker.role, worker.address, worker.worker_id, 1, 0, booking, 0, 0), now)
-    admission.expect(state, Choice(worker, None, on_prefill(worker, shape_of(num_tokens), 0.0)), now)
+    admission.expect(state, Choice(worker, None, forecast_prefill(worker, shape_of(num_tokens), 0.0)), now)
     return state
 
 
@@ -247,7 +247,7 @@ def test_an_overload_that_lasts_makes_the_queue_short():
     assert list(shed) == states[6:], "who came first keeps his place"
     error = shed[states[10]]
     assert (error.status, error.retry_after_s) == (429, 1.0)
-    assert "1.0 s more" in error.message and "the most is 0.5 s" in error.message
+    assert "1.0 s more" in error.message and "the limit is 0.5 s" in error.message
     for state in shed:
         admission._registry.release(state.waits_for.booking)
     assert refuses(admission, 1000), "0.6 s of prompts are there"
@@ -337,7 +337,7 @@ def test_a_long_ttft_goal_lets_no_answer_wait_behind_its_first_token():
     fields = {"slo_ttft_ms": 5000.0, "slo_tpot_ms": 20.0}
     admission = admission_of(worker(full_tokens_per_s=10_000.0), full_batch(), **fields)
     choice = admission.place_for(100, 0.0)
-    with pytest.raises(Overloaded, match="its tokens would take about"):
+    with pytest.raises(Overloaded, match="tokens would take about"):
         admission.check(choice, 0.0, num_tokens=100, num_expected=20)
     admission.check(choice, 0.0, num_tokens=100, num_expected=200)
 

@@ -21,8 +21,8 @@ from common.wire.sampling_params import SamplingParams
 from router.dispatch import silence
 from router.dispatch.client import GenerationRequest
 from router.dispatch.core import Actions, DispatchCore
-from router.dispatch.silence import why_left
-from router.dispatch.turns import MAX_PLACED_A_TURN
+from router.dispatch.request_scheduler import MAX_PLACED_A_TURN
+from router.dispatch.silence import silence_reason
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 
@@ -134,7 +134,7 @@ def test_the_deadline_ends_a_request_at_its_time() -> None:
     then(5.0)
     assert rig.woken == ["a"]
     assert rig.sent[-1] == AbortRequest(request_id="a", attempt=0)
-    with pytest.raises(DeadlineExceeded, match="5 s were over in its prefill phase"):
+    with pytest.raises(DeadlineExceeded, match="deadline of 5 s in its prefill phase"):
         state.take_event()
 
 
@@ -153,7 +153,7 @@ def test_a_request_that_cannot_be_taken_leaves_nothing_behind() -> None:
     rig = Rig(max_inflight=1)
     rig.greet()
     rig.core.submit(request("a"), 0.0)
-    with pytest.raises(Unavailable, match="1 requests are in flight; 1 more would exceed 1"):
+    with pytest.raises(Unavailable, match="1 requests are in flight; 1 more would exceed --max-inflight 1"):
         rig.core.submit(request("b"), 0.0)
     rig.core.end(rig.core.states["a"])
     with pytest.raises(InvalidRequest, match="no tokens"):
@@ -164,13 +164,13 @@ def test_a_request_that_cannot_be_taken_leaves_nothing_behind() -> None:
 def test_a_first_step_needs_room_for_the_later_ones_which_are_not_refused() -> None:
     rig = Rig(max_inflight=4)
     rig.greet()
-    with pytest.raises(Unavailable, match="5 more would exceed 4"):
+    with pytest.raises(Unavailable, match="5 more would exceed --max-inflight 4"):
         rig.core.submit(request("wide", num_at_once=5), 0.0)
     rig.core.end(rig.core.submit(request("first", num_at_once=4), 0.0))
     rig.core.submit(request("other"), 0.0)
     for number in range(4):
         rig.core.submit(request(f"step-{number}", continues=True), 0.0)
-    with pytest.raises(Unavailable, match="1 more would exceed 4"):
+    with pytest.raises(Unavailable, match="1 more would exceed --max-inflight 4"):
         rig.core.submit(request("new"), 0.0)
 
 
@@ -194,13 +194,13 @@ def test_ticks_ask_seldom_of_streams_that_wait(monkeypatch: pytest.MonkeyPatch) 
 
     def count(*values: object) -> str:
         asked.append(cast(float, values[-1]))
-        return why_left(*values)  # type: ignore[arg-type]
+        return silence_reason(*values)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(silence, "why_left", count)
+    monkeypatch.setattr(silence, "silence_reason", count)
     for tick in range(1, 13):
         rig.core.on_tick(tick * 0.25)
     assert asked == [1.25, 2.25, 3.0] and not state.attempts.num_failures, "once a second, and when its time is over"
     rig.core.on_tick(3.25)
     assert asked[3:] == [3.25] and state.attempts.num_failures == 1, "as soon as if each tick asked"
     rig.core.end(state)
-    assert not any(rig.core._quiet._slots.values())
+    assert not any(rig.core._silence._slots.values())

@@ -10,7 +10,7 @@ from common.errors import FatalRequest, Overloaded, Unavailable
 from common.latency.step_model import StepModel
 from common.wire.messages import AbortRequest, DecodeRequest, PrefillRequest
 from router.dispatch.request_state import RequestState
-from router.policy import patience
+from router.policy import wait_limit
 
 PROMPT = list(range(1, 13))
 
@@ -170,7 +170,7 @@ async def test_a_request_that_kills_its_workers_ends_and_the_others_do_not(clust
         worker.token_s = 0.01
     prompts = [[i, *range(2, 12)] for i in range(1, 25)]
     work = [asyncio.create_task(tools.collect(dispatcher, tools.request(p, max_tokens=60))) for p in prompts]
-    with pytest.raises(FatalRequest, match="4 workers in a row died with this request"):
+    with pytest.raises(FatalRequest, match="The last 4 workers that ran this request died"):
         await tools.collect(dispatcher, tools.request([666, *PROMPT]))
     assert [tokens for tokens, _ in await asyncio.gather(*work)] == [tools.expected(p, 60) for p in prompts]
     assert sum(len(worker.deaths) for worker in cluster.decode) == 4
@@ -247,7 +247,7 @@ async def test_an_slo_refuses_what_would_miss_it(cluster, tools):
     cluster.prefill[0].beat |= {"num_waiting": 3, "num_waiting_tokens": 1000} | busy_for(1.0)
     registered = dispatcher.fleet.registry.workers[cluster.prefill[0].address]
     await tools.until(lambda: registered.load.num_queued_tokens)
-    with pytest.raises(Overloaded, match="the most it may is 0.5 s"):
+    with pytest.raises(Overloaded, match="the limit is 0.5 s"):
         await tools.collect(dispatcher, tools.request(PROMPT))
 
 
@@ -287,7 +287,7 @@ async def test_a_queue_that_does_not_move_refuses_what_comes_next(cluster, tools
 
 @pytest.mark.slow
 async def test_when_more_comes_than_can_be_served_who_waits_too_long_hears_so(cluster, tools, monkeypatch):
-    monkeypatch.setattr(patience, "WINDOW_S", 0.1)
+    monkeypatch.setattr(wait_limit, "WINDOW_S", 0.1)
     dispatcher = await cluster.start(max_wait_s=0.4, overload_wait_s=0.2)
     (worker,) = cluster.prefill
     worker.serving = False

@@ -11,7 +11,7 @@ import uvloop
 
 from common.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from common.wire.messages import AbortRequest, DecodeRequest, PrefillRequest, ResetPrefixCache
-from router.dispatch.turns import MAX_PLACED_A_TURN
+from router.dispatch.request_scheduler import MAX_PLACED_A_TURN
 
 PROMPT = list(range(1, 13))
 
@@ -247,7 +247,7 @@ async def test_a_request_id_is_served_once_at_a_time(cluster, tools):
 @pytest.mark.parametrize("prompt", [[-1], [2**32], ["a"]])
 async def test_a_prompt_of_no_token_ids_is_refused(cluster, tools, prompt):
     dispatcher = await cluster.start()
-    with pytest.raises(InvalidRequest, match="no token id"):
+    with pytest.raises(InvalidRequest, match="invalid token id"):
         await tools.collect(dispatcher, tools.request(prompt))
     assert sum(dispatcher.load().stages.values()) == 0
 
@@ -295,7 +295,9 @@ async def test_ready_says_what_is_missing(cluster, tools):
     await tools.until(lambda: "silent" in dispatcher.ready[1])
     ready, why = dispatcher.ready
     assert not ready
-    assert why.startswith(f"no decode worker is ready (1 configured: {worker.address} silent for more than 0.3 s")
+    assert why.startswith(
+        f"no decode worker is ready (1 configured: worker {worker.worker_id}: silent for more than 0.3 s"
+    )
 
 
 async def test_max_model_len_is_that_of_the_smallest_worker(cluster):

@@ -27,7 +27,7 @@ from common.wire.sampling_params import SamplingParams
 from router.dispatch.client import GenerationRequest
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.request_state import Assignment, RequestState
-from router.dispatch.silence import why_left
+from router.dispatch.silence import silence_reason
 from router.fleet.worker import Worker
 from router.fleet.worker_connection import WorkerConnection
 
@@ -163,7 +163,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         dispatcher.core._recovery.recover = lambda state, failed, reason, now, **how: (  # type: ignore[method-assign]
             self.blamed.append(reason) or recover(state, failed, reason, now, **how)  # type: ignore[func-returns-value]
         )
-        quiet = dispatcher.core._quiet
+        quiet = dispatcher.core._silence
         self.silent = quiet.silent
         quiet.silent = self.silent_as_when_all_are_asked  # type: ignore[method-assign]
         return dispatcher
@@ -175,7 +175,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         for state in core.states.values():
             if not state.done and (assignment := state.waits_for) is not None:
                 idle_since = workers[assignment.address].life.idle_since
-                asked.append((state, assignment, why_left(state, assignment, core._config, idle_since, now)))
+                asked.append((state, assignment, silence_reason(state, assignment, core._config, idle_since, now)))
         found = self.silent(ids, workers, now)
         told = [(state.request.request_id, why) for state, _, why in found]
         assert told == [(state.request.request_id, why) for state, _, why in asked if why]
@@ -233,7 +233,7 @@ class DispatcherMachine(RuleBasedStateMachine):
                 self.hear(worker)
             worker.alive = worker.awake = False
             worker.forget()
-            self.run(lambda: self.dispatcher.fleet._lives.on_cut(worker.address, self.now))
+            self.run(lambda: self.dispatcher.fleet._monitor.on_cut(worker.address, self.now))
 
     @precondition(lambda self: any(self.transferring()))
     @rule()
@@ -457,7 +457,7 @@ class DispatcherMachine(RuleBasedStateMachine):
                     self.run(lambda worker=worker: fleet._on_message(worker.address, worker.heartbeat(ROUTER)))
 
         def tick() -> None:
-            fleet._lives.sweep(self.now)
+            fleet._monitor.sweep(self.now)
             for connection in fleet.connections.values():
                 connection.flush_aborts()
             self.dispatcher.on_tick(self.now)

@@ -12,13 +12,13 @@ from common.latency.step_model import StepModel
 from common.wire.messages import SHORT_HASH_BYTES
 from common.wire.sampling_params import SamplingParams
 from router.dispatch.client import GenerationRequest
-from router.dispatch.fetches import Fetches
+from router.dispatch.fetches import FetchPlanner
 from router.dispatch.placement import decode_request, prefill_request
 from router.dispatch.request_state import RequestState
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import WorkerState
-from router.policy.forecast import computed_there, on_decode, on_prefill
+from router.policy.forecast import forecast_decode, forecast_local, forecast_prefill
 from router.policy.request_shape import Fetch, RequestShape
 from router.policy.routing import RoutingPolicy
 
@@ -40,7 +40,7 @@ class Fleet:
     def __init__(self, **beats: dict[str, Any]) -> None:
         self.registry = WorkerRegistry(["p0", "p1", "p2"], ["d0"], worker_timeout_s=2.0)
         self.index = PrefixIndex()
-        self.fetches = Fetches(self.registry, self.index)
+        self.fetches = FetchPlanner(self.registry, self.index)
         for address in self.registry.workers:
             self.say(address, **beats.get(address, {}))
 
@@ -65,7 +65,7 @@ class Fleet:
     def of(self, *addresses: str, now: float = 0.0) -> dict[str, Fetch]:
         workers = [self.registry.workers[address] for address in addresses or self.registry.workers]
         hits = {16: self.index.hits(HASHES)}
-        return dict(self.fetches.of(self.state(), workers, hits, now))
+        return dict(self.fetches.plan(self.state(), workers, hits, now))
 
     def chosen(self) -> str:
         """The prefill worker of a request."""
@@ -90,7 +90,7 @@ def test_a_worker_pulls_what_another_holds() -> None:
     assert pull.end == 960 and pull.seconds == pytest.approx(2e-3 + 50e-3)
     assert pull.peer is not None and (pull.peer.worker_id, pull.peer.num_blocks) == ("p0", 60)
     assert pull.peer.address == "tcp://p0:7004"
-    forecast = on_prefill(fleet.registry.workers["p1"], fleet.shape(), 0.0)
+    forecast = forecast_prefill(fleet.registry.workers["p1"], fleet.shape(), 0.0)
     assert forecast.fetch_s == pull.seconds and forecast.prompt_s == pytest.approx(pull.seconds + 0.04, abs=0.005)
 
 
@@ -102,7 +102,7 @@ def test_the_workers_are_told_what_the_forecast_counted() -> None:
     assert request.peer == fetch.peer
     assert decode_request(state, None, 0.0, serial=1, fetch=fetch).peer == fetch.peer
     worker, shape = fleet.registry.workers["d0"], fleet.shape()
-    there = computed_there(worker, shape, on_decode(worker, shape), 0.0)
+    there = forecast_local(worker, shape, forecast_decode(worker, shape), 0.0)
     assert there.fetch_s == shape.fetch_s(worker) > 0
 
 

@@ -11,7 +11,7 @@ from common.wire.messages import TokenDelta
 from common.wire.sampling_params import SamplingParams
 from router.dispatch.client import GenerationRequest
 from router.dispatch.request_state import Assignment, RequestState
-from router.policy.forecast import on_prefill
+from router.policy.forecast import forecast_prefill
 from router.policy.routing import Choice
 
 from .test_admission import admission_of, check, decode, refuses, shape_of, worker
@@ -21,7 +21,7 @@ def first_token(admission, prefill, num_tokens, after_s, num_taken_back=0):
     """A prompt is placed on `prefill` at 0 and its first token comes."""
     registry = admission._registry
     state = RequestState(GenerationRequest("r", [1] * num_tokens, SamplingParams(max_tokens=2)), 0.0)
-    state.forecast = on_prefill(prefill, shape_of(num_tokens), 0.0)
+    state.forecast = forecast_prefill(prefill, shape_of(num_tokens), 0.0)
     booking = registry.book(prefill.address, 0.0, prompt=StepShape.of_prompt(0, num_tokens), num_blocks=1)
     state.assign(assignment := Assignment("prefill", prefill.address, "p", 1, 0, booking, 0, 0), 0.0)
     state.attempts.num_taken_back = num_taken_back
@@ -70,7 +70,7 @@ def test_a_prompt_that_waits_for_no_other_says_how_late_first_tokens_come():
     for _ in range(30):
         first_token(admission, prefill, 100, after_s=0.12)
     admission._registry.sweep(0.1)
-    assert on_prefill(prefill, shape_of(100), 0.0).lag_s == pytest.approx(0.02, rel=0.01)
+    assert forecast_prefill(prefill, shape_of(100), 0.0).lag_s == pytest.approx(0.02, rel=0.01)
     assert prefill.estimates.slowness < 1.2, "what is lag makes no worker slow"
 
 

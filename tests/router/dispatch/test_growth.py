@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 from common.latency.step_model import StepModel, StepShape
 from common.wire.sampling_params import SamplingParams
 from router.dispatch.client import GenerationRequest
-from router.dispatch.growth import Growth, num_more_blocks
+from router.dispatch.growth import BookingResizer, num_more_blocks
 from router.dispatch.request_state import Assignment, RequestState
 from router.fleet.booking import Booking, peak_growth
 from router.fleet.registry import WorkerRegistry
-from router.policy.forecast import num_lacking_blocks, on_decode, terms_of
+from router.policy.forecast import forecast_decode, forecast_inputs, num_lacking_blocks
 from router.policy.output_lengths import OutputLengths
 from router.policy.request_shape import RequestShape
 from router.policy.routing import RoutingPolicy
@@ -138,7 +138,7 @@ def test_an_answer_that_finds_no_room_stalls_itself_and_delays_the_others():
     registry, shape = registry_of(D, E, num_running=1), RequestShape(160, 200, {}, num_expected=160)
     book(registry, D, num_tokens=800, num_more=45)
     book(registry, E, num_tokens=800, num_more=20)
-    full, other = (on_decode(registry.workers[address], shape) for address in (D, E))
+    full, other = (forecast_decode(registry.workers[address], shape) for address in (D, E))
     assert full.stall_s > 0 and full.token_s > other.token_s and full.delay_s > other.delay_s
     assert other.stall_s == 0
 
@@ -153,7 +153,7 @@ def test_all_answers_have_their_turn_however_many_they_are(monkeypatch):
         state.assign(Assignment("decode", D, D, 1, 1, book(registry, num_tokens=16), 1, 0), 0.0)
         state.stream.token_ids.extend([2] * 160)
         states.append(state)
-    growth, worker = Growth(registry, OutputLengths()), registry.workers[D]
+    growth, worker = BookingResizer(registry, OutputLengths()), registry.workers[D]
     grown = []
     for _ in range(4):
         growth.tick(states)
@@ -188,5 +188,5 @@ def test_a_window_bounds_the_blocks_that_a_forecast_finds_lacking():
         layout = {"block_size": 16, "num_blocks": 100, "max_num_seqs": 64, "max_model_len": 4096}
         registry.on_hello(D, hello_of(D, "decode", window=window, epoch=2, **layout), 0.0)
         registry.on_heartbeat(D, heartbeat_of(D, epoch=2, step=1, num_free_blocks=30, step_model=MODEL), 0.0)
-        lacks.append(num_lacking_blocks(terms_of(registry.workers[D]), 1000))
+        lacks.append(num_lacking_blocks(forecast_inputs(registry.workers[D]), 1000))
     assert lacks == [33, 0]

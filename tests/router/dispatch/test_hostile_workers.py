@@ -82,7 +82,9 @@ async def test_a_worker_that_says_it_is_another_gets_nothing(lied_to, tools):
     hello = next(message for message in forged("a") if type(message).__name__ == "WorkerHello")
     liar.hello_message = lambda: hello  # however often it is asked
     liar.send(router, hello)
-    await tools.until(lambda: "not prefill" in dispatcher.fleet.registry.workers[liar.address].reason)
+    await tools.until(
+        lambda: "configured as a prefill worker" in dispatcher.fleet.registry.workers[liar.address].reason
+    )
     num_before = len(liar.of(PrefillRequest))
     for _ in range(3):
         assert (await tools.collect(dispatcher, tools.request(PROMPT)))[0] == tools.expected(PROMPT, 8)

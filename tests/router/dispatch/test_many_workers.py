@@ -20,20 +20,20 @@ PROMPT = [number % 250 for number in range(1000)]
 
 
 class Placing(Rig):
-    """80 workers, and what is sent to them; those in `deaf` take no messages."""
+    """80 workers, and what is sent to them; those in `unreachable` take no messages."""
 
     def __init__(self) -> None:
         super().__init__(40)
-        self.deaf: set[str] = set()
+        self.unreachable: set[str] = set()
         self.sent: list[str] = []
         self.placement = Placement(
             self.registry, self.policy, self.index, self.send, lambda address, request_id, attempt: None
         )
 
     def send(self, address: str, message: Message) -> bool:
-        if address not in self.deaf:
+        if address not in self.unreachable:
             self.sent.append(address)
-        return address not in self.deaf
+        return address not in self.unreachable
 
     def state(self, max_tokens: int = 50) -> RequestState:
         return RequestState(GenerationRequest("r", PROMPT, SamplingParams(max_tokens=max_tokens)), 0.0)
@@ -72,20 +72,20 @@ def test_what_was_sent_is_expected_where_it_went(placing: Placing) -> None:
 
 
 def test_deaf_workers_are_passed_over(placing: Placing) -> None:
-    placing.deaf = {f"d{number}" for number in range(39)}
+    placing.unreachable = {f"d{number}" for number in range(39)}
     choice = placing.place(placing.state())
     assert choice is not None and choice.decode is not None and choice.decode.address == "d39"
-    placing.deaf.add("d39")
+    placing.unreachable.add("d39")
     assert placing.place(placing.state()) is None
 
 
 def test_workers_that_failed_the_request_come_last(placing: Placing) -> None:
     state = placing.state()
-    state.attempts.failed_lives = {(f"d{number}", 1) for number in range(39)}
+    state.attempts.failed_incarnations = {(f"d{number}", 1) for number in range(39)}
     choice = placing.place(state)
     assert choice is not None and choice.decode is not None and choice.decode.address == "d39"
     state = placing.state()
-    state.attempts.failed_lives = {(f"{role}{number}", 1) for role in "pd" for number in range(40)}
+    state.attempts.failed_incarnations = {(f"{role}{number}", 1) for role in "pd" for number in range(40)}
     choice = placing.place(state)
     assert choice is not None and choice.local, "a decode worker gets a second chance, a prefill worker none beside it"
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from common.blocks.block_hash import BlockHasher, block_hashes
 from common.wire.message_fields import pack_tokens
-from router.dispatch.prompt import ALTERNATIVES, TAIL_BLOCKS, KnownHashes
+from router.dispatch.prompt import ALTERNATIVES, TAIL_BLOCKS, PromptHashCache
 
 SIZE = 16
 LONG = [number % 49_000 for number in range(5000)]
@@ -29,12 +29,12 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counted
 
 
-def hashes(known: KnownHashes, tokens: list[int], salt: str = "", size: int = SIZE) -> list[bytes]:
+def hashes(known: PromptHashCache, tokens: list[int], salt: str = "", size: int = SIZE) -> list[bytes]:
     return known.hasher(pack_tokens(tokens), size, salt).hashes
 
 
 def test_of_a_conversation_that_goes_on_only_the_rest_is_hashed(hashed: list[int]) -> None:
-    known = KnownHashes()
+    known = PromptHashCache()
     hashes(known, LONG)
     more = [*LONG[:-3], *range(40)]
     found = hashes(known, more)
@@ -45,14 +45,14 @@ def test_of_a_conversation_that_goes_on_only_the_rest_is_hashed(hashed: list[int
 
 @pytest.mark.parametrize("other", [("tenant", SIZE), ("", 32)])
 def test_another_salt_or_size_of_blocks_finds_nothing(hashed: list[int], other: tuple[str, int]) -> None:
-    known, (salt, size) = KnownHashes(), other
+    known, (salt, size) = PromptHashCache(), other
     hashes(known, LONG)
     assert hashes(known, LONG, salt, size) == block_hashes(LONG, size, salt)
     assert hashed[1] == 4 * size * (len(LONG) // size)
 
 
 def test_conversations_behind_one_beginning_are_all_known(hashed: list[int]) -> None:
-    known = KnownHashes()
+    known = PromptHashCache()
     conversations = [[*LONG[:2000], *range(start, start + 3000)] for start in range(ALTERNATIVES)]
     for tokens in conversations:
         hashes(known, tokens)
@@ -69,7 +69,7 @@ def test_conversations_behind_one_beginning_are_all_known(hashed: list[int]) -> 
 )
 def test_hashes_are_those_without_memory(turns: list[tuple[int, int, int]], size: int) -> None:
     """Each turn keeps a part of an earlier prompt and goes on otherwise."""
-    known, source, past = KnownHashes(max_bytes=200_000), random.Random(0), [LONG[:3000]]
+    known, source, past = PromptHashCache(max_bytes=200_000), random.Random(0), [LONG[:3000]]
     for which, num_kept, num_new in turns:
         tokens = [*past[which % len(past)][:num_kept], *(source.randrange(49_000) for _ in range(num_new))]
         assert hashes(known, tokens, size=size) == block_hashes(tokens, size)
@@ -79,7 +79,7 @@ def test_hashes_are_those_without_memory(turns: list[tuple[int, int, int]], size
 
 
 def test_what_is_kept_is_bounded(hashed: list[int]) -> None:
-    known = KnownHashes(max_bytes=100_000)
+    known = PromptHashCache(max_bytes=100_000)
     prompts = [[start, *LONG] for start in range(10)]
     for tokens in prompts:
         hashes(known, tokens)
@@ -91,7 +91,7 @@ def test_what_is_kept_is_bounded(hashed: list[int]) -> None:
 
 
 def test_a_branch_that_leaves_early_does_not_replace(hashed: list[int]) -> None:
-    known = KnownHashes()
+    known = PromptHashCache()
     hashes(known, LONG)
     hashes(known, [*LONG[: -SIZE * (TAIL_BLOCKS + 2)], *range(3000)])
     hashed.clear()

@@ -149,7 +149,7 @@ async def test_an_engine_that_stands_still_is_dead_until_it_moves(cluster, tools
     dispatcher = await cluster.start(prefill=0)
     worker = cluster.decode[0]
     worker.beat |= {"step": 7, "turn_limit_s": 0.2}
-    await tools.until(lambda: "stuck at step 7" in dispatcher.ready[1])
+    await tools.until(lambda: "(step 7)" in dispatcher.ready[1])
     worker.beat.clear()
     await tools.until(lambda: dispatcher.ready[0])
 
@@ -298,21 +298,25 @@ async def test_a_draining_worker_gets_nothing_new_and_finishes(cluster, tools):
 
 async def test_a_worker_that_does_not_read_is_passed_over(cluster, tools):
     dispatcher = await cluster.start(prefill=0, decode=2)
-    deaf, healthy = cluster.decode
+    unreachable, healthy = cluster.decode
     send = dispatcher.fleet.send
-    dispatcher.core._placement._send = lambda address, message: address != deaf.address and send(address, message)
+    dispatcher.core._placement._send = lambda address, message: (
+        address != unreachable.address and send(address, message)
+    )
     for _ in range(3):
         assert (await tools.collect(dispatcher, tools.request(PROMPT)))[0] == tools.expected(PROMPT, 8)
-    assert deaf.of(DecodeRequest) == []
+    assert unreachable.of(DecodeRequest) == []
     assert len(healthy.of(DecodeRequest)) == 3
 
 
 async def test_prefill_that_takes_no_messages_leaves_decode_alone(cluster, tools):
     dispatcher = await cluster.start()
-    deaf, send = cluster.prefill[0], dispatcher.fleet.send
-    dispatcher.core._placement._send = lambda address, message: address != deaf.address and send(address, message)
+    unreachable, send = cluster.prefill[0], dispatcher.fleet.send
+    dispatcher.core._placement._send = lambda address, message: (
+        address != unreachable.address and send(address, message)
+    )
     assert (await tools.collect(dispatcher, tools.request(PROMPT)))[0] == tools.expected(PROMPT, 8)
-    assert [message.prefill_worker for message in cluster.decode[0].of(DecodeRequest)] == [deaf.worker_id, ""]
+    assert [message.prefill_worker for message in cluster.decode[0].of(DecodeRequest)] == [unreachable.worker_id, ""]
 
 
 async def test_workers_killed_at_random_under_load(cluster, tools):

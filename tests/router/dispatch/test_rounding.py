@@ -15,7 +15,7 @@ ROUNDED = 5
 
 
 def strikes(dispatcher):
-    return [worker.life.num_strikes for worker in dispatcher.fleet.registry.workers.values()]
+    return [worker.life.num_consecutive_failures for worker in dispatcher.fleet.registry.workers.values()]
 
 
 async def begun_by_one_that_dies(cluster, tools, num_prefill):
@@ -147,7 +147,7 @@ async def test_two_that_disagree_in_one_attempt_are_at_fault(cluster, tools):
     assert tokens == tools.expected(PROMPT, 8)
     assert last.timeline.decode_worker != liar.worker_id
     assert dispatcher.load().num_retries == {"decode": 1}
-    assert dispatcher.fleet.registry.workers[liar.address].life.num_strikes == 1
+    assert dispatcher.fleet.registry.workers[liar.address].life.num_consecutive_failures == 1
 
 
 async def test_a_request_that_kills_its_workers_still_ends(cluster, tools):
@@ -163,6 +163,6 @@ async def test_a_request_that_kills_its_workers_still_ends(cluster, tools):
         worker.on_request = lambda router, message, worker=worker: (
             rebirths.append(asyncio.create_task(die_and_restart(worker))) or True
         )
-    with pytest.raises(FatalRequest, match="workers in a row died with this request"):
+    with pytest.raises(FatalRequest, match="workers that ran this request died"):
         await tools.collect(dispatcher, tools.request(PROMPT, max_tokens=200))
     assert len(rebirths) == 4

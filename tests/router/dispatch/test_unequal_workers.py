@@ -86,7 +86,9 @@ async def test_a_stream_that_fits_nowhere_else_waits_for_one_that_takes_it(clust
 async def test_a_request_that_fits_nowhere_says_so(cluster, tools):
     cluster.add("decode", max_model_len=12)
     dispatcher = await cluster.start(prefill=0, decode=0, queue_timeout_s=0.2)
-    with pytest.raises(Unavailable, match="it has 12 tokens, and ready decode workers take 12, the next one included"):
+    with pytest.raises(
+        Unavailable, match="it has 12 tokens, but ready decode workers accept at most 12, including the next one"
+    ):
         await tools.collect(dispatcher, tools.request(PROMPT))
 
 
@@ -145,7 +147,7 @@ async def test_a_stream_whose_weights_are_gone_ends_and_says_why(cluster, tools)
     new.beat.clear()
     await tools.until(lambda: len(ready(dispatcher)) == 2)
     old.die()
-    with pytest.raises(Unavailable, match="its answer began with weights that no ready decode worker has"):
+    with pytest.raises(Unavailable, match="no ready decode worker has the weights with which its answer began"):
         await task
     assert not new.of(DecodeRequest)
     assert (await tools.collect(dispatcher, tools.request(PROMPT)))[0] == tools.expected(PROMPT, 8)

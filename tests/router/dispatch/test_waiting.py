@@ -15,7 +15,9 @@ from common.wire.messages import TokenDelta
 from common.wire.sampling_params import SamplingParams
 from router.dispatch.client import GenerationRequest
 from router.dispatch.request_state import RequestState
-from router.dispatch.waiting import AGE_CAP_S, ELDER_TURNS, WaitingRequests
+from router.dispatch.waiting import AGE_CAP_S, PLACEMENTS_PER_OLDEST, WaitingRequests
+
+from ...examples import examples
 
 
 def request(
@@ -44,28 +46,28 @@ def served(queue: WaitingRequests, now: float = 0.0, most: int = 10_000) -> list
     """Requests in the order of their places, one at a time."""
     order: list[RequestState] = []
     while len(queue) and len(order) < most:
-        order.append(next(queue.in_turn(now)))
+        order.append(next(queue.in_order(now)))
         queue.placed(order[-1])
     return order
 
 
 def test_priority_comes_first() -> None:
     queue = queue_of(request("a", priority=-5), request("b"), request("c", priority=5, at=1.0))
-    assert names(queue.in_turn(1.0)) == names(served(queue, 1.0)) == "cba"
+    assert names(queue.in_order(1.0)) == names(served(queue, 1.0)) == "cba"
 
 
 def test_an_answer_that_has_begun_comes_before_all() -> None:
     begun = request("b", priority=-5)
     begun.stream.add(TokenDelta("b", 0, 0, (7,)))
-    assert names(queue_of(request("a", priority=5), begun).in_turn(0.0)) == "ba"
+    assert names(queue_of(request("a", priority=5), begun).in_order(0.0)) == "ba"
 
 
 def test_of_one_key_the_least_slack_comes_first_and_who_is_late_comes_last() -> None:
     queue = queue_of(
         request("a", ttft_s=9.0), request("b", ttft_s=5.0), request("c", num_tokens=5), request("d", num_tokens=2)
     )
-    assert names(queue.in_turn(1.0)) == "badc"
-    assert names(queue.in_turn(6.0)) == "adcb"
+    assert names(queue.in_order(1.0)) == "badc"
+    assert names(queue.in_order(6.0)) == "adcb"
 
 
 def test_a_long_prompt_must_begin_sooner_to_be_in_time() -> None:
@@ -73,7 +75,7 @@ def test_a_long_prompt_must_begin_sooner_to_be_in_time() -> None:
     queue = queue_of(*states)
     queue.hold(states[0], 0.5)
     queue.hold(states[1], 2.0)
-    assert names(queue.in_turn(0.0)) == "ba"
+    assert names(queue.in_order(0.0)) == "ba"
 
 
 def test_a_key_with_many_requests_does_not_starve_one_with_few() -> None:
@@ -86,7 +88,7 @@ def test_a_key_with_many_requests_does_not_starve_one_with_few() -> None:
 def test_keys_take_turns_within_one_pass() -> None:
     queue = queue_of(*(request(f"{key}{i}", key=key) for i in range(3) for key in "ab"))
     order = []
-    for state in queue.in_turn(0.0):
+    for state in queue.in_order(0.0):
         order.append(state)
         queue.placed(state)
     assert names(order) == "a0b0a1b1a2b2"
@@ -197,7 +199,7 @@ def test_a_request_that_is_held_again_and_again_keeps_its_place_in_the_order() -
         queue.hold(waits, 1.0)
         queue.placed(state)
     queue.hold(waits, 1.0)
-    assert names(queue.in_turn(0.0)) == "ab2"
+    assert names(queue.in_order(0.0)) == "ab2"
 
 
 def test_the_oldest_gets_each_eighth_place_once_it_has_waited_long() -> None:
@@ -205,7 +207,7 @@ def test_the_oldest_gets_each_eighth_place_once_it_has_waited_long() -> None:
     queue = queue_of(*old, *(request(f"n{i}", priority=5, at=AGE_CAP_S) for i in range(100)))
     now = AGE_CAP_S + 0.1
     places = [place for place, state in enumerate(served(queue, now, most=40)) if state in old]
-    assert places == [ELDER_TURNS * (i + 1) - 1 for i in range(3)]
+    assert places == [PLACEMENTS_PER_OLDEST * (i + 1) - 1 for i in range(3)]
     young = queue_of(request("b", priority=-5), *(request(f"n{i}", priority=5) for i in range(100)))
     assert "b" not in names(served(young, AGE_CAP_S - 0.1, most=100))
 
@@ -248,7 +250,7 @@ steps = st.lists(
 
 
 @given(steps)
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(derandomize=True, deadline=None, max_examples=examples(50))
 def test_every_request_is_there_once_until_it_is_placed(steps: list[tuple[str, int, int, int, float]]) -> None:
     queue, here, now = WaitingRequests(), dict[str, RequestState](), 0.0
     for number, (key, priority, num_tokens, num_placed, share) in enumerate(steps):
@@ -261,8 +263,8 @@ def test_every_request_is_there_once_until_it_is_placed(steps: list[tuple[str, i
             queue.hold(state, 0.1 * num_tokens)
         for placed in served(queue, now, most=num_placed):
             del here[placed.request.request_id]
-        in_turn = list(queue.in_turn(now))
-        assert len(in_turn) == len(queue) == len(here) and set(in_turn) == set(here.values())
+        in_order = list(queue.in_order(now))
+        assert len(in_order) == len(queue) == len(here) and set(in_order) == set(here.values())
         assert queue.held_s == pytest.approx(sum(state.held_s or 0.0 for state in here.values()))
 
 

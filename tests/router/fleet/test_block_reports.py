@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from common.engine.kv.block_log import BlockLog
 from common.wire.messages import BlockEvents, WorkerHeartbeat
-from router.fleet.lives import WorkerLives
 from router.fleet.prefix_index import ASK_AGAIN_S, BlockReports, PrefixIndex
 from router.fleet.registry import WorkerRegistry
+from router.fleet.worker_monitor import WorkerMonitor
 
 from ...fake_worker import heartbeat_of, hello_of
 
@@ -160,7 +160,7 @@ class Deaf:
 
 def test_a_worker_with_another_role_begins_with_an_empty_cache() -> None:
     index, registry = PrefixIndex(), WorkerRegistry([], ["w"], worker_timeout_s=2.0)
-    lives = WorkerLives(registry, index, Deaf(), lambda address: None, lambda address, message: True)
+    lives = WorkerMonitor(registry, index, Deaf(), lambda address: None, lambda address, message: True)
     for epoch, role in enumerate(("decode", "prefill", "decode"), 1):
         lives.on_message("w", hello_of("w", role, epoch=epoch, home="decode"), 0.0)
         assert registry.workers["w"].role == role and index.is_empty

@@ -85,7 +85,7 @@ async def test_a_worker_that_comes_back_with_another_model_changes_fleets(cluste
     await tools.until(lambda: found.ready("a") == {stays.address, moves.address})
     await tools.until(lambda: not found.of["b"].fleet.registry.workers)
     assert found.of["b"].ready == (
-        False, "no decode worker says that it serves this model"
+        False, "no decode worker serves this model"
     )  # fmt: skip
 
 
@@ -94,7 +94,7 @@ async def test_a_worker_that_says_its_model_only_when_it_has_loaded(cluster: Any
     found = await two()
     await tools.until(lambda: worker.address in found.census._said)
     assert found.of["a"].ready[1] == (
-        f"no decode worker says that it serves this model ({worker.address} serves ./a-folder)"
+        f"no decode worker serves this model (worker {worker.worker_id}: serves ./a-folder)"
     )
     worker.hello["model"] = "org/a"
     await tools.until(lambda: found.ready("a"))
@@ -104,7 +104,7 @@ async def test_an_address_without_a_worker_is_asked_until_there_is_one(cluster: 
     worker = cluster.add("decode", model="org/a")
     worker.die()
     found = await two()
-    said = f"no decode worker says that it serves this model ({worker.address} has not said what it serves)"
+    said = f"no decode worker serves this model (worker at {worker.address}: no hello received)"
     assert found.of["a"].ready == (False, said)
     await worker.restart()
     await tools.until(lambda: found.ready("a"))
@@ -124,7 +124,7 @@ async def test_discovery_adds_and_withholds_workers_of_each_model(
     file.write_text(json.dumps(listed))
     await tools.until(lambda: found.ready("b") and not found.ready("a"))
     (leaving,) = found.of["a"].fleet.registry.workers.values()
-    assert leaving.withheld == "is being ended"
+    assert leaving.withheld == "terminating"
     file.write_text(json.dumps({"decode": [second.address]}))
     await tools.until(lambda: not found.of["a"].fleet.registry.workers)
     assert found.ready("b") == {second.address}

@@ -56,7 +56,7 @@ async def test_a_worker_that_is_removed_ends_its_streams_and_is_forgotten(cluste
     assert (len(staying.of(DecodeRequest)), len(leaving.of(DecodeRequest))) == (1, 1)
     states = {worker.address: worker.state for worker in dispatcher.load().workers}
     assert states == {leaving.address: "withheld", staying.address: "ready"}
-    assert dispatcher.load().workers[0].reason == "is no longer listed"
+    assert dispatcher.load().workers[0].reason == "no longer listed"
     leaving.token_s = 0.0
     tokens, last = await task
     assert tokens == tools.expected(request.prompt_token_ids, 2000)
@@ -64,7 +64,7 @@ async def test_a_worker_that_is_removed_ends_its_streams_and_is_forgotten(cluste
     await tools.until(lambda: leaving.address not in dispatcher.fleet.connections)
     events = [(event.kind, event.worker, event.detail) for event in dispatcher.load().events]
     assert events[0] == ("gone", leaving.worker_id, "")
-    assert {("withheld", leaving.worker_id, "is no longer listed"), ("found", staying.address, "")} <= set(events)
+    assert {("withheld", leaving.worker_id, "no longer listed"), ("found", staying.address, "")} <= set(events)
     assert [worker.address for worker in dispatcher.load().workers] == [staying.address]
     assert not leaving.of(AbortRequest)
 
@@ -153,7 +153,7 @@ async def test_when_no_worker_passes_its_probe_their_own_heartbeats_decide(
     for _ in range(2):
         dispatcher.fleet.reconcile(listed(prefill) + unready + leaving)
     assert [is_ready(dispatcher, worker) for worker in (*decode, ending)] == [True, True, False]
-    assert len([line for line in caplog.messages if "no decode worker passes its readiness probe" in line]) == 1
+    assert len([line for line in caplog.messages if "all decode workers fail them" in line]) == 1
     await tools.collect(dispatcher, tools.request())
     dispatcher.fleet.reconcile(listed(prefill, decode[0]) + listed(decode[1], serving=False))
     assert [is_ready(dispatcher, worker) for worker in decode] == [True, False]
@@ -205,13 +205,13 @@ async def test_discovery_cannot_bring_more_workers_than_the_router_holds(
     others = [Endpoint("decode", f"tcp://127.0.0.1:{port}") for port in (1, 2, 3)]
     dispatcher.fleet.reconcile(listed(worker) + others)
     assert len(dispatcher.fleet.connections) == 2
-    assert "found 4 workers, the first 2 are used" in caplog.text
+    assert "found 4 workers, using only the first 2" in caplog.text
 
 
 async def test_only_the_loss_of_a_worker_that_served_is_a_warning(
     cluster: Any, tools: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger="router.fleet.lives")
+    caplog.set_level(logging.INFO, logger="router.fleet.worker_monitor")
     loading, served = cluster.add("decode"), cluster.add("decode")
     loading.beat["ready"] = False
     dispatcher = await cluster.start(0, 0, wait=False)
@@ -223,13 +223,40 @@ async def test_only_the_loss_of_a_worker_that_served_is_a_warning(
 
     for worker in (loading, served):
         worker.die()
-    await tools.until(lambda: level_of(f"worker {served.address} is lost: ") == logging.WARNING)
-    await tools.until(lambda: level_of(f"worker {loading.address} went away before it was ready: ") == logging.INFO)
+    await tools.until(lambda: level_of(f"worker {served.worker_id}: lost: ") == logging.WARNING)
+    await tools.until(lambda: level_of(f"worker {loading.worker_id}: lost before it was ready: ") == logging.INFO)
     loading.beat["ready"] = True
     await loading.restart()
     await tools.until(lambda: is_ready(dispatcher, loading))
     loading.die()
-    await tools.until(lambda: level_of(f"worker {loading.address} is lost: ") == logging.WARNING)
+    await tools.until(lambda: level_of(f"worker {loading.worker_id}: lost: ") == logging.WARNING)
+
+
+async def test_log_lines_name_a_worker_by_its_id_once_it_is_known(
+    cluster: Any, tools: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From discovery to removal: found, ready, withheld, lost and removed; only the hello states id and address."""
+    caplog.set_level(logging.INFO, logger="router")
+    dispatcher = await cluster.start(0, 0, wait=False)
+    worker, name = (one := cluster.add("decode")), f"worker {one.worker_id}"
+    endpoint = Endpoint("decode", worker.address)
+    dispatcher.fleet.reconcile([endpoint])
+    await tools.until(lambda: is_ready(dispatcher, worker))
+    dispatcher.fleet.reconcile([Endpoint("decode", worker.address, terminating=True)])
+    worker.die()
+    await tools.until(lambda: any(line.startswith(f"{name}: lost: ") for line in caplog.messages))
+    assert dispatcher.ready[1].startswith(f"no decode worker is ready (1 configured: {name}: ")
+    (shown,) = dispatcher.load().workers
+    assert (shown.worker_id, shown.address) == (worker.worker_id, worker.address)
+    dispatcher.fleet.reconcile([])
+    await tools.until(lambda: f"{name} (decode): removed: no longer listed" in caplog.messages)
+    assert {event.worker for event in dispatcher.load().events} == {worker.address, worker.worker_id}
+    with_address = [line for line in caplog.messages if worker.address in line]
+    assert with_address[0] == f"worker at {worker.address} (decode): discovered"
+    assert [line.partition(" (KV layout")[0] for line in with_address[1:]] == [
+        f"{name} at {worker.address}: said hello"
+    ]
+    assert f"{name} (decode): no new requests: terminating" in caplog.messages
 
 
 async def test_pools_that_do_not_fit_are_said_once(cluster: Any, tools: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -240,7 +267,7 @@ async def test_pools_that_do_not_fit_are_said_once(cluster: Any, tools: Any, cap
     (decode,) = cluster.decode
     assert dispatcher.ready[0]
     await tools.until(lambda: dispatcher.fleet.pairing.impossible)
-    assert len(dispatcher.fleet.pairing.prefill) == 2 and dispatcher.fleet.pairing.decode == (decode.address,)
+    assert len(dispatcher.fleet.pairing.prefill) == 2 and dispatcher.fleet.pairing.decode == (decode.worker_id,)
     is_ready, note = dispatcher.ready
     assert is_ready and "no prefill worker can serve a decode worker" in note and "layout new" in note
     await asyncio.sleep(0.1)

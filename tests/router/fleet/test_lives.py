@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from router.fleet.lives import NUM_KEPT, FleetEvents, WorkerLives
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
+from router.fleet.worker_monitor import NUM_KEPT, FleetEvents, WorkerMonitor
 
 from ...fake_worker import heartbeat_of, hello_of
 
@@ -25,7 +25,7 @@ class Rig:
 
     def __init__(self) -> None:
         self.registry = WorkerRegistry([], [D], worker_timeout_s=2.0)
-        self.lives = WorkerLives(self.registry, PrefixIndex(), Deaf(), lambda _: None, lambda *_: True)
+        self.lives = WorkerMonitor(self.registry, PrefixIndex(), Deaf(), lambda _: None, lambda *_: True)
 
     def starts(self, now: float, epoch: int = 1, role: str = "decode") -> None:
         self.lives.on_message(D, hello_of("decode-0", role, home="decode", epoch=epoch), now)
@@ -50,7 +50,7 @@ def test_a_cut_connection_silence_and_a_restart() -> None:
         (1.0, "ready", "decode-0", "decode", ""),
         (5.0, "lost", "decode-0", "decode", "not reachable"),
         (6.0, "ready", "decode-0", "decode", ""),
-        (7.0, "lost", "decode-0", "decode", "restarted as epoch 3"),
+        (7.0, "lost", "decode-0", "decode", "restarted (epoch 3)"),
         (7.0, "ready", "decode-0", "decode", ""),
         (9.5, "lost", "decode-0", "decode", "silent for more than 2 s"),
     ]

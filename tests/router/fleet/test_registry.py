@@ -65,9 +65,7 @@ def test_silence_of_a_worker_whose_frames_are_dropped_says_so(alive):
     alive.on_unreadable(D, "Expected `float` <= 1000000.0")
     assert [alive.sweep(now) for now in (0.0, 0.9, 1.8)] == [[], [], []]
     (dead,) = alive.sweep(2.1)
-    assert dead.reason == (
-        "silent for more than 2 s, because its messages cannot be read: Expected `float` <= 1000000.0"
-    )
+    assert dead.reason == ("silent for more than 2 s, because its messages are invalid: Expected `float` <= 1000000.0")
     alive.on_heartbeat(D, beat(step=2), 3.0)
     assert alive.workers[D].ready and alive.workers[D].life.unreadable == ""
 
@@ -150,7 +148,7 @@ def test_a_cut_connection_ends_the_life_once(alive):
 def test_a_worker_of_the_wrong_role_is_never_ready(registry):
     registry.on_hello(D, hello(role="prefill"), 0.0)
     registry.on_heartbeat(D, beat(), 0.0)
-    assert "is a prefill worker, not decode" in registry.missing("decode", 0.0)
+    assert "it is a prefill worker, but is configured as a decode worker" in registry.missing("decode", 0.0)
 
 
 def test_a_worker_with_empty_blocks_is_never_ready(registry):
@@ -161,9 +159,11 @@ def test_a_worker_with_empty_blocks_is_never_ready(registry):
 
 def test_missing_names_the_workers(alive):
     alive.sweep(0.0), alive.sweep(0.9), alive.sweep(1.8), alive.sweep(2.7)
-    expected = f"no decode worker is ready (1 configured: {D} silent for more than 2 s, last heard 3.1 s ago)"
+    expected = (
+        "no decode worker is ready (1 configured: worker decode-1: silent for more than 2 s, last message 3.1 s ago)"
+    )
     assert alive.missing("decode", 3.1) == expected
-    assert "never heard from" in alive.missing("prefill", 3.1)
+    assert "no hello received yet" in alive.missing("prefill", 3.1)
 
 
 def test_the_pool_bounds_the_longest_sequence(alive):
@@ -253,7 +253,7 @@ def test_a_worker_works_in_the_role_that_it_says_and_belongs_where_it_is_at_home
     assert [worker.address for worker in alive.ready("prefill")] == [D]
     assert alive.ready("decode") == [] and alive.workers[D].home == "decode"
     assert alive.role_changes == {("decode", "prefill"): 1}
-    assert alive.missing("decode", 0.1) == "no decode worker is ready (1 configured: they have changed their role)"
+    assert alive.missing("decode", 0.1) == "no decode worker is ready (1 configured: all have changed their role)"
     alive.on_cut(D)
     alive.on_hello(D, hello("decode", epoch=3, home="decode"), 0.2)
     alive.on_heartbeat(D, beat(epoch=3), 0.2)
@@ -263,9 +263,9 @@ def test_a_worker_works_in_the_role_that_it_says_and_belongs_where_it_is_at_home
 @pytest.mark.parametrize(
     ("role", "home", "why"),
     [
-        ("prefill", "prefill", "is a prefill worker, not decode"),
-        ("decode", "prefill", "is a prefill worker, not decode"),
-        ("both", "decode", "has the role both"),
+        ("prefill", "prefill", "it is a prefill worker, but is configured as a decode worker"),
+        ("decode", "prefill", "it is a prefill worker, but is configured as a decode worker"),
+        ("both", "decode", "unknown role 'both'"),
     ],
 )
 def test_a_worker_that_is_at_home_elsewhere_is_refused(registry, role, home, why):
@@ -337,4 +337,6 @@ def test_rivals_are_what_workers_report_beside_our_own(alive):
     for step in range(2, 40):
         alive.on_heartbeat(D, beat(step=step, num_running=4, serial=booking.serial), 0.1 * step)
         alive.sweep(0.1 * step)
-    assert alive.workers[D].estimates.rivals == pytest.approx(3.0, rel=0.01), "one request of ours, three of others"
+    assert alive.workers[D].estimates.other_routers == pytest.approx(3.0, rel=0.01), (
+        "one request of ours, three of others"
+    )

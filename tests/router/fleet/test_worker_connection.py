@@ -104,7 +104,7 @@ async def test_frames_that_cannot_be_read_are_told_and_the_next_is_read(wire, to
     assert recorder.messages == [failed] and {address for address, _ in recorder.unreadable} == {connection.address}
     reasons = [why for _, why in recorder.unreadable]
     assert len(reasons) == 3
-    assert reasons[1:] == ["2 parts instead of 1", "a RouterHeartbeat is not for routers"]
+    assert reasons[1:] == ["2 parts instead of 1", "unexpected RouterHeartbeat message"]
 
 
 async def test_a_message_whose_signal_a_send_took_is_read(wire, tools):
@@ -210,7 +210,7 @@ async def test_a_worker_with_keys_is_told_of_and_found_once_it_has_none(tools):
     connection = WorkerConnection(f"tcp://127.0.0.1:{port}", "me", events, hwm=2)
     connection.open(context)
     watching = asyncio.create_task(connection.watch())
-    certain = (connection.address, "it wants CURVE, and this process was given no --curve-key")
+    certain = (connection.address, "it requires CURVE, but this process has no --curve-key")
     await tools.until(lambda: certain in told)  # a guess may come first: who hangs up first is chance
     assert not connection.send(RouterHeartbeat(router_id="me")) and recorder.cuts == 0
     secured.close(linger=0)

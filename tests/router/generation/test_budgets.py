@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from router.generation.budgets import TurnBudget
+from router.generation.budgets import LoopTimeBudget
 
 
 class Work:
@@ -15,7 +15,7 @@ class Work:
 
     def __init__(self, turn_s: float) -> None:
         self.now, self.done = 0.0, ""
-        self.budget = TurnBudget(turn_s, clock=lambda: self.now)
+        self.budget = LoopTimeBudget(turn_s, clock=lambda: self.now)
 
     def job(self, name: str, took_s: float = 1.0) -> Callable[[], str]:
         def run() -> str:

@@ -38,7 +38,7 @@ def test_a_file_may_name_none(text: str) -> None:
         (SQL + '[[adapter]]\nname = "a b"\npath = "/x"\n', r"matching regex .* - at `\$.adapter\[1\].name`"),
         ('[[adapter]]\nname = "a"\npath = ""\n', r"length >= 1 - at `\$.adapter\[0\].path`"),
         ('[[adapter]]\nname = "a"\npath = 3\n', r"got `int` - at `\$.adapter\[0\].path`"),
-        (SQL + SQL, "each name once, not 'sql' again"),
+        (SQL + SQL, "unique adapter names; 'sql' occurs twice"),
         ("#" * (1024 * 1024 + 1), "at most 1,048,576 bytes"),
         (
             "".join(f'[[adapter]]\nname = "a{i}"\npath = "/a"\n' for i in range(MAX_ADAPTERS + 1)),
@@ -47,7 +47,7 @@ def test_a_file_may_name_none(text: str) -> None:
     ],
 )
 def test_what_is_refused(text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=rf"lora_file='f' is refused: .*{message}"):
+    with pytest.raises(ConfigError, match=rf"lora_file='f': must be .*{message}"):
         adapters_of("f", text.encode())
 
 
@@ -67,8 +67,8 @@ def test_an_adapter_is_for_the_model_that_it_names(tmp_path: Path, catalog: Cata
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (SQL + 'model = "other"\n', "adapter 'sql', model: one of small, large, not 'other'"),
-        (SQL.replace('"sql"', '"fast"'), "names that no model, alias or split has, not 'fast'"),
+        (SQL + 'model = "other"\n', "adapter 'sql' has one of the models small, large, not 'other'"),
+        (SQL.replace('"sql"', '"fast"'), "names that no model, alias or split has, unlike 'fast'"),
     ],
 )
 def test_an_adapter_of_no_model_is_refused(tmp_path: Path, catalog: Catalog, text: str, message: str) -> None:

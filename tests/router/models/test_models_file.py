@@ -47,21 +47,27 @@ def test_a_file_of_models(tmp_path: Path) -> None:
     ("text", "why"),
     [
         ("", r"at least one \[\[model\]\]"),
-        ("[[models]]\nmodel='a'", "not 'models'"),
-        ("[[model]]\nname='a'", "model 1, model: a name"),
-        ("[[model]]\nmodel='a'\nalias='b'", "model 1, alias: only model, name"),
-        ("[[model]]\nmodel='a'\naliases=['b c']", "model 1, aliases"),
-        ("[[model]]\nmodel='a'\nhold=1", "model 1, hold: true or false"),
-        ("[[model]]\nmodel='a'\ntokens_per_minute=-1", "model 1, tokens_per_minute"),
-        ("[[model]]\nmodel='a'\n[[split]]\nname='s'", "split 1, weights"),
-        ("[[model]]\nmodel='a'\n[[split]]\nname='s'\nweights={a=0}", "split 1, weights: at least one number above 0"),
-        ("[[model]]\nmodel='a'\n[[split]]\nname='s'\nweights={a=inf}", "split 1, weights.a: a number from 0"),
-        ("[[model]]\nmodel='a'\nslo_ttft_ms='1 s'", "model 1, slo_ttft_ms: milliseconds, at most"),
-        ("[[model]]\nmodel='a'\nslo_tpot_ms=nan", "model 1, slo_tpot_ms: milliseconds"),
-        ("[[model]]\nmodel='a'\nmin_decode=1.5", "model 1, min_decode: a whole number from 0 to 1024"),
-        ("[[model]]\nmodel='a'\nprice_prefill=0", "model 1, price_prefill: a number from 0.001"),
-        ("[[model]]\nmodel='a'\ndecode_deployment='Not/A/Name'", "model 1, decode_deployment: a name as Kubernetes"),
-        ("[[model]]\nmodel='a'\nmax_cost=3", "model 1, max_cost: only model, name"),
+        ("[[models]]\nmodel='a'", "without 'models'"),
+        ("[[model]]\nname='a'", "model 1: model must be a name"),
+        ("[[model]]\nmodel='a'\nalias='b'", "model 1: alias must be one of the fields model, name"),
+        ("[[model]]\nmodel='a'\naliases=['b c']", "model 1: aliases must be"),
+        ("[[model]]\nmodel='a'\nhold=1", "model 1: hold must be true or false"),
+        ("[[model]]\nmodel='a'\ntokens_per_minute=-1", "model 1: tokens_per_minute must be"),
+        ("[[model]]\nmodel='a'\n[[split]]\nname='s'", "split 1: weights must be"),
+        (
+            "[[model]]\nmodel='a'\n[[split]]\nname='s'\nweights={a=0}",
+            "split 1: weights must be a table with at least one number above 0",
+        ),
+        ("[[model]]\nmodel='a'\n[[split]]\nname='s'\nweights={a=inf}", "split 1: weights.a must be a number from 0"),
+        ("[[model]]\nmodel='a'\nslo_ttft_ms='1 s'", "model 1: slo_ttft_ms must be 0 .* milliseconds"),
+        ("[[model]]\nmodel='a'\nslo_tpot_ms=nan", "model 1: slo_tpot_ms must be 0 .* milliseconds"),
+        ("[[model]]\nmodel='a'\nmin_decode=1.5", "model 1: min_decode must be 0 to 1024"),
+        ("[[model]]\nmodel='a'\nprice_prefill=0", "model 1: price_prefill must be 0.001 to"),
+        (
+            "[[model]]\nmodel='a'\ndecode_deployment='Not/A/Name'",
+            "model 1: decode_deployment must be a valid Kubernetes name",
+        ),
+        ("[[model]]\nmodel='a'\nmax_cost=3", "model 1: max_cost must be one of the fields model, name"),
         ("[[model]\n", "a valid TOML file"),
     ],
 )
@@ -96,9 +102,11 @@ def test_one_model_is_what_it_was() -> None:
 
 
 def test_several_models_are_named_by_a_file_only() -> None:
-    with pytest.raises(ConfigError, match="model='a, b' is refused: given once.*--models-file names several"):
+    with pytest.raises(
+        ConfigError, match="option --model is given 2 times .*: use --models-file to serve several models"
+    ):
         router_of("--model", "a", "--model=b")
-    with pytest.raises(ConfigError, match="given once: a worker serves one model"):
+    with pytest.raises(ConfigError, match="given 2 times .*: a worker serves one model"):
         read(PrefillWorkerConfig, ["--model", "a", "--model", "b"], environ={})
 
 
@@ -115,7 +123,7 @@ def test_settings_that_exclude_each_other(flags: tuple[str, ...]) -> None:
 
 
 def test_the_example_of_the_documentation_is_read(tmp_path: Path, repository: Path) -> None:
-    lines = (repository / "docs" / "operations.md").read_text(encoding="utf-8").splitlines()
+    lines = (repository / "docs" / "guides" / "operate.md").read_text(encoding="utf-8").splitlines()
     begin = lines.index("    [[model]]")
     end = next(number for number in range(begin, len(lines)) if lines[number] and not lines[number].startswith("    "))
     table = read_models(write(tmp_path, "\n".join(lines[begin:end])))

@@ -32,11 +32,11 @@ def test_bounds_and_budget_share_what_there_is() -> None:
     bounds: Mapping[Role, Bounds] = {"prefill": Bounds(1, 8, price=1.0), "decode": Bounds(1, 10, price=2.0)}
     found = Budget().fit("", ask(6, 12, bounds))
     assert dict(found.allowed) == {"prefill": 6, "decode": 10}
-    assert found.shortfall == "12 decode workers are needed, 10 allowed"
+    assert found.shortfall == "12 decode workers are needed, but the maximum is 10"
     found = Budget(12.0).fit("", ask(6, 9, bounds))
     assert found.allowed["prefill"] + 2 * found.allowed["decode"] <= 12.0
     assert found.allowed["prefill"] / 6 == pytest.approx(found.allowed["decode"] / 9, abs=0.2)
-    assert found.shortfall == "the workers needed cost 24, the budget is 12"
+    assert found.shortfall == "the needed workers cost 24, but the budget is 12"
 
 
 def test_workers_without_a_machine_cost_nothing() -> None:
@@ -66,7 +66,7 @@ def test_what_one_model_does_not_need_another_has() -> None:
     # b wakes up: it waits for one look, in which a is allowed less.
     found = budget.fit("b", ask(1, 1))
     assert found.allowed == {"prefill": 0, "decode": 0}
-    assert found.shortfall == "the workers needed cost 2, the budget is 10, of which other models have 10"
+    assert found.shortfall == "the needed workers cost 2, but the budget is 10, of which other models use 10"
     assert budget.fit("a", ask(5, 5)).allowed == {"prefill": 4, "decode": 4}
     assert budget.fit("b", ask(1, 1)).allowed == {"prefill": 1, "decode": 1}
 

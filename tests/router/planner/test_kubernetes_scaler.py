@@ -101,7 +101,7 @@ async def test_a_set_of_groups_of_pods_is_scaled(api: KubernetesAPI, lease_of: C
 def test_the_name_of_a_set_says_its_kind() -> None:
     names: dict[str, Any] = {"max_decode": 2, "planner": "kubernetes"}
     assert RouterConfig(**names, decode_deployment="leaderworkersets/d").decode_deployment == "leaderworkersets/d"
-    with pytest.raises(ConfigError, match="decode_deployment='statefulsets/d' is refused"):
+    with pytest.raises(ConfigError, match="decode_deployment='statefulsets/d': must be"):
         RouterConfig(**names, decode_deployment="statefulsets/d")
 
 

@@ -68,7 +68,7 @@ def test_ready_starting_silent_and_gone() -> None:
 
 def test_workers_that_leave_are_not_counted_on() -> None:
     workers = registry(prefill=beat("prefill", draining=True), decode=beat("decode"))
-    workers.withhold(DECODE, "is being ended")
+    workers.withhold(DECODE, "terminating")
     pools = PoolObserver(("prefill", "decode")).observe(workers.workers.values(), {}, 0.0)
     assert [(pool.num_present, pool.num_draining) for pool in pools.values()] == [(0, 1), (0, 1)]
 
@@ -154,7 +154,7 @@ def test_a_look_becomes_a_plan_a_log_line_and_gauges(caplog: pytest.LogCaptureFi
     assert plan.wanted("prefill") >= 2
     assert f'diptych_pool_wanted_workers{{engine="router",role="prefill"}} {plan.wanted("prefill")}.0' in page
     assert "diptych_offered_requests_per_second" in page and 'kind="measured",slo="ttft"} 0.2' in page
-    line = next(record for record in caplog.records if record.message == "the plan wants workers")
+    line = next(record for record in caplog.records if record.message.startswith("planner: wants "))
     assert line.__dict__["reason"].startswith("grows from 1: prompts")
     assert line.__dict__["requests_per_s"] == pytest.approx(40.0)
     said = len(caplog.records)

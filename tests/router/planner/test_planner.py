@@ -91,7 +91,7 @@ def test_zero_after_the_idle_time_and_one_at_the_first_request(fleet: Pools) -> 
     waking = replace(fleet(0, 0), num_held={"prefill": 1, "decode": 1})
     found = plan.plan(load(0.0), waking, 310.0)
     assert (found.wanted("prefill"), found.wanted("decode")) == (1, 1)
-    assert "1 requests find no worker" in found.pools["decode"].reason
+    assert "1 requests have no decode worker" in found.pools["decode"].reason
 
 
 def test_the_minimum_is_kept_without_any_load(fleet: Pools) -> None:
@@ -118,7 +118,7 @@ def test_workers_that_find_no_machine_are_not_counted_on_and_do_not_freeze_the_p
     again = plan.plan(load(300.0), stuck, 5.0)
     assert again.wanted("prefill") > first.wanted("prefill") > 3, "still asked for"
     assert again.wanted("decode") > first.wanted("decode"), "they take no budget from the others"
-    assert "5 prefill workers find no machine" in again.unmet
+    assert "5 prefill workers are unschedulable" in again.unmet
     assert again.predicted.ttft_s > GOALS.ttft_s, "with the three that there are"
 
 
@@ -127,7 +127,8 @@ def test_goals_out_of_reach_and_bounds_are_named(fleet: Pools) -> None:
     found = plan.plan(load(300.0), fleet(), 0.0)
     assert found.wanted("prefill") == 2
     assert (
-        "cannot be met: a lone sequence takes" in found.unmet and "prefill workers are needed, 2 allowed" in found.unmet
+        "cannot be met: a lone sequence takes" in found.unmet
+        and "prefill workers are needed, but the maximum is 2" in found.unmet
     )
 
 
@@ -168,7 +169,7 @@ def test_the_sum_grows_when_roles_do_not_suffice_at_the_home_that_is_short(fleet
     found = planner().plan(load(300.0), replace(fleet(1, 3), homes={"prefill": 2, "decode": 2}), 0.0)
     assert found.wanted("prefill") + found.wanted("decode") == total
     assert found.wanted("prefill") == by_role.pools["prefill"].needed
-    assert "workers that change roles are needed" in found.pools["prefill"].reason
+    assert "workers with changing roles" in found.pools["prefill"].reason
 
 
 def test_the_sum_takes_the_other_home_where_one_is_at_its_bound(fleet: Pools) -> None:

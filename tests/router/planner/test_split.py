@@ -18,7 +18,7 @@ from router.fleet.registry import WorkerRegistry
 from router.planner import split
 from router.planner.offered_load import OfferedLoad, SampledRequest
 from router.planner.pool import Fleet, Goals, PoolState, WorkerKind
-from router.planner.split import SizingForecaster, Splits, UnderWay
+from router.planner.split import PresentWork, SizingForecaster, SplitEvaluator
 
 from ...fake_worker import heartbeat_of, hello_of
 
@@ -256,12 +256,12 @@ ANSWERS = OfferedLoad(3.6, 3.6, 1.0, (SampledRequest(100, 0, 200),) * 8)
 LONG_PROMPTS, LONG_ANSWERS = [(2.8, 4000, 32)], [(3.6, 100, 200)]
 
 
-NOTHING = UnderWay()
+NOTHING = PresentWork()
 
 
-def missed(load: OfferedLoad, running: UnderWay = NOTHING, ttft_s: float = 4.0, tpot_s: float = 0.07) -> list[float]:
+def missed(load: OfferedLoad, running: PresentWork = NOTHING, ttft_s: float = 4.0, tpot_s: float = 0.07) -> list[float]:
     """By number of prefill workers, of four workers, in ten seconds."""
-    splits = Splits(load, FLEET, Goals(ttft_s, tpot_s), running, 10.0)
+    splits = SplitEvaluator(load, FLEET, Goals(ttft_s, tpot_s), running, 10.0)
     return [splits.num_missed(num, 4 - num) for num in range(4)]
 
 
@@ -276,15 +276,15 @@ def test_long_prompts_want_prefill_workers_and_long_answers_decode_workers() -> 
 
 
 def test_prompts_that_wait_already_count_against_few_workers() -> None:
-    assert missed(PROMPTS, UnderWay(waiting_s=6.0))[2] > missed(PROMPTS)[2] + 5
-    assert missed(PROMPTS, UnderWay(waiting_s=6.0))[3] < 0.5
+    assert missed(PROMPTS, PresentWork(waiting_s=6.0))[2] > missed(PROMPTS)[2] + 5
+    assert missed(PROMPTS, PresentWork(waiting_s=6.0))[3] < 0.5
 
 
 def test_answers_that_run_keep_their_workers_until_they_have_ended() -> None:
     """Long prompts begin to come while long answers still run: first two workers change, the third one later."""
 
     def then(num: int, waiting_s: float) -> int:
-        return best(missed(PROMPTS, UnderWay(waiting_s, num, context=250.0, tokens_left=100.0, num_decode=3)))
+        return best(missed(PROMPTS, PresentWork(waiting_s, num, context=250.0, tokens_left=100.0, num_decode=3)))
 
     assert [then(45, 0.0), then(30, 4.0), then(15, 6.0)] == [1, 2, 3]
 

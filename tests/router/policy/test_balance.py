@@ -8,7 +8,7 @@ import pytest
 
 from common.latency.step_model import StepModel, StepShape
 from router.fleet.registry import WorkerRegistry
-from router.policy.balance import HORIZON_S, Running, choose_move, until_full_s, why_leave
+from router.policy.balance import HORIZON_S, Running, choose_move, overload_reason, until_full_s
 
 from ...fake_worker import heartbeat_of, hello_of
 
@@ -48,13 +48,13 @@ def test_a_worker_knows_when_its_blocks_run_out() -> None:
     step_s = 0.01 + 4e-3 + 1e-7 * 1280
     assert until_full_s(workers[A]) == pytest.approx(20 * 16 * step_s / 4)
     assert until_full_s(workers[B]) == until_full_s(workers[C]) == math.inf
-    assert [why_leave(workers[address], 0.0) for address in (A, B, C)] == ["blocks", "", ""]
+    assert [overload_reason(workers[address], 0.0) for address in (A, B, C)] == ["blocks", "", ""]
 
 
 def test_a_worker_with_time_left_is_left_alone() -> None:
     worker = fleet(a=(2, 10, 45)).workers[A]
     assert worker.load.num_spare_blocks < 0
-    assert until_full_s(worker) > HORIZON_S and why_leave(worker, 0.0) == ""
+    assert until_full_s(worker) > HORIZON_S and overload_reason(worker, 0.0) == ""
 
 
 def test_the_answer_that_frees_most_for_its_copy_moves_to_the_emptiest_worker() -> None:

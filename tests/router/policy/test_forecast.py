@@ -10,7 +10,7 @@ from common.latency.step_model import StepModel, StepShape
 from router.fleet.booking import PromptSizes
 from router.fleet.estimates import LEAST, MOST, TokenPace
 from router.fleet.registry import WorkerRegistry
-from router.policy.forecast import on_decode, on_prefill, turn_s
+from router.policy.forecast import forecast_decode, forecast_prefill, shortest_first_wait_s
 from router.policy.request_shape import NO_HITS, RequestShape
 
 from ...fake_worker import heartbeat_of, hello_of
@@ -42,7 +42,7 @@ def test_it_is_when_shorter_prompts_and_the_step_are_computed(waiting: list[int]
     running_s = 0.5 - running_for_s
     all_s, own_s = running_s + TOKEN_S * sum(waiting), TOKEN_S * new
     exact = sum(size for size in waiting if size <= new) / sum(waiting)
-    found = turn_s(all_s, own_s, exact, 0.5, running_for_s)
+    found = shortest_first_wait_s(all_s, own_s, exact, 0.5, running_for_s)
     assert found + own_s == pytest.approx(running_s + computed_at(waiting, new), abs=1e-6)
     assert sizes.shorter_share(new) >= exact, "prompts of about its size came before it"
     longer = sum(size for size in waiting if size > 1.2 * new) / sum(waiting)
@@ -62,9 +62,9 @@ def test_sizes_that_have_left_count_no_more(sizes: list[int], new: int):
 
 
 def test_nothing_waits_or_all_fits_into_the_step():
-    assert turn_s(0.0, 1.0, 0.5, 0.5, 0.0) == 0.0
-    assert turn_s(0.3, 1.0, 0.5, 0.0, 0.0) == 0.3
-    assert turn_s(0.3, 1.0, 0.5, 0.5, 0.1) == pytest.approx(0.3), "what runs is not stopped"
+    assert shortest_first_wait_s(0.0, 1.0, 0.5, 0.5, 0.0) == 0.0
+    assert shortest_first_wait_s(0.3, 1.0, 0.5, 0.0, 0.0) == 0.3
+    assert shortest_first_wait_s(0.3, 1.0, 0.5, 0.5, 0.1) == pytest.approx(0.3), "what runs is not stopped"
 
 
 def prefill_worker(*sizes: int, **load: float) -> WorkerRegistry:
@@ -79,7 +79,7 @@ def prefill_worker(*sizes: int, **load: float) -> WorkerRegistry:
 
 def wait_of(registry: WorkerRegistry, num_tokens: int, now: float = 0.0, ttft_s: float = 0.0) -> float:
     shape = RequestShape(num_tokens, 100, NO_HITS, ttft_s=ttft_s)
-    return on_prefill(registry.workers[P], shape, now).wait_s
+    return forecast_prefill(registry.workers[P], shape, now).wait_s
 
 
 def test_a_short_prompt_waits_for_the_step_and_not_for_long_prompts():
@@ -129,11 +129,11 @@ def test_drafts_that_were_accepted_shorten_what_is_predicted_of_every_decode_wor
     registry.on_hello(D, hello_of(D, "decode", block_size=16, num_blocks=10_000, max_num_seqs=64), 0.0)
     registry.on_heartbeat(D, heartbeat_of(D, step=1, serial=0, num_free_blocks=10_000, step_model=MODEL), 0.0)
     shape = RequestShape(100, 100, NO_HITS)
-    before = on_decode(registry.workers[D], shape)
+    before = forecast_decode(registry.workers[D], shape)
     assert before.token_s == before.model_token_s > 0.0
     for _ in range(200):
         registry.on_request_finished(D, 0.5 * 100 * before.model_token_s, 100, before.model_token_s)
     registry.sweep(0.1)
-    after = on_decode(registry.workers[D], shape)
+    after = forecast_decode(registry.workers[D], shape)
     assert after.model_token_s == before.model_token_s
     assert math.isclose(after.token_s, 0.5 * before.token_s, rel_tol=0.01)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.policy.patience import NUM_REFUSED, NUM_WINDOWS, SHARE_REFUSED, WINDOW_S, Patience
+from router.policy.wait_limit import NUM_REFUSED, NUM_WINDOWS, SHARE_REFUSED, WINDOW_S, WaitLimit
 
 
 def window(patience, now, *, taken=0, refused=0):
@@ -14,9 +14,9 @@ def window(patience, now, *, taken=0, refused=0):
     return patience.tick(now)
 
 
-def patience_after(*windows, longest_s=30.0, brief_s=0.5):
+def patience_after(*windows, longest_s=30.0, reduced_s=0.5):
     """Windows are (taken, refused)."""
-    patience = Patience(longest_s, brief_s)
+    patience = WaitLimit(longest_s, reduced_s)
     patience.tick(0.0)
     for turn, (taken, refused) in enumerate(windows):
         window(patience, (turn + 1) * WINDOW_S, taken=taken, refused=refused)
@@ -24,23 +24,23 @@ def patience_after(*windows, longest_s=30.0, brief_s=0.5):
 
 
 def test_a_burst_and_what_its_clients_send_again_is_no_overload():
-    assert not patience_after((30, 70), (0, 70)).is_brief
-    assert not patience_after((30, 70), (0, 70), (10, 0), (10, 70), (10, 70)).is_brief
+    assert not patience_after((30, 70), (0, 70)).is_reduced
+    assert not patience_after((30, 70), (0, 70), (10, 0), (10, 70), (10, 70)).is_reduced
 
 
 def test_refusals_that_go_on_are_an_overload():
     patience = patience_after(*[(10, 90)] * NUM_WINDOWS)
-    assert patience.is_brief
+    assert patience.is_reduced
     assert patience.limit_s(turn_s=0.01) == 0.5
 
 
 @pytest.mark.parametrize("refused", [NUM_REFUSED - 1, 2])
 def test_a_few_refusals_are_none(refused):
-    assert not patience_after(*[(0, refused)] * 9).is_brief
+    assert not patience_after(*[(0, refused)] * 9).is_reduced
 
 
 def test_nor_is_a_small_share():
-    assert not patience_after(*[(1000, int(1000 * SHARE_REFUSED))] * 9).is_brief
+    assert not patience_after(*[(1000, int(1000 * SHARE_REFUSED))] * 9).is_reduced
 
 
 def test_one_good_window_ends_it():
@@ -52,7 +52,7 @@ def test_one_good_window_ends_it():
 def test_it_changes_only_when_a_window_is_over():
     patience = patience_after(*[(10, 90)] * NUM_WINDOWS)
     assert not window(patience, NUM_WINDOWS * WINDOW_S + 0.9 * WINDOW_S, taken=10)
-    assert patience.is_brief
+    assert patience.is_reduced
 
 
 def test_a_few_requests_may_always_wait_but_never_longer_than_in_a_burst():
@@ -62,4 +62,4 @@ def test_a_few_requests_may_always_wait_but_never_longer_than_in_a_burst():
 
 
 def test_it_can_be_turned_off():
-    assert not patience_after(*[(0, 90)] * 9, brief_s=30.0).is_brief
+    assert not patience_after(*[(0, 90)] * 9, reduced_s=30.0).is_reduced

@@ -17,7 +17,7 @@ from router.__main__ import main
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker, WorkerState
 from router.policy.plugins import POLICIES, GuardedPolicy, load_policy
-from router.policy.policy import Choice, Policy, misfit, possible_choices, predict
+from router.policy.policy import Choice, Policy, choice_error, possible_choices, predict
 from router.policy.request_shape import RequestShape
 from router.policy.routing import RoutingPolicy
 
@@ -75,7 +75,7 @@ def test_each_name_makes_a_policy_with_the_settings(name: str) -> None:
 def test_the_default_is_the_built_in_policy_and_the_help_names_all() -> None:
     field = next(field for field in fields_of(RouterConfig) if field.name == "routing_policy")
     assert POLICIES[field.default] is RoutingPolicy
-    assert all(name in field.rule.help for name in POLICIES)
+    assert all(name in field.rule.details for name in POLICIES)
 
 
 def test_a_class_of_a_module_is_a_policy(module: str) -> None:
@@ -95,7 +95,7 @@ def test_a_class_of_a_module_is_a_policy(module: str) -> None:
     ),
 )
 def test_what_is_no_policy_is_refused(module: str, name: str, words: str) -> None:
-    with pytest.raises(ConfigError, match="routing_policy=.*is refused: one of diptych") as refusal:
+    with pytest.raises(ConfigError, match="routing_policy=.*must be one of diptych") as refusal:
         load_policy(name, 64)
     assert words in str(refusal.value)
 
@@ -112,7 +112,7 @@ def test_a_router_refuses_to_start_with_an_unknown_policy(processes: str, capsys
     with pytest.raises(SystemExit) as exit:
         main(argv)
     assert exit.value.code == 2
-    assert "routing_policy='best' is refused: one of diptych, random" in capsys.readouterr().err
+    assert "invalid --routing-policy best: must be one of diptych, random" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -120,7 +120,7 @@ def test_each_policy_makes_valid_choices(name: str) -> None:
     policy, (prefill, decode) = load_policy(name, 64, Random(3)), workers({"p0": "g", "d1": "g"})
     for shape in (SHAPE, RequestShape(20, 100, {}), RequestShape(500, 1, {}), RequestShape(500, 100, {}, alone=True)):
         choice = policy.choose(prefill, decode, shape, 0.0)
-        assert choice is not None and misfit(choice, prefill, decode, shape) == ""
+        assert choice is not None and choice_error(choice, prefill, decode, shape) == ""
         first = policy.choose_prefill(prefill, decode[0], shape, 0.0)
         assert first is None or (first.address == "p1" and not shape.alone)
     assert policy.choose(prefill, [], SHAPE, 0.0) is None
@@ -135,7 +135,7 @@ def test_the_possible_choices_are_those_that_fit() -> None:
     assert pairs == [(None, "d0"), ("p1", "d0"), (None, "d1"), ("p0", "d1")]
     for shape in (SHAPE, RequestShape(500, 1, {}), RequestShape(500, 100, {}, alone=True)):
         every = [Choice(first, then) for first in (None, *prefill) for then in (None, *decode)]
-        fits = [one for one in every if not misfit(one, prefill, decode, shape)]
+        fits = [one for one in every if not choice_error(one, prefill, decode, shape)]
         found = list(possible_choices(prefill, decode, shape))
         assert len(found) == len(fits) and all(one in fits for one in found)
 

@@ -6,7 +6,7 @@ from common.latency.step_model import StepModel, StepShape
 from router.fleet.estimates import LEAST_S, MOST_S, FirstTokenLag
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
-from router.policy.forecast import on_prefill, queued_s, step_tokens
+from router.policy.forecast import forecast_prefill, queued_s, step_tokens
 from router.policy.request_shape import NO_HITS, RequestShape
 
 from ...fake_worker import heartbeat_of, hello_of
@@ -84,13 +84,13 @@ def test_every_worker_of_a_role_is_predicted_with_its_lag() -> None:
     registry.on_hello("p1", hello_of("p1", "prefill", max_step_tokens=512), 0.0)
     registry.on_heartbeat("p1", heartbeat_of("p1", step_model=MODEL), 0.0)
     shape = RequestShape(100, 100, NO_HITS)
-    before = on_prefill(worker, shape, 0.0)
+    before = forecast_prefill(worker, shape, 0.0)
     assert before.lag_s == 0.0
     for _ in range(2):
         registry.on_lone_prompt("prefill", before.prompt_s + 0.02, before.prompt_s)
         registry.on_lone_prompt("decode", before.prompt_s + 0.5, before.prompt_s)
     registry.sweep(0.1)
     for each in registry.workers.values():
-        after = on_prefill(each, shape, 0.0)
+        after = forecast_prefill(each, shape, 0.0)
         assert (after.wait_s, after.prompt_s) == (before.wait_s, before.prompt_s)
         assert after.lag_s == pytest.approx(0.02) and after.ttft_s == pytest.approx(before.ttft_s + 0.02)

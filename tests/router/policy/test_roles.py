@@ -91,9 +91,7 @@ def test_a_decode_worker_helps_where_prompts_wait_and_says_why() -> None:
     pools = Pools(1, 2)
     (order,) = pools.run(5.0, waits_s=3.0, places=0.2)
     assert (order.address, order.role) == ("d0", "prefill")
-    assert (
-        "prompts wait 3.00 s" in order.reason and "decode would be at 0.40 of its capacity with 1 of 2" in order.reason
-    )
+    assert "prompts wait 3.00 s" in order.reason and "decode load would be 0.40 with 1 of 2" in order.reason
     assert pools.counts == (2, 1)
 
 
@@ -101,7 +99,7 @@ def test_a_prefill_worker_helps_where_decode_is_full() -> None:
     pools = Pools(2, 1)
     (order,) = pools.run(5.0, places=1.3)
     assert (order.address, order.role) == ("p0", "decode")
-    assert "decode is at 1.30 of its capacity with 1 workers, and would be at 0.65" in order.reason
+    assert "decode load is 1.30 with 1 workers, and would be 0.65" in order.reason
     assert pools.counts == (1, 2)
 
 
@@ -198,7 +196,7 @@ def test_a_goal_for_tokens_that_no_number_of_workers_meets_moves_none() -> None:
 def test_requests_refused_for_a_goal_show_which_pool_is_behind(role: str, load: dict[str, float]) -> None:
     pools = Pools(2, 2)
     (order,) = pools.run(5.0, refused=role, every_s=1.0, **load)
-    assert order.role == role and "requests are refused" in order.reason
+    assert order.role == role and "requests are rejected" in order.reason
 
 
 def test_a_refusal_now_and_then_changes_nothing() -> None:
@@ -364,5 +362,5 @@ def test_the_drain_of_a_worker_is_that_of_the_link_that_it_has() -> None:
     pools.beat()
     unknown_s = drain_of(worker, pools.now)
     slow = LinkModel(latency_s=0.5, byte_s=1e-9, block_bytes=1000, num_transfers=9)
-    worker.load.pool_link, worker.terms = slow, None
+    worker.load.pool_link, worker.forecast_inputs = slow, None
     assert drain_of(worker, pools.now) > unknown_s + 5 * 0.5 - 0.1

@@ -8,7 +8,7 @@ from common.latency.link_model import LinkModel, Links
 from common.latency.step_model import StepModel, StepShape
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import WorkerState
-from router.policy.forecast import on_decode
+from router.policy.forecast import forecast_decode
 from router.policy.request_shape import RequestShape
 from router.policy.routing import RoutingPolicy
 
@@ -230,7 +230,7 @@ def test_a_router_counts_on_others_that_fill_the_emptiest_worker_as_it_does():
     loads = {"d0": {"num_running": 4, "num_context_tokens": 4000}, "d1": {"num_running": 1, "num_context_tokens": 1000}}
     registry, picks = reported(**loads), Counter()
     for worker in registry.workers.values():
-        worker.estimates.rivals = 3.0
+        worker.estimates.other_routers = 3.0
     for _ in range(4):
         picks[(decode := choose(registry).decode).address] += 1
         registry.book(decode.address, 0.0, prompt=StepShape(), num_blocks=1)
@@ -248,14 +248,14 @@ def test_how_much_other_routers_send_is_seen_in_reports():
         for address in ("p0", "p1"):
             registry.workers[address].life.last_seen = float(now)
         registry.sweep(float(now))
-    assert registry.workers["d0"].estimates.rivals == pytest.approx(3.0, rel=0.01)
+    assert registry.workers["d0"].estimates.other_routers == pytest.approx(3.0, rel=0.01)
     for address in ("d0", "d1"):
         report(registry, address, num_running=1, num_context_tokens=100, serial=serial)
     for now in range(40, 58):
         for worker in registry.workers.values():
             worker.life.last_seen = float(now)
         registry.sweep(float(now))
-    assert registry.workers["d0"].estimates.rivals < 0.1, "it is alone again"
+    assert registry.workers["d0"].estimates.other_routers < 0.1, "it is alone again"
 
 
 ROWS_ONLY = {"model": StepModel(fixed_s=5e-3, row_s=1e-4, num_steps=100)}
@@ -323,7 +323,7 @@ def test_a_new_worker_has_the_link_of_its_pool():
 
 def test_prefill_hides_most_of_a_transfer():
     choice = choose(reported(d0=linked(1e-9), d1=linked(1e-9)), num_tokens=1000)
-    alone_s = on_decode(choice.decode, RequestShape(1000, 100, {})).transfer_s
+    alone_s = forecast_decode(choice.decode, RequestShape(1000, 100, {})).transfer_s
     assert alone_s == pytest.approx(0.066)
     assert choice.forecast.prompt_s > 0.09 and choice.forecast.transfer_s == pytest.approx(0.002 + 0.1 * 0.064)
 

@@ -13,7 +13,7 @@ from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
 from router.policy.request_shape import RequestShape
 from router.policy.routing import RoutingPolicy
-from router.policy.shortlist import FEW, NUM_CHEAP, NUM_HOLDERS, Shortlist
+from router.policy.shortlist import NUM_CHEAP, NUM_HOLDERS, SHORTLIST_ABOVE, Shortlist
 
 from ...fake_worker import heartbeat_of, hello_of
 
@@ -63,8 +63,8 @@ class Rig:
 
 
 def test_few_workers_are_all_weighed() -> None:
-    rig = Rig(FEW // 2)
-    assert not rig.shortlist.is_needed and len(rig.shortlist.ready("decode")) == FEW // 2
+    rig = Rig(SHORTLIST_ABOVE // 2)
+    assert not rig.shortlist.is_needed and len(rig.shortlist.ready("decode")) == SHORTLIST_ABOVE // 2
 
 
 def test_of_many_workers_few_are_weighed() -> None:

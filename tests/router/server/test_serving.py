@@ -14,8 +14,8 @@ import pytest
 from common.config import RouterConfig
 from common.errors import ConfigError, ModelNotFound
 from common.model_files.tiny import make_tiny_model
+from router.access.access_control import ClientRequest
 from router.access.errors import RateLimited
-from router.access.gate import Visit
 from router.access.keys import ANONYMOUS, Limits
 from router.models.models_file import ModelEntry, check_planned, settings_of
 from router.server.serving import Serving
@@ -60,13 +60,13 @@ async def serving(tmp_path: Path) -> AsyncIterator[Any]:
     yield make
     for one in made:
         await one.app.state.responses.close()
-        one.app.state.front_door.gate.close()
+        one.app.state.router_state.access.close()
         await one.close()
 
 
 async def test_each_model_has_settings_of_its_own_and_all_share_the_threads(serving: Any) -> None:
     found, _ = serving()
-    small, large = found.app.state.front_door.models.served.values()
+    small, large = found.app.state.router_state.models.served.values()
     assert (small.name, large.name) == ("small", "large")
     assert (small.config.tool_parser, large.config.tool_parser) == ("auto", "none")
     assert [one.config.classes["default"].tpot_s for one in (small, large)] == [0.0, 0.04]
@@ -76,28 +76,28 @@ async def test_each_model_has_settings_of_its_own_and_all_share_the_threads(serv
 
 async def test_one_model_of_a_file_has_no_front_and_no_census(serving: Any) -> None:
     found, _ = serving('[[model]]\nmodel = "tiny-random"\nname = "small"\naliases = ["old"]\n')
-    door = found.app.state.front_door
-    assert found.census is None and len(door.models.served) == 1
-    assert door.models.one("old") is door.models.one(None) is door.models.default
-    assert [door.models.name_of(name, "small") for name in ("old", "tiny-random")] == ["small", "tiny-random"]
+    router_state = found.app.state.router_state
+    assert found.census is None and len(router_state.models.served) == 1
+    assert router_state.models.one("old") is router_state.models.one(None) is router_state.models.default
+    assert [router_state.models.name_of(name, "small") for name in ("old", "tiny-random")] == ["small", "tiny-random"]
 
 
 async def test_a_changed_file_changes_names_splits_and_limits(serving: Any, tmp_path: Path) -> None:
     found, file = serving()
-    door = found.app.state.front_door
-    watching = asyncio.create_task(door.gate.watch())
+    router_state = found.app.state.router_state
+    watching = asyncio.create_task(router_state.access.watch())
     changed = FILE.replace('aliases = ["old"]', 'aliases = ["new"]\nrequests_per_minute = 5')
     changed += '[[split]]\nname = "chat"\nweights = {{ small = 1, large = 0 }}\n'
     file.write_text(changed.format(folder=tmp_path / "large"))
-    door.gate.reload()
+    router_state.access.reload()
     async with asyncio.timeout(60):
-        while not door.models.catalog.has("new"):  # noqa: ASYNC110 (no event tells of it)
+        while not router_state.models.catalog.has("new"):  # noqa: ASYNC110 (no event tells of it)
             await asyncio.sleep(0.01)
     watching.cancel()
-    assert door.models.one("chat").name == door.models.one("new").name == "small"
-    assert door.gate.models._of_all["small"].quota.limits == Limits(requests_per_minute=5)
+    assert router_state.models.one("chat").name == router_state.models.one("new").name == "small"
+    assert router_state.access.models._of_all["small"].quota.limits == Limits(requests_per_minute=5)
     with pytest.raises(ModelNotFound):
-        door.models.one("old")
+        router_state.models.one("old")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ async def test_other_models_need_a_restart(serving: Any, tmp_path: Path, old: st
     file.write_text(FILE.replace(old, new).format(folder=tmp_path / "large"))
     with pytest.raises(ConfigError, match="the same models"):
         await found._read_anew()
-    assert found.app.state.front_door.models.one("old").name == "small"
+    assert found.app.state.router_state.models.one("old").name == "small"
 
 
 PLANNED = FILE.replace('aliases = ["old"]', 'decode_deployment = "small-decode"\nmax_decode = 4\nprice_decode = 2.5')
@@ -147,18 +147,18 @@ async def test_models_are_planned_by_settings_of_their_own_within_one_budget(
         (
             PLANNED,
             {"decode_deployment": "d", "max_decode": 4},
-            "decode_deployment='d' is refused: left out with several",
+            "decode_deployment='d': must be empty with several",
         ),
-        (FILE, {}, "a decode_deployment for a model, with --planner kubernetes"),
+        (FILE, {}, "a decode_deployment for a model, for --planner kubernetes"),
         (
             PLANNED.replace("max_decode = 4", "max_decode = 0"),
             {},
-            "small, max_decode: at least 1 with --planner kubernetes",
+            "a valid small: max_decode must be at least 1 with --planner kubernetes",
         ),
         (
             PLANNED,
             {"max_cost": 3.0},
-            "max_cost=3.0 is refused: at least 3.5, the cost of the fewest workers of all models",
+            "max_cost=3.0: must be 0 or at least 3.5, the cost of the minimum number of workers",
         ),
     ],
 )
@@ -202,7 +202,7 @@ async def test_no_prefill_pool_is_planned_for_a_model_that_has_none(serving: Any
 
 def test_several_models_name_their_own_deployments() -> None:
     config = RouterConfig(models_file="m.toml", planner="kubernetes", decode_deployment="decode", max_decode=4)
-    with pytest.raises(ConfigError, match="--models-file names those of each"):
+    with pytest.raises(ConfigError, match="for each model in --models-file"):
         check_planned(config, [config, config])
 
 
@@ -215,13 +215,13 @@ def parts(tmp_path: Path) -> tuple[RouterPart, ...]:
 @pytest.mark.slow
 async def test_processes_of_a_router_grant_the_limits_of_a_model_together(serving: Any, parts: Any) -> None:
     text = FILE.replace('aliases = ["old"]', "requests_per_minute = 3")
-    gates = [serving(text, part=part)[0].app.state.front_door.gate for part in parts]
-    visits = [Visit(str(number), "POST", "/", "client", ANONYMOUS) for number in range(4)]
-    for number, visit in enumerate(visits[:3]):
-        gates[number % 2].models.enter(visit, "small")
-    for gate in gates:
-        with pytest.raises(RateLimited, match="model 'small' may have 3 requests per minute of all keys"):
-            gate.models.enter(visits[3], "small")
+    gates = [serving(text, part=part)[0].app.state.router_state.access for part in parts]
+    visits = [ClientRequest(str(number), "POST", "/", "client", ANONYMOUS) for number in range(4)]
+    for number, client_request in enumerate(visits[:3]):
+        gates[number % 2].models.enter(client_request, "small")
+    for access in gates:
+        with pytest.raises(RateLimited, match="model 'small': limit 3 requests per minute for all keys together"):
+            access.models.enter(visits[3], "small")
 
 
 @pytest.mark.slow
@@ -236,20 +236,20 @@ async def test_a_process_that_is_started_again_goes_by_the_file_that_the_others_
     with pytest.raises(ConfigError, match="the same models"):
         await found._read_anew()
     again, _ = serving(None, part=parts[1])
-    assert again.app.state.front_door.models.one("new").name == "small"
-    assert not again.app.state.front_door.models.catalog.has("third")
+    assert again.app.state.router_state.models.one("new").name == "small"
+    assert not again.app.state.router_state.models.catalog.has("third")
     assert [again._source.watch.look() for _ in range(2)] == [True, False]  # it tries what the others refused, once
     with pytest.raises(ConfigError, match="the same models"):
         await again._read_anew()
     file.write_text("[[model]\n")
     third, _ = serving(None, part=parts[1])
-    assert third.app.state.front_door.models.one("new").name == "small"
+    assert third.app.state.router_state.models.one("new").name == "small"
 
 
 @pytest.mark.slow
 async def test_all_processes_say_the_same_of_a_model(serving: Any, parts: Any, tmp_path: Path) -> None:
     os.utime(tmp_path / LOCK, (1234, 1234))
-    assert [serving(part=part)[0].app.state.front_door.created for part in parts] == [1234, 1234]
+    assert [serving(part=part)[0].app.state.router_state.created for part in parts] == [1234, 1234]
 
 
 @pytest.mark.parametrize(("task", "missing"), [("embed", "prefill"), ("generate", "decode")])

@@ -115,4 +115,4 @@ def test_a_full_disk_takes_no_page_away(tmp_path: Path, monkeypatch: pytest.Monk
     assert total(asked.page({1: second.tell()})) == 15
     third = successor(100)
     assert total(asked.page({1: third.tell()})) == 115
-    assert sorted(file.name for file in tmp_path.glob("1.*")) == ["1.ended", "1.told"]
+    assert sorted(file.name for file in tmp_path.glob("1.*")) == ["1.ended", "1.latest"]

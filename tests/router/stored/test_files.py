@@ -118,7 +118,7 @@ async def test_a_file_is_seen_once_it_is_complete(open_store: Open) -> None:
 async def test_bytes_and_number_are_bounded_and_a_key_has_half(open_store: Open) -> None:
     store = open_store(max_bytes=100, max_entries=3)
     await kept(store, file("file-1", "a"), b"x" * 50)
-    with pytest.raises(StoreFull, match=r"have 50 bytes of 100, those of this key 50 of 50, and 1 more"):
+    with pytest.raises(StoreFull, match=r"have 50 of 100 bytes, those of this key 50 of 50 bytes, and 1 more"):
         await store.begin(file("file-2", "a"), 1)
     await store.begin(file("file-3", "b"))
     await store.append(file("file-3", "b"), 0, b"x" * 40)
@@ -126,7 +126,7 @@ async def test_bytes_and_number_are_bounded_and_a_key_has_half(open_store: Open)
         await store.append(file("file-3", "b"), 1, b"x" * 11)
     assert (store.size.num_entries, store.size.num_bytes) == (2, 90)
     await store.begin(file("file-4", "c"))
-    with pytest.raises(StoreFull, match="3 files are kept here, of 3"):
+    with pytest.raises(StoreFull, match="it has 3 of 3 files"):
         await store.begin(file("file-5", "c"))
     await store.abandon(file("file-3", "b"))
     assert (store.size.num_entries, store.size.num_bytes) == (2, 50)

@@ -71,7 +71,7 @@ def test_a_file_that_cannot_be_used_refuses_the_start(
     spoil(path)
     before = path.read_bytes()
     for chosen in (path, "auto"):
-        with pytest.raises(ConfigError, match=r"response_store=.*move it away") as caught:
+        with pytest.raises(ConfigError, match=r"response_store=.*move this file away") as caught:
             opened(config_of(chosen))
         assert str(path) in str(caught.value)
     assert path.read_bytes() == before

@@ -128,7 +128,9 @@ async def test_a_long_conversation_is_refused_with_its_numbers(open_store: Open)
     store = open_store()
     store.keep(response("a", size=1000))
     store.keep(response("b", previous="a", size=1000))
-    with pytest.raises(ConversationTooLong, match=r"2 responses and 2,004 bytes; this server takes 10,000 and 2,003"):
+    with pytest.raises(
+        ConversationTooLong, match=r"2 responses and 2,004 bytes; the maximum is 10,000 responses and 2,003"
+    ):
         await store.conversation("b", "alice", 2003)
     assert len(await store.conversation("b", "alice", 2004)) == 2
 
@@ -313,7 +315,7 @@ async def test_a_disk_that_hangs_delays_nobody_for_ever(
     store, go = open_store(), threading.Event()
     stuck = store._database.submit(lambda connection: go.wait(30))
     monkeypatch.setattr(database, "WAIT_S", 0.01)
-    with pytest.raises(StoreFailed, match="did not answer"):
+    with pytest.raises(StoreFailed, match="did not respond"):
         await store.find("a", "alice")
     monkeypatch.setattr(database, "MAX_WAITING_BYTES", 10 * KIB)
     for number in range(10):

@@ -34,7 +34,7 @@ def test_a_final_message_is_left_open() -> None:
 
 
 def test_both_ways_to_end_exclude_each_other() -> None:
-    with pytest.raises(InvalidRequest, match="exclude each other"):
+    with pytest.raises(InvalidRequest, match="mutually exclusive"):
         render([USER], continue_final_message=True)
 
 
@@ -79,7 +79,7 @@ def test_roles_are_checked_in_one_pass(hidden: int | None) -> None:
     if hidden is None:
         assert chat_prompt(template, messages) == "".join(f"{i};" for i in range(20))
     else:
-        with pytest.raises(InvalidRequest, match=rf"messages\[{hidden}\].role: .* has no role 'critic'"):
+        with pytest.raises(InvalidRequest, match=rf"messages\[{hidden}\].role: .* does not support role 'critic'"):
             chat_prompt(template, messages)
 
 

@@ -27,11 +27,11 @@ def test_content_becomes_one_string(content: Any, text: str) -> None:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ([{"type": "image_url", "image_url": {"url": "x"}}], "'image_url': this model takes text only"),
+        ([{"type": "image_url", "image_url": {"url": "x"}}], "'image_url': this model supports only text"),
         ([{"type": "text"}], "'text'"),
-        ([3], "a part that is int"),
+        ([3], "a part of type int"),
         ([{"type": ["list"], "text": "a"}], "list"),
-        (7, "is int"),
+        (7, "is of type int"),
     ],
 )
 def test_content_that_is_no_text_is_refused(content: Any, reason: str) -> None:
@@ -72,7 +72,7 @@ def test_arguments_of_tool_calls_become_objects(arguments: Any, parsed: Any) -> 
 
 @pytest.mark.parametrize("calls", ["text", 3, [3], [{}], [{"function": "f"}]])
 def test_tool_calls_of_another_shape_are_refused(calls: Any) -> None:
-    with pytest.raises(InvalidRequest, match="not a list of function calls"):
+    with pytest.raises(InvalidRequest, match="must be a list of function calls"):
         template_messages([{"role": "assistant", "content": None, "tool_calls": calls}])
 
 

@@ -4,7 +4,7 @@ import pytest
 import tokenizers
 
 from common.model_files.tokenizer import Tokenizer
-from router.text.fill_in_middle import FORMS, MiddleMarks, middle_form
+from router.text.fill_in_middle import FORMATS, FimTokens, middle_form
 
 
 def tokenizer_with(*names: str) -> Tokenizer:
@@ -12,8 +12,8 @@ def tokenizer_with(*names: str) -> Tokenizer:
     return Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a")))
 
 
-@pytest.mark.parametrize("marks", FORMS, ids=lambda marks: marks.prefix)
-def test_each_form(marks: MiddleMarks) -> None:
+@pytest.mark.parametrize("marks", FORMATS, ids=lambda marks: marks.prefix)
+def test_each_form(marks: FimTokens) -> None:
     names = [name for name in (marks.prefix, marks.suffix, marks.middle) if name]
     form = middle_form(tokenizer_with(*names))
     assert form is not None

@@ -1,10 +1,10 @@
-"""KV blocks in a file that outlives its process: slots of one size, behind a table of what is in them.
+"""Persistent file of KV blocks: fixed-size slots and a table of their contents.
 
-    header, 4 KiB | table, an entry a slot, whole pages | slots, each of whole pages
+    header, 4 KiB | table, one entry per slot, whole pages | slots, whole pages each
 
-The header names the layout of the blocks; with another one the file is emptied. A block is written before its entry,
-and nothing is synchronised: after a crash a slot may hold anything. An entry has a checksum over itself and its place,
-and one of its block, so what was torn is seen when it is read, and costs what a block costs that was never written.
+The header identifies the block layout; a file with a different layout is emptied. A block is written before its entry,
+without fsync, so after a crash a slot may contain anything. Each entry has a checksum of itself and its slot number,
+and one of its block. Torn writes are therefore detected on read and treated as missing blocks.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from common.errors import ConfigError
 
 log = logging.getLogger(__name__)
 PAGE = 4096
-"""Slots begin at multiples of it, as disks read."""
+"""Alignment of slots, in bytes, for disk reads."""
 FORMAT = "diptych-kv-blocks-1"
 _ENTRY = struct.Struct(f"<{DIGEST_BYTES}sQQQ")
-"""A block's hash, the xxh3-64 of its bytes, the number of its writing, the xxh3-64 of all that and of the slot."""
+"""Block hash, xxh3-64 of the block, write number, and xxh3-64 of these three and the slot number."""
 _EMPTY = bytes(_ENTRY.size)
 _HEAD = struct.Struct(f"<{DIGEST_BYTES}sQQ")
 
 
 def slots_within(num_bytes: int, block_bytes: int) -> int:
-    """How many blocks a file of at most `num_bytes` holds."""
+    """Return the number of blocks that fit in a file of at most `num_bytes`."""
     each = _whole_pages(block_bytes) + _ENTRY.size
     return max(0, (num_bytes - 2 * PAGE) // each)
 
 
 class BlockFile:
-    """Locked for one process. Its threads may call `read` and `write` side by side, for different slots.
+    """Block file locked by one process. Threads may call `read` and `write` concurrently for different slots.
 
-    `found` are the (number of writing, slot, hash) of the blocks that were there when it was opened.
+    `found`: (write number, slot, hash) of the blocks present when the file was opened.
     """
 
     def __init__(self, path: Path, fingerprint: str, block_bytes: int, num_slots: int) -> None:
-        """Raises ConfigError for a path that another process uses or that is no file of ours, OSError as the system."""
+        """Raises ConfigError if another process uses the path or the file is not a KV block file, or OSError."""
         self.path, self.block_bytes, self.num_slots = path, block_bytes, num_slots
         self._table_at, self._stride = PAGE, _whole_pages(block_bytes)
         self._slots_at = PAGE + _whole_pages(num_slots * _ENTRY.size)
@@ -62,14 +62,14 @@ class BlockFile:
         self._last_write = max((number for number, _, _ in self.found), default=0)
 
     def write(self, slot: int, block_hash: bytes, block: memoryview) -> None:
-        """Raises OSError: then the slot may hold anything."""
+        """Write a block. If it raises OSError, the contents of the slot are undefined."""
         self._last_write += 1
         head = _HEAD.pack(block_hash, xxhash.xxh3_64_intdigest(block), self._last_write)
         _write_all(self._fd, block, self._slots_at + slot * self._stride)
         _write_all(self._fd, memoryview(head + _seal(slot, head)), self._entry_at(slot))
 
     def read(self, slot: int, block_hash: bytes, into: memoryview) -> bool:
-        """Read the block into `into`; False if the slot does not hold it whole. Raises OSError."""
+        """Read the block into `into`; False if the slot does not contain it intact. Raises OSError."""
         entry = os.pread(self._fd, _ENTRY.size, self._entry_at(slot))
         head, seal = entry[: _HEAD.size], entry[_HEAD.size :]
         if len(entry) < _ENTRY.size or seal != _seal(slot, head):
@@ -83,7 +83,7 @@ class BlockFile:
         return bool(found == block_hash and xxhash.xxh3_64_intdigest(into) == checksum)
 
     def clear(self) -> None:
-        """Drop all blocks and free their disk space. If it raises OSError, the file is empty."""
+        """Drop all blocks and free their disk space. The file is empty even if it raises OSError."""
         os.ftruncate(self._fd, 0)
         try:
             _write_all(self._fd, memoryview(self._header), 0)
@@ -98,7 +98,7 @@ class BlockFile:
             os.close(fd)
 
     def _begin(self) -> Iterator[tuple[int, int, bytes]]:
-        """The entries of a file of ours; none of one that is new, or has another layout and is emptied."""
+        """Yield the entries of an existing file. A new file, or one with another layout, is initialised and empty."""
         header = os.pread(self._fd, PAGE, 0)
         if header != self._header:
             self._check_ours(header)
@@ -115,7 +115,7 @@ class BlockFile:
                 yield number, slot, block_hash
 
     def _check_ours(self, header: bytes) -> None:
-        """Raises ConfigError for a file with something else in it: that is not ours to empty."""
+        """Raise ConfigError if the file has other contents, which must not be overwritten."""
         if not header:
             return
         try:
@@ -124,10 +124,10 @@ class BlockFile:
         except ValueError:
             ours = False
         if not ours:
-            raise ConfigError("kv_disk_path", str(self.path), "a path without a file, or a file of KV blocks")
+            raise ConfigError("kv_disk_path", str(self.path), "a new path or an existing KV block file")
         log.warning(
-            "%s holds KV blocks of another layout (%s, %s slots of %s bytes): emptied for this worker's "
-            "(%d slots of %d bytes)",
+            "emptied %s: it contained KV blocks of a different layout (fingerprint %s, %s slots of %s bytes); "
+            "this worker uses %d slots of %d bytes",
             *(self.path, was.get("fingerprint"), was.get("num_slots"), was.get("block_bytes")),
             *(self.num_slots, self.block_bytes),
         )
@@ -137,14 +137,14 @@ class BlockFile:
 
 
 def _opened(path: Path) -> int:
-    """A descriptor of a regular file of this user's alone. Raises ConfigError, or OSError."""
+    """Open a regular file accessible only to this user. Raises ConfigError or OSError."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
             raise ConfigError("kv_disk_path", str(path), "a regular file that belongs to this user")
         if stat.S_IMODE(status.st_mode) != 0o600:
-            os.fchmod(fd, 0o600)  # it holds what prompts were made of
+            os.fchmod(fd, 0o600)  # KV is derived from prompts
     except BaseException:
         os.close(fd)
         raise
@@ -152,7 +152,7 @@ def _opened(path: Path) -> int:
 
 
 def _lock(fd: int, path: Path) -> None:
-    """The system ends the lock with its process, however that dies."""
+    """Lock the file until the process ends, however it ends."""
     if sys.platform == "win32":
         return
     import fcntl
@@ -160,7 +160,7 @@ def _lock(fd: int, path: Path) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ConfigError("kv_disk_path", str(path), "a file that no other worker uses: give each its own") from None
+        raise ConfigError("kv_disk_path", str(path), "a file that no other worker uses: one per worker") from None
 
 
 def _seal(slot: int, head: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Blocks of one prompt on their way from tiers, or from a peer, into the cache."""
+"""Read of one prompt's blocks from tiers or from a peer into the cache."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, eq=False)
 class BlockRead:
-    """The chain `hashes` is to be read into `blocks`, in order, until `deadline`.
+    """Read of the chain `hashes` into `blocks`, in order, until `deadline` (monotonic seconds).
 
-    The blocks belong to the request `request_id`. The reading thread writes to them only within `commit`, so none after
-    `cancel` returned: they may then be computed, or given to others. The first `num_done` of them are whole; `by_tier`
-    says where from. The thread sets `ended` when it is done with all, or stopped at one that no tier holds. `is_pull`:
-    the blocks come from a peer; `is_late`: its thread gave up at the deadline.
+    The request `request_id` owns the blocks. The reader thread writes to them only within `commit`, so once `cancel`
+    has returned, they may be computed or reused. The first `num_done` blocks are complete; `by_tier` counts them by
+    source. The reader thread sets `ended` when it has read all blocks or reached one that no tier has. `is_pull`: the
+    blocks come from a peer. `is_late`: the reader thread gave up at the deadline.
     """
 
     request_id: str
@@ -31,7 +31,7 @@ class BlockRead:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def commit(self, tier: str, copy: Callable[[], None]) -> bool:
-        """Copy the next block into the cache with `copy`; False, without a copy, after `cancel`."""
+        """Copy the next block into the cache with `copy`. Returns False, without copying, after `cancel`."""
         with self._lock:
             if self.cancelled:
                 return False
@@ -41,6 +41,6 @@ class BlockRead:
             return True
 
     def cancel(self) -> None:
-        """Take the blocks back. Waits for a copy at most, never for a disk."""
+        """Stop writing to the blocks. Waits at most for one copy, never for a disk."""
         with self._lock:
             self.cancelled = True

@@ -1,12 +1,12 @@
-"""Keeps a copy of each published block in tiers, and reads blocks back, on two threads of its own.
+"""Copies each published block to tiers and reads blocks back, on two threads.
 
-    pool publishes ─> offered ─> writing thread ─> every tier
-    prompt is admitted ─> read ─> reading thread ─> the request's blocks ─> ReadEnded ─> engine
+    pool publishes ─> offered ─> writer thread ─> every tier
+    prompt is admitted ─> read ─> reader thread ─> the request's blocks ─> ReadEnded ─> engine
 
-Blocks are written when they are published, not when they are evicted: an eviction makes room for a step that waits,
-and what is in memory alone is gone when a worker dies. The writing thread copies a block without asking its owner. If
-the pool then still has it under its hash, nothing was written to it meanwhile (a sequence lock, whose number is the
-pool's table). When more blocks wait than the queue takes, the oldest are not written: a cache may forget.
+Blocks are written when they are published rather than when they are evicted: an eviction would delay the step that
+needs the memory, and blocks only in memory are lost when a worker dies. The writer thread copies a block without
+locking. If the pool still has the block under its hash after the copy, the copy is consistent (a sequence lock whose
+counter is the pool's table). If the queue is full, the oldest blocks are not written.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from common.latency import LinkModel
 
 log = logging.getLogger(__name__)
 MOST_OFFERED = 65_536
-"""Blocks that wait to be written. They take no memory of their own."""
+"""Maximum number of blocks queued for writing. The queue holds indices, not copies."""
 STOP_S = 2.0
-"""For the writing thread to end with the worker: what it has not written was a copy."""
+"""Timeout, in seconds, for the writer thread at shutdown. Unwritten blocks are only copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadEnded:
-    """The reading thread is done with this read, for the engine."""
+    """Notifies the engine that the reader thread has finished this read."""
 
     read: BlockRead
 
 
 class BlockTiers:
-    """`tiers` from the fastest to the slowest. All but `close` is called by the engine's thread."""
+    """`tiers` are ordered from fastest to slowest. Use from the engine thread, unless documented otherwise."""
 
     def __init__(
         self,
@@ -50,12 +50,12 @@ class BlockTiers:
         incoming: IncomingBlocks,
         notify: Callable[[ReadEnded], None],
     ) -> None:
-        """Hears of each block that `pool` publishes. `notify` gets the end of each read, on the reading thread."""
+        """Registers as a listener for blocks published by `pool`. Calls `notify` on the reader thread per read."""
         self.tiers, self._pool, self._notify = tiers, pool, notify
         self._outgoing, self._incoming = outgoing, incoming
         self._wake = threading.Condition()
         self._offered: deque[tuple[int, bytes]] = deque(maxlen=MOST_OFFERED)
-        self._reads: deque[BlockRead] = deque()  # one a running request
+        self._reads: deque[BlockRead] = deque()  # at most one per running request
         self._to_clear = self._stopping = False
         self.num_unread_blocks = 0
         self.num_lost = 0
@@ -74,7 +74,7 @@ class BlockTiers:
             thread.start()
 
     def close(self) -> None:
-        """End the threads, and the tiers unless a thread hangs in one of them."""
+        """Stop the threads, then close the tiers unless a thread did not stop. Callable from any thread."""
         with self._wake:
             self._stopping = True
             self._wake.notify_all()
@@ -90,10 +90,10 @@ class BlockTiers:
         """For metrics."""
         return [tier.counts(self.num_lost) for tier in self.tiers]
 
-    # ------------------------------------------------------------ the engine's thread
+    # ------------------------------------------------------------ engine thread
 
     def offer(self, block: int, block_hash: bytes) -> None:
-        """The pool published this block: write it soon."""
+        """Queue a published block for writing."""
         if all(tier.holds(block_hash) or not tier.is_on for tier in self.tiers):
             return
         with self._wake:
@@ -102,16 +102,16 @@ class BlockTiers:
             self._wake.notify_all()
 
     def num_held(self, hashes: Sequence[bytes]) -> int:
-        """How many of the chain's first blocks could be read."""
+        """Return how many of the chain's leading blocks can be read."""
         return num_leading(self.tiers, hashes)
 
     def touch(self, hashes: Sequence[bytes]) -> None:
-        """These blocks are used, though not read from here."""
+        """Mark blocks as recently used although they were not read from a tier."""
         for tier in self.tiers:
             tier.touch(hashes)
 
     def seconds(self, hashes: Sequence[bytes]) -> float:
-        """How long it takes to read these blocks, behind those that are to be read already."""
+        """Estimate the time to read these blocks, including reads already queued."""
         num_blocks, total_s = len(hashes) + self.num_unread_blocks, 0.0
         for tier in self.tiers:
             num_here = num_blocks if tier is self.tiers[-1] else sum(tier.holds(block_hash) for block_hash in hashes)
@@ -120,14 +120,14 @@ class BlockTiers:
         return total_s
 
     def read(self, read: BlockRead) -> None:
-        """Begin to read. The reading thread has the blocks on loan until `ReadEnded`, or `read.cancel` returned."""
+        """Start a read. The reader thread may write to the blocks until `ReadEnded` or until `read.cancel` returned."""
         with self._wake:
             self._reads.append(read)
             self.num_unread_blocks += len(read.hashes)
             self._wake.notify_all()
 
     def reset(self) -> None:
-        """Forget every block."""
+        """Drop every block."""
         with self._wake:
             self._offered.clear()
             for tier in self.tiers:
@@ -136,7 +136,7 @@ class BlockTiers:
             self._wake.notify_all()
 
     def copy_of(self, block_hash: bytes) -> memoryview | None:
-        """A copy of a block, for another worker; None if no tier holds it whole. Callable from any thread."""
+        """Return a copy of a block for another worker, or None if no tier has it intact. Thread-safe."""
         for tier in self.tiers:
             if tier.holds(block_hash):
                 copy = memoryview(bytearray(tier.block_bytes))
@@ -146,20 +146,20 @@ class BlockTiers:
 
     @property
     def link(self) -> LinkModel:
-        """What reads from the slowest tier take, where most blocks are."""
+        """Read time of the slowest tier, which has most of the blocks."""
         return self.tiers[-1].link if self.tiers[-1].is_on else LinkModel()
 
-    # ------------------------------------------------------------ the two threads
+    # ------------------------------------------------------------ writer and reader threads
 
-    def _changed(self, block_hash: bytes, is_there: bool) -> None:
-        self._pool.log.in_tier(block_hash, is_there or any(tier.holds(block_hash) for tier in self.tiers))
+    def _changed(self, block_hash: bytes, present: bool) -> None:
+        self._pool.log.in_tier(block_hash, present or any(tier.holds(block_hash) for tier in self.tiers))
 
     def _main(self, turn: Callable[[], bool]) -> None:
         try:
             while turn():
                 pass
-        except Exception as error:  # the worker serves on without tiers, whichever error it was
-            log.exception("a thread of the KV tiers died")
+        except Exception as error:  # the worker continues without tiers, whatever the error
+            log.exception("KV tiers: thread %s died", threading.current_thread().name)
             for tier in self.tiers:
                 tier.fail("written or read", error)
 
@@ -183,7 +183,7 @@ class BlockTiers:
             self.num_lost += 1
             return
         view = self._outgoing.view(block)
-        if not self._pool.is_published(block, block_hash):  # it may hold anything by now
+        if not self._pool.is_published(block, block_hash):  # the block may have been overwritten during the copy
             self.num_lost += 1
             return
         for tier, life in zip(self.tiers, lives, strict=True):
@@ -216,7 +216,7 @@ class BlockTiers:
         self._observe(last, num_read, began)
 
     def _read_one(self, read: BlockRead, block: int, block_hash: bytes) -> BlockTier | None:
-        """The tier that the block came from."""
+        """Read one block and return its tier; None if it is missing or the read was cancelled."""
         for tier in self.tiers:
             if tier.read(block_hash, self._incoming.view(block)):
                 return tier if read.commit(tier.name, lambda: self._incoming.commit([block])) else None

@@ -1,4 +1,4 @@
-"""Copies of a cache's blocks in buffers, for tiers: between the two a block may lose its place in the cache."""
+"""Staging buffers between a cache and its tiers: the block may be evicted from the cache during the copy."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from common.engine.kv.staging import (
 
 
 class CopiedOutgoing:
-    """`view` copies a block of host memory into the one buffer, which holds it until the next call."""
+    """`view` copies a block of host memory into a single buffer, valid until the next call."""
 
     def __init__(self, kv: KVCache) -> None:
         self._kv, self._buffer = kv, np.empty(kv.block_bytes, np.uint8)
 
     def view(self, index: int) -> memoryview:
-        np.copyto(self._buffer, np.frombuffer(self._kv.block(index), np.uint8))  # others compute meanwhile
+        np.copyto(self._buffer, np.frombuffer(self._kv.block(index), np.uint8))  # releases the GIL
         return self._buffer.data
 
 
 class CopiedIncoming:
-    """Blocks are read into the one buffer; `commit` copies it into the cache."""
+    """Blocks are read into a single buffer; `commit` copies it into the cache."""
 
     def __init__(self, kv: KVCache) -> None:
         self._kv, self._buffer = kv, np.empty(kv.block_bytes, np.uint8)
@@ -40,20 +40,20 @@ class CopiedIncoming:
         return self._buffer.data
 
     def commit(self, indices: Sequence[int]) -> None:
-        """`indices` has the one block that was read last."""
+        """`indices` contains only the block read last."""
         (index,) = indices
         np.copyto(np.frombuffer(self._kv.block(index), np.uint8), self._buffer)
 
 
 def copied_outgoing(kv: KVCache) -> OutgoingBlocks:
-    """For one block at a time."""
+    """Create the writing side, for one block at a time."""
     if isinstance(kv, ShardedCache):
-        return outgoing_blocks(kv)  # copies already
+        return outgoing_blocks(kv)  # already copies
     return CopiedOutgoing(kv) if kv.in_host_memory else StagedOutgoing(kv, CopyStream(kv.device)).reserve(1)
 
 
 def copied_incoming(kv: KVCache) -> IncomingBlocks:
-    """For one block at a time."""
+    """Create the reading side, for one block at a time."""
     if isinstance(kv, ShardedCache):
         return incoming_blocks(kv)
     return CopiedIncoming(kv) if kv.in_host_memory else StagedIncoming(kv, CopyStream(kv.device)).reserve(1)

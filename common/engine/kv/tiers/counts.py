@@ -1,4 +1,4 @@
-"""What metrics tell of a tier."""
+"""Metrics of a tier."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TierCounts:
-    """`num_blocks` of at most `num_slots` are here. Since the start so many were written, were found damaged, and left
-    memory before they were written to any tier.
+    """`num_blocks` of `num_slots` slots are in use. The other counts are totals since the worker started.
+
+    `num_lost`: blocks that were evicted from memory before any tier stored them.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Which block is in which slot of a tier, and which one makes room for the next. Pure; its owner locks."""
+"""Maps blocks to slots of a tier and selects blocks to evict. Pure; not thread-safe."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Iterable, Sequence
 
 
 class SlotTable:
-    """The block that was used longest ago makes room, unless it is being read."""
+    """Evicts the least recently used block that is not being read."""
 
     def __init__(self, num_slots: int, found: Iterable[tuple[int, int, bytes]] = ()) -> None:
-        """`found` are blocks that are there already: (number of writing, slot, hash). Of two with one hash the later
-        one counts."""
-        self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # used longest ago first
+        """`found`: existing blocks as (write number, slot, hash). If a hash occurs twice, the later write wins."""
+        self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._num_readers: dict[bytes, int] = {}
         for _, slot, block_hash in sorted(found):
             self._slot_of.pop(block_hash, None)
@@ -30,19 +29,22 @@ class SlotTable:
         return list(self._slot_of)
 
     def num_leading(self, hashes: Sequence[bytes]) -> int:
-        """How many of the chain's first blocks are here."""
+        """Return how many of the chain's leading blocks are stored."""
         for count, block_hash in enumerate(hashes):
             if block_hash not in self._slot_of:
                 return count
         return len(hashes)
 
     def touch(self, block_hash: bytes) -> None:
-        """Note that the block was used, if it is here."""
+        """Mark the block as recently used, if it is stored."""
         if block_hash in self._slot_of:
             self._slot_of.move_to_end(block_hash)
 
-    def make_room(self) -> tuple[int, bytes] | None:
-        """A slot to write to, and the hash of the block that it held, b"" if none; None while all are being read."""
+    def allocate(self) -> tuple[int, bytes] | None:
+        """Return a slot to write to and the hash of the block evicted from it (b"" if none).
+
+        Returns None if all blocks are being read.
+        """
         if self._free:
             return self._free.pop(), b""
         for block_hash in self._slot_of:
@@ -51,15 +53,15 @@ class SlotTable:
         return None
 
     def fill(self, slot: int, block_hash: bytes) -> None:
-        """The block is whole in a slot that `make_room` gave."""
+        """Record that a slot from `allocate` contains the block."""
         self._slot_of[block_hash] = slot
 
-    def give_back(self, slot: int) -> None:
-        """Nothing was written to a slot that `make_room` gave."""
+    def release(self, slot: int) -> None:
+        """Return an unused slot from `allocate`."""
         self._free.append(slot)
 
     def begin_read(self, block_hash: bytes) -> int | None:
-        """The block's slot, which keeps it until `end_read`; None if it is not here."""
+        """Return the block's slot and protect it until `end_read`; None if the block is not stored."""
         slot = self._slot_of.get(block_hash)
         if slot is not None:
             self._num_readers[block_hash] = self._num_readers.get(block_hash, 0) + 1
@@ -72,7 +74,7 @@ class SlotTable:
             self._num_readers[block_hash] = left
 
     def drop(self, block_hash: bytes) -> int | None:
-        """Forget a block; the slot that it had."""
+        """Drop a block and return its slot; None if it was not stored."""
         slot = self._slot_of.pop(block_hash, None)
         if slot is not None:
             self._free.append(slot)

@@ -1,4 +1,4 @@
-"""One tier: a store with slots for blocks, and the table of what is in them. For two threads and the engine's."""
+"""One tier: a slot store and the table of its contents. Used by the writer and reader threads and the engine."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from common.latency import LinkFit, LinkModel
 
 log = logging.getLogger(__name__)
 ASSUMED_READ_BYTES_S = 5e8
-"""Bytes a second that a read is taken to have before one was measured."""
+"""Assumed read throughput, in bytes per second, until a read has been measured."""
 
 
 class SlotStore(Protocol):
-    """Slots that hold a block each. Several threads may `read` at once, never from a slot that is written to."""
+    """Store of one block per slot. Threads may call `read` concurrently, but not for a slot being written."""
 
     num_slots: int
     block_bytes: int
 
     @property
     def found(self) -> Iterable[tuple[int, int, bytes]]:
-        """Blocks that were there at the start: (number of writing, slot, hash)."""
+        """Blocks present at startup: (write number, slot, hash)."""
 
     def write(self, slot: int, block_hash: bytes, block: memoryview) -> None:
-        """Raises OSError."""
+        """Write a block. Raises OSError."""
 
     def read(self, slot: int, block_hash: bytes, into: memoryview) -> bool:
-        """False if the slot does not hold the block whole. Raises OSError."""
+        """Read a block; False if the slot does not contain it intact. Raises OSError."""
 
     def clear(self) -> None:
-        """Raises OSError."""
+        """Drop all blocks. Raises OSError."""
 
     def close(self) -> None: ...
 
 
 class BlockTier:
-    """A tier that fails is off for good: it holds nothing, and takes nothing.
+    """A tier. After an I/O error it is disabled until the worker restarts.
 
-    One thread writes, others read, any asks what is here. `on_change(hash, held)` hears, on the thread that made it, of
-    every block that comes or goes. `life` grows whenever all are forgotten.
+    One thread writes, other threads read, and any thread may query the contents. `on_change(hash, held)` is called, on
+    the thread that made the change, for every block added or removed. `life` increases whenever all blocks are dropped.
     """
 
     def __init__(self, name: str, store: SlotStore) -> None:
@@ -66,7 +66,7 @@ class BlockTier:
 
     @property
     def link(self) -> LinkModel:
-        """What its reads took; an assumption before the first one."""
+        """Measured read time; an assumption until the first read."""
         return self._fit.model if self._fit.model.is_known else self._assumed
 
     def counts(self, num_lost: int) -> TierCounts:
@@ -83,17 +83,17 @@ class BlockTier:
             return self._table.hashes()
 
     def touch(self, hashes: Iterable[bytes]) -> None:
-        """These blocks were used, wherever they were found: they make room later."""
+        """Mark blocks as recently used, wherever they were found."""
         with self._lock:
             for block_hash in hashes:
                 self._table.touch(block_hash)
 
     def reset(self) -> None:
-        """Hold nothing from now on. The writing thread must call `clear_store` before it writes again."""
+        """Drop all blocks. The writer thread must call `clear_store` before its next write."""
         with self._lock:
             self._lose_all()
 
-    # ------------------------------------------------------------ the writing thread
+    # ------------------------------------------------------------ writer thread
 
     def clear_store(self) -> None:
         if self.is_on:
@@ -103,9 +103,9 @@ class BlockTier:
                 self.fail("cleared", error)
 
     def write(self, block_hash: bytes, block: memoryview, life: int) -> None:
-        """Keep a block of this life, in place of the one that was used longest ago."""
+        """Store a block, evicting the least recently used one. Does nothing if `life` is outdated."""
         with self._lock:
-            if life != self.life or block_hash in self._table or (room := self._table.make_room()) is None:
+            if life != self.life or block_hash in self._table or (room := self._table.allocate()) is None:
                 return
             slot, evicted = room
             if evicted:
@@ -121,10 +121,10 @@ class BlockTier:
                 self.num_written += 1
                 self.on_change(block_hash, True)
 
-    # ------------------------------------------------------------ reading threads
+    # ------------------------------------------------------------ reader threads
 
     def read(self, block_hash: bytes, into: memoryview) -> bool:
-        """Read a block; False if it is not here, or not whole, which forgets it."""
+        """Read a block; False if it is missing or damaged. Damaged blocks are dropped."""
         with self._lock:
             slot = self._table.begin_read(block_hash)
             life = self.life
@@ -133,7 +133,7 @@ class BlockTier:
         try:
             if self._store.read(slot, block_hash, into):
                 return True
-            log.warning("%s tier: a block failed its checksum and is forgotten", self.name)
+            log.warning("%s tier: dropped a block that failed its checksum", self.name)
         except OSError as error:
             self.fail("read", error)
             return False
@@ -145,29 +145,29 @@ class BlockTier:
         return False
 
     def observe(self, num_blocks: int, seconds: float) -> None:
-        """Reading so many blocks took so long."""
+        """Record the duration of reading `num_blocks` blocks."""
         size = self._store.block_bytes
         self._fit.observe(num_blocks * size, seconds, size)
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ internal
 
     def _forget(self, block_hash: bytes, life: int) -> None:
-        """Its slot may be written again; what is in it fails its checksum until then."""
+        """Drop a damaged block. Its slot fails the checksum until it is overwritten."""
         with self._lock:
             if life == self.life and self._table.drop(block_hash) is not None:
                 self.num_corrupt += 1
                 self.on_change(block_hash, False)
 
     def fail(self, what: str, error: Exception) -> None:
-        """Be off from now on: a block could not be `what`."""
+        """Disable the tier because a block could not be `what` (a past participle)."""
         with self._lock:
             if not self.is_on:
                 return
             self.is_on, num_lost = False, len(self._table)
             self._lose_all()
         log.error(
-            "%s tier is off until the worker restarts: a block could not be %s (%s). It held %d blocks of at most %d; "
-            "prompts are computed instead",
+            "%s tier: disabled until the worker restarts: a block could not be %s (%s). "
+            "Dropped %d blocks (capacity %d); affected prompts are computed instead",
             *(self.name, what, error, num_lost, self.num_slots),
         )
 
@@ -182,7 +182,7 @@ class BlockTier:
 
 
 def num_leading(tiers: Sequence[BlockTier], hashes: Sequence[bytes]) -> int:
-    """How many of the chain's first blocks are in some tier."""
+    """Return how many of the chain's leading blocks are in any tier."""
     for count, block_hash in enumerate(hashes):
         if not any(tier.holds(block_hash) for tier in tiers):
             return count

@@ -1,4 +1,4 @@
-"""MTP layers, EAGLE and EAGLE-3 heads, which draft tokens from the hidden states of a model."""
+"""Draft heads: MTP layers, EAGLE and EAGLE-3 heads, which draft tokens from a model's hidden states."""
 
 from __future__ import annotations
 

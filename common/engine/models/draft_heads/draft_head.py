@@ -1,9 +1,9 @@
-"""One more decoder layer, which drafts the token after the next from a hidden state of the model and the next token.
+"""Draft head: an additional decoder layer that drafts the token after next from a hidden state and the next token.
 
-    embedding of token t, state behind token t - 1 -> decoder layer -> a state of its own -> logits of token t + 1
+    embedding of token t, state after token t - 1 -> decoder layer -> its own state -> logits of token t + 1
 
-Its keys and values of token t are those of that pair, in slot t of one more layer of the served model's blocks. Its own
-state takes the place of the model's where that is not known yet: for tokens behind a draft token.
+The keys and values for token t are computed from that pair and stored in slot t of an additional layer of the served
+model's blocks. After a draft token, where the model's state is unknown, the head's own state replaces it.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ from kernels import add_rms_norm
 
 
 class DraftHead(ABC):
-    """Steps run operation by operation: there are few of them in one layer.
+    """A draft head. Its steps run operation by operation, because one layer has few operations.
 
-    States are rows of `config.hidden_size` numbers: what a head keeps of the model's hidden states, and its own.
+    States are rows of `config.hidden_size` elements: those kept from the model's hidden states, and the head's own.
     """
 
     reads_layers: tuple[int, ...] = ()
-    """Layers of the model whose inputs `states` reads, see `LayerStates`."""
+    """Layers of the model whose inputs `states` reads; see `LayerStates`."""
 
     def __init__(self, decoder: Decoder, layer: LayerWeights) -> None:
-        """`decoder` computes attention and MLP: the head is the last layer of its configuration."""
+        """`decoder` computes attention and MLP. The head is the last layer of its configuration."""
         self._decoder, self._layer = decoder, layer
         self._index, self._eps = decoder.config.num_layers - 1, decoder.config.rms_norm_eps
         decoder.run_by_operation()
 
     @property
     def config(self) -> ModelConfig:
-        """As that of the model with this layer behind its own, with the head's own sizes."""
+        """Configuration of the model plus this layer, with the sizes of the head."""
         return self._decoder.config
 
     @property
     @abstractmethod
     def reads_last(self) -> bool:
-        """Whether `states` reads what follows the model's last layer, which then runs all rows of a step."""
+        """Whether `states` reads the last layer's output, so that the layer must run all rows of a step."""
 
     @abstractmethod
     def states(self, hidden: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-        """The rows' states that are kept: the normed hidden states, or made of the `inputs` of `reads_layers`."""
+        """Return the states to keep: the normed hidden states, or derived from the `inputs` of `reads_layers`."""
 
     def write(self, batch: ForwardBatch, before: Tensor, kv: KVCache) -> None:
-        """Writes keys and values of the batch's tokens. `before` [T, hidden_size]: the states of the tokens before."""
+        """Write keys and values of the batch's tokens. `before` [T, hidden_size]: states of the preceding tokens."""
         normed, _ = self._merged(batch, before)
         self._decoder.write_kv(self._index, self._layer, normed, self._decoder.step(batch, kv))
 
     def forward(self, batch: ForwardBatch, before: Tensor, kv: KVCache) -> tuple[Tensor, Tensor]:
-        """The same; returns logits float32 and states of its own, [num sampled, vocab_size and hidden_size]."""
+        """Write KV and return logits, float32, and the head's states, [num sampled, vocab_size and hidden_size]."""
         decoder, layer, step = self._decoder, self._layer, self._decoder.step(batch, kv)
         normed, merged = self._merged(batch, before)
         mixed = decoder.attention(self._index, layer, normed, step)
@@ -66,8 +66,8 @@ class DraftHead(ABC):
 
     @abstractmethod
     def _merged(self, batch: ForwardBatch, before: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention reads, and what it is added to."""
+        """Return the input of attention and the tensor to which its output is added."""
 
     @abstractmethod
     def _drafted(self, hidden: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits, and the head's states, from the layer's hidden states and what its MLP adds to them."""
+        """Return logits and the head's states, given the layer's hidden states and the MLP's change."""

@@ -1,9 +1,9 @@
-"""The served model with its draft head: logits as those of the model alone, and the head's KV beside the model's.
+"""The served model with its draft head: the model's logits, with the head's KV stored alongside the model's.
 
-Each step writes the head's keys and values of all its tokens, so a block is complete in all layers at once, and moves,
-is cached and found like any other. The hidden state before a chunk's first token comes from the step that ran that
-token: it is kept in a place until then (`HiddenPlaces`). Where it is not known, zeros stand for
-it: behind a cached prefix, and for the first token that a decode worker runs. That can cost a draft token, and no more.
+Each step writes the head's keys and values for all its tokens, so a block is complete in all layers at once and is
+transferred, cached and found like any other. The hidden state before a chunk's first token comes from the step that ran
+that token and is kept in a slot until then (`HiddenPlaces`). If it is unknown, zeros are used: after a cached prefix,
+and for the first token on a decode worker. That only affects the quality of draft tokens.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from kernels import Linear
 
 
 class DraftingModel:
-    """Implements `RunnableModel`. `config` counts the head as its last layer."""
+    """Implements `RunnableModel`. `config` includes the head as its last layer."""
 
     def __init__(
         self, body: Decoder, lm_head: Linear, draft_head: DraftHead, config: ModelConfig, num_places: int
     ) -> None:
-        """`body` is the model without `lm_head`. It keeps the states of `num_places` tokens."""
+        """`body` is the model without `lm_head`. There are slots for the states of `num_places` tokens."""
         self.config, self.num_places = config, num_places
         self._body, self._lm_head, self._draft_head = body, lm_head, draft_head
-        # Behind the places, a row of zeros, and one for what is not kept.
+        # After the slots: a row of zeros, and a row for states that are not kept.
         width = draft_head.config.hidden_size
         self._states = torch.zeros(num_places + 2, width, dtype=body.dtype, device=body.device)
 
@@ -49,16 +49,16 @@ class DraftingModel:
 
     @property
     def weights(self) -> ModelWeights:
-        """Those of the model alone."""
+        """Weights of the model without the head."""
         return self._body.weights
 
     @property
     def draft_config(self) -> ModelConfig:
-        """What batches of draft steps are built by: as `config`, with the head's own sizes."""
+        """Configuration for batches of draft steps: `config` with the head's sizes."""
         return self._draft_head.config
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
-        """Writes the KV of the batch's tokens, the head's as well; returns the model's logits, float32."""
+        """Write the KV of the batch's tokens, including the head's, and return the model's logits, float32."""
         head = self._draft_head
         hidden, inputs = self._body.rows_and_states(replace(batch, sampled=None) if head.reads_last else batch, kv)
         if batch.hidden is not None:
@@ -71,17 +71,17 @@ class DraftingModel:
         return self._body.capped(self._lm_head(hidden, wide=True))
 
     def draft(self, batch: ForwardBatch, kv: KVCache, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Logits of the tokens behind those of the batch, and the head's own states, [T, ...] each.
+        """Return logits of the tokens after those of the batch, and the head's states, [T, ...] each.
 
-        Without `before` the states that it reads are those in the batch's places.
+        Without `before`, the input states are read from the batch's slots.
         """
-        assert batch.hidden is not None  # as `config` asks for
+        assert batch.hidden is not None  # built with `draft_config`
         if before is None:
             before = self._states[self._places(batch.hidden.before)]
         return self._draft_head.forward(batch, before, kv)
 
     def _before(self, places: HiddenRows, states: Tensor) -> Tensor:
-        """The state before each row, [T, the head's hidden_size]."""
+        """Return the state before each row, [T, the head's hidden_size]."""
         kept = self._states[self._places(places.before)]
         return torch.where((places.before == ROW_BEFORE)[:, None], states.roll(1, dims=0), kept)
 

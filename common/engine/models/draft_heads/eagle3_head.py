@@ -1,8 +1,8 @@
-"""EAGLE-3: states of several layers of the model folded into one, and logits of a part of its vocabulary.
+"""EAGLE-3: combines states of several model layers into one, and computes logits over part of the vocabulary.
 
     f_t = W [input of a low, a middle and a high layer, of token t]       some heads normalise these first
     [norm(embedding of token t), norm(f_{t-1})] -> attention, twice as wide -> + f_{t-1} -> MLP -> g_t
-    norm(g_t) -> logits of token t + 1                                     g_t stands for f_t where that is not known
+    norm(g_t) -> logits of token t + 1                                     g_t replaces f_t where that is unknown
 
 (arXiv 2503.01840, section 3.1.)
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from common.engine.models.batch import ForwardBatch
 from common.engine.models.decoder import Decoder
 from common.engine.models.draft_heads.draft_head import DraftHead
-from common.engine.models.draft_heads.eagle3_form import Eagle3Form
+from common.engine.models.draft_heads.eagle3_config import Eagle3Config
 from common.engine.models.draft_heads.head_files import EAGLE_NORMS
 from common.engine.models.tensor_reader import WeightSource
 from common.engine.models.weights import Assembler, LayerWeights
@@ -32,10 +32,10 @@ LAYER = "model.layers.0."
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Weights:
-    """fold: [hidden_size, numbers of all states that are read]. Norms are float32.
+    """Weights of the head. fold: [hidden_size, size of all states read]. Norms are float32.
 
-    state_norms: of each state that is folded, or one of all together, or none.
-    token_ids: int64 [draft vocabulary], which tokens of the model the rows of lm_head are; None: all, in order.
+    state_norms: one per state read, or one over all of them, or none.
+    token_ids: int64 [draft vocabulary], the model's token for each row of lm_head; None if identical.
     """
 
     layer: LayerWeights
@@ -49,9 +49,9 @@ class Eagle3Weights:
 
 
 class Eagle3Head(DraftHead):
-    """A state is folded in the step that makes it: what is kept and read again is a third as wide."""
+    """EAGLE-3 head. States are combined in the step that computes them, so that the kept state is a third as wide."""
 
-    def __init__(self, decoder: Decoder, weights: Eagle3Weights, form: Eagle3Form) -> None:
+    def __init__(self, decoder: Decoder, weights: Eagle3Weights, form: Eagle3Config) -> None:
         super().__init__(decoder, weights.layer)
         self._weights, self._form = weights, form
         self.reads_layers = form.reads
@@ -81,7 +81,7 @@ class Eagle3Head(DraftHead):
         return self._of_model(weights.lm_head(normed, wide=True)), normed if self._form.passes_on_normed else hidden
 
     def _of_model(self, logits: Tensor) -> Tensor:
-        """Logits of the model's vocabulary: tokens that the head does not know are never drawn."""
+        """Map logits to the model's vocabulary. Tokens outside the draft vocabulary are never drawn."""
         token_ids = self._weights.token_ids
         if token_ids is None:
             return logits
@@ -90,7 +90,7 @@ class Eagle3Head(DraftHead):
 
 
 class Eagle3Tensors(SafetensorsWeights):
-    """A head's tensors by the names of a model of one layer. Some files say `midlayer`, some `model.` before all."""
+    """A head's tensors, under the names of a one-layer model. Some files use `midlayer` or the prefix `model.`."""
 
     @staticmethod
     def _plain(name: str) -> str:
@@ -101,13 +101,13 @@ class Eagle3Tensors(SafetensorsWeights):
 
 
 class Eagle3Reader:
-    """Reads what one head is made of. `reader` has the head's configuration and tensors, `width` is the model's."""
+    """Reads the parts of a head. `reader` has the head's configuration and tensors, `width` is the model's."""
 
-    def __init__(self, reader: Assembler, form: Eagle3Form, width: int) -> None:
+    def __init__(self, reader: Assembler, form: Eagle3Config, width: int) -> None:
         self._reader, self._form, self._width = reader, form, width
 
     def weights(self, lm_head: Linear | None) -> Eagle3Weights:
-        """`lm_head`: the model's, where the head could use it. ConfigError, ModelError for what does not fit."""
+        """Read the weights. `lm_head`: the model's, if usable. Raises ConfigError or ModelError if they do not fit."""
         reader, form = self._reader, self._form
         hidden, columns = reader.config.hidden_size, len(form.reads) * self._width
         if not reader.source.has("fc.weight"):
@@ -126,13 +126,13 @@ class Eagle3Reader:
         )
 
     def embedding(self, served: WeightSource, of_model: Embedding) -> Embedding:
-        """The head's own, where its file has another than the model's."""
+        """Return the head's own embedding if its file has one that differs from the model's."""
         reader, config = self._reader, self._reader.config
         if not reader.source.has(EMBEDDING):
             if config.hidden_size != self._width:
                 raise ModelError(
-                    f"{reader.source.label}: no tensor {EMBEDDING}, and the model's embeddings have {self._width} "
-                    f"numbers, the head's {config.hidden_size}: fetch the head again"
+                    f"{reader.source.label}: missing tensor {EMBEDDING}, and the model's embeddings have width "
+                    f"{self._width} instead of {config.hidden_size}: download the head again"
                 )
             return of_model
         own = reader.source.read(EMBEDDING)
@@ -141,7 +141,7 @@ class Eagle3Reader:
         return Embedding(reader.matrix(EMBEDDING, config.vocab_size, config.hidden_size))
 
     def _state_norms(self, columns: int) -> tuple[Tensor, ...]:
-        """`fc_norm` of each state, `input_norm` of all together; most heads have neither."""
+        """Read `fc_norm` (per state) or `input_norm` (over all states). Most heads have neither."""
         reader, each = self._reader, range(len(self._form.reads))
         if reader.source.has("input_norm.weight"):
             return (reader.norm("input_norm.weight", columns),)
@@ -155,33 +155,33 @@ class Eagle3Reader:
             return reader.product(Linear, reader.weight({"lm_head.weight": rows}, hidden, reader.quantization.head))
         if of_model is None or (of_model.out_features, of_model.in_features) != (rows, hidden):
             raise ModelError(
-                f"{reader.source.label}: no tensor lm_head.weight, and the model's cannot stand for "
-                f"[{rows}, {hidden}]: fetch the head again"
+                f"{reader.source.label}: missing tensor lm_head.weight, and the model's is not "
+                f"[{rows}, {hidden}]: download the head again"
             )
         return of_model
 
     def _token_ids(self) -> Tensor | None:
-        """d2t: how much larger each token's id is in the model's vocabulary. t2d says the same the other way round."""
+        """Read d2t, the offset of each token's ID in the model's vocabulary. (t2d is the inverse mapping.)"""
         reader, count, vocab_size = self._reader, self._form.vocab_size, self._reader.config.vocab_size
         if not reader.source.has("d2t"):
             if count != vocab_size:
                 raise ModelError(
-                    f"{reader.source.label}: no tensor d2t, which says what its {count} tokens are among "
-                    f"{vocab_size}: fetch the head again"
+                    f"{reader.source.label}: missing tensor d2t, which maps its {count} tokens to the {vocab_size} of "
+                    f"the model: download the head again"
                 )
             return None
         offsets = reader.source.read("d2t")
         if offsets.shape != (count,) or offsets.is_floating_point():
             raise ModelError(
-                f"{reader.source.label}: tensor d2t is {offsets.dtype} {list(offsets.shape)}, the configuration wants "
-                f"whole numbers [{count}]: fetch the head again"
+                f"{reader.source.label}: tensor d2t is {offsets.dtype} {list(offsets.shape)}, the configuration "
+                f"requires integers [{count}]: download the head again"
             )
         token_ids = torch.arange(count) + offsets.long()
         num_tokens = len(set(token_ids.tolist()))
         if token_ids.min() < 0 or token_ids.max() >= vocab_size or num_tokens < count:
             raise ModelError(
-                f"{reader.source.label}: d2t makes {num_tokens} tokens of {count}, from "
-                f"{int(token_ids.min())} to {int(token_ids.max())}, of {vocab_size}: fetch the head again"
+                f"{reader.source.label}: invalid d2t: {num_tokens} distinct tokens instead of {count}, from "
+                f"{int(token_ids.min())} to {int(token_ids.max())}, vocabulary {vocab_size}: download the head again"
             )
         return None if _is_whole(token_ids, vocab_size) else token_ids.to(reader.device)
 

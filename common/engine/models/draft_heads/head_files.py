@@ -1,8 +1,8 @@
-"""Where a draft head is, and what makes it one for the served model. No torch.
+"""Locates a draft head and checks that it fits the served model. Does not import torch.
 
-MTP layers lie in the model's own files behind its last layer (DeepSeek-V3, arXiv 2412.19437, section 2.2). EAGLE heads
-have a folder of their own: config.json, and one decoder layer behind a matrix `fc` (arXiv 2401.15077, section 4.1);
-what differs in EAGLE-3 is told in `eagle3_form.py`.
+MTP layers are in the model's own files, after its last layer (DeepSeek-V3, arXiv 2412.19437, section 2.2). EAGLE heads
+have their own folder with a config.json and one decoder layer preceded by a matrix `fc` (arXiv 2401.15077, section
+4.1). For EAGLE-3, see `eagle3_config.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common.engine.models.draft_heads.eagle3_form import Eagle3Form, is_eagle3, layer_fields, read_form
+from common.engine.models.draft_heads.eagle3_config import Eagle3Config, is_eagle3, layer_fields, read_eagle3_config
 from common.errors import ConfigError
 from common.model_files import HFReader, ModelConfig, ModelFiles, hash_weights, read_json, weight_files
 from common.model_files.architecture import RopeConfig
@@ -20,39 +20,39 @@ from common.model_files.families import FAMILIES, NormPlace
 
 MTP = "mtp"
 MTP_TYPES = tuple(family.model_type for family in FAMILIES.values() if family.mtp == "drafts")
-"""Model types whose MTP layers have the form that is known here."""
+"""Model types whose MTP layers are supported."""
 EAGLE_NORMS: Mapping[NormPlace, str] = {"before_mlp": "post_attention_layernorm"}
-"""Of the layer of an EAGLE or EAGLE-3 head."""
+"""Norms of the layer of an EAGLE or EAGLE-3 head."""
 EAGLE_TYPES = ("llama",)
-"""Model types of an EAGLE head's layer."""
+"""Supported model types of an EAGLE head's layer."""
 EAGLE3_SIZES = ("num_kv_heads", "head_dim", "vocab_size")
 EAGLE_SIZES = ("hidden_size", "num_heads", *EAGLE3_SIZES)
-"""What heads have in common with their model: KV and vocabulary in any case, EAGLE and EAGLE-2 all of its sizes."""
+"""Sizes that must equal the model's: KV and vocabulary for EAGLE-3, all sizes for EAGLE and EAGLE-2."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadFiles:
-    """A draft head: `layer` is the configuration of its own layer, `whole` that of the model with it as one more layer.
+    """A draft head. `layer`: configuration of its layer. `whole`: configuration of the model plus that layer.
 
-    `weights` are its files, none for MTP. `form`: of an EAGLE-3 head, None for others.
+    `weights` are its files, empty for MTP. `form`: format of an EAGLE-3 head, None for others.
     """
 
     name: str
     weights: tuple[Path, ...]
     layer: ModelConfig
     whole: ModelConfig
-    form: Eagle3Form | None = None
+    form: Eagle3Config | None = None
 
 
 def find_head(name: str, served: ModelFiles, config: ModelConfig) -> HeadFiles:
-    """The head that the setting names: "mtp", or a folder. ConfigError for one that does not fit the model."""
+    """Find the head named by the setting: "mtp" or a folder. Raises ConfigError if it does not fit the model."""
     return _mtp(served, config) if name == MTP else _eagle(name, served, config)
 
 
 def _mtp(served: ModelFiles, config: ModelConfig) -> HeadFiles:
     if served.format != "hf" or config.model_type not in MTP_TYPES or not config.extra_layers:
-        allowed = f"empty, or the folder of an EAGLE head: {served.model_id} has no MTP layers that can be read"
-        why = f"those of safetensors checkpoints of {' and '.join(MTP_TYPES)} with num_nextn_predict_layers can"
+        allowed = f"empty, or the folder of an EAGLE head: {served.model_id} has no supported MTP layers"
+        why = f"supported: safetensors checkpoints of {' and '.join(MTP_TYPES)} with num_nextn_predict_layers"
         raise ConfigError("draft_head", MTP, f"{allowed} ({why})")
     whole = with_layer(config, MTP, config.layer_ropes[-1], has_experts=True)
     return HeadFiles(MTP, (), whole, whole)
@@ -71,11 +71,11 @@ def _eagle(name: str, served: ModelFiles, config: ModelConfig) -> HeadFiles:
         raise ConfigError("draft_head", name, allowed)
     if not (is_read_by_eagle3(config) if is_third else is_read_by_eagle(config)):
         kind = "EAGLE-3" if is_third else "EAGLE"
-        allowed = f"empty: hidden states of {served.model_id} ({config.model_type}) are read by no {kind} head"
+        allowed = f"empty: {kind} heads are not supported for {served.model_id} ({config.model_type})"
         raise ConfigError("draft_head", name, allowed)
     own = HFReader(of_layer, folder / "config.json").read()
     _check_fits(name, own, served, config, EAGLE3_SIZES if is_third else EAGLE_SIZES)
-    form = read_form(name, fields, config) if is_third else None
+    form = read_eagle3_config(name, fields, config) if is_third else None
     digest = hash_weights(weights, progress=False, also=_computation(fields))
     whole = with_layer(config, digest, own.layer_ropes[0], has_experts=False)
     index, window = config.num_layers, whole.layer_windows[-1]
@@ -91,23 +91,23 @@ def _eagle(name: str, served: ModelFiles, config: ModelConfig) -> HeadFiles:
 
 
 def is_read_by_eagle(config: ModelConfig) -> bool:
-    """Whether EAGLE heads read its hidden states, which they turn into logits as the model does."""
+    """Return whether EAGLE heads support this model: they compute logits from hidden states like the model."""
     return config.family.decoder == "llama" and config.embedding_scale == 1.0 and has_plain_logits(config)
 
 
 def is_read_by_eagle3(config: ModelConfig) -> bool:
-    """Whether EAGLE-3 heads read its hidden states: they are not scaled here as Granite's are, see `HFReader`."""
+    """Return whether EAGLE-3 heads support this model. Hidden states must not be scaled like Granite's (`HFReader`)."""
     is_scaled = config.logits_divisor != 1.0 or (config.embedding_scale != 1.0 and not config.family.embeds_by_width)
     return config.latent is None and not is_scaled
 
 
 def has_plain_logits(config: ModelConfig) -> bool:
-    """Whether logits are what `lm_head` makes."""
+    """Return whether logits are exactly the output of `lm_head`."""
     return config.logits_divisor == 1.0 and not config.final_softcap
 
 
 def with_layer(config: ModelConfig, digest: str, rope: RopeConfig, *, has_experts: bool) -> ModelConfig:
-    """The model with a draft head's layer behind its own. The layer looks back as far as blocks are kept."""
+    """Return the model's configuration plus a draft head's layer, with the window for which blocks are kept."""
     experts = config.experts
     if experts is not None:
         experts = replace(experts, layers=(*experts.layers, has_experts))
@@ -122,7 +122,7 @@ def with_layer(config: ModelConfig, digest: str, rope: RopeConfig, *, has_expert
 
 
 def _check_fits(name: str, own: ModelConfig, served: ModelFiles, config: ModelConfig, sizes: Sequence[str]) -> None:
-    """Its keys and values lie in the model's blocks, and it reads the model's hidden states and tokens."""
+    """Check the head's sizes: it uses the model's KV blocks, hidden states and tokens."""
     wrong = [
         f"{size} {getattr(own, size)} instead of {getattr(config, size)}"
         for size in sizes

@@ -1,4 +1,4 @@
-"""Loads a model together with its draft head."""
+"""Loads a model with its draft head."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from common.engine.kv import torch_dtype
 from common.engine.models.draft_heads.draft_head import DraftHead
 from common.engine.models.draft_heads.drafting_model import DraftingModel
-from common.engine.models.draft_heads.eagle3_form import Eagle3Form
+from common.engine.models.draft_heads.eagle3_config import Eagle3Config
 from common.engine.models.draft_heads.eagle3_head import Eagle3Head, Eagle3Reader, Eagle3Tensors
 from common.engine.models.draft_heads.head_files import EAGLE_NORMS, MTP, HeadFiles, find_head, has_plain_logits
 from common.engine.models.draft_heads.merging_head import HeadWeights, MergingHead
@@ -34,9 +34,9 @@ def load_drafting_model(
     device: str = "cpu",
     quantization: str = "none",
 ) -> DraftingModel:
-    """Loads a model and the head that `--draft-head` names; `num_places`: see `DraftingModel`.
+    """Load a model and the head given by `--draft-head`. `num_places`: see `DraftingModel`.
 
-    ConfigError when the head does not fit the model; otherwise as `load_model`.
+    Raises ConfigError if the head does not fit the model, and otherwise like `load_model`.
     """
     kind, place = torch_dtype(dtype), torch_device(device)
     config, source = open_model(files)
@@ -47,7 +47,7 @@ def load_drafting_model(
         weights = assembler.assemble()
     log_treated(files, assembler)
     lm_head = weights.lm_head
-    assert lm_head is not None  # it was asked for
+    assert lm_head is not None  # with_head is the default
     body = DECODERS[config.family.decoder](config, replace(weights, lm_head=None))
     head = _load_head(found, assembler, weights, lm_head)
     body.keep_states(head.reads_layers)
@@ -56,7 +56,7 @@ def load_drafting_model(
 
 
 def _load_head(found: HeadFiles, served: Assembler, weights: ModelWeights, lm_head: Linear) -> DraftHead:
-    """The head for a model that `served` made of its files: `weights`, and `lm_head`."""
+    """Load the head for a model that `served` loaded as `weights` and `lm_head`."""
     if found.form is not None:
         return _eagle3(found, found.form, served, weights, lm_head)
     source = served.source
@@ -69,7 +69,7 @@ def _load_head(found: HeadFiles, served: Assembler, weights: ModelWeights, lm_he
 
 
 def _eagle3(
-    found: HeadFiles, form: Eagle3Form, served: Assembler, weights: ModelWeights, lm_head: Linear
+    found: HeadFiles, form: Eagle3Config, served: Assembler, weights: ModelWeights, lm_head: Linear
 ) -> Eagle3Head:
     source = Eagle3Tensors(found.weights)
     of_head = Assembler(found.layer, source, served.dtype, served.device, served.quantization)
@@ -81,7 +81,7 @@ def _eagle3(
 
 
 def _mtp(reader: Assembler, lm_head: Linear) -> HeadWeights:
-    """Layer `num_layers` of the file, as DeepSeek-V3 names its parts; only the first of several is read."""
+    """Read layer `num_layers` of the file, with DeepSeek-V3's names. Only the first of several MTP layers is used."""
     config = reader.config
     prefix, hidden = f"model.layers.{config.num_layers - 1}.", config.hidden_size
     if not reader.source.has(f"{prefix}enorm.weight"):
@@ -101,18 +101,18 @@ def _mtp(reader: Assembler, lm_head: Linear) -> HeadWeights:
 
 
 def _is_same(reader: Assembler, name: str) -> bool:
-    """Whether the file holds the model's own head by another name, as DeepSeek's do: then it is held once."""
+    """Return whether the file repeats the model's head under another name, like DeepSeek's. It is then shared."""
     source = reader.source
     return source.has("lm_head.weight") and torch.equal(source.read(name), source.read("lm_head.weight"))
 
 
 def _eagle(reader: Assembler, lm_head: Linear) -> HeadWeights:
-    """One layer without its first norm, and `fc`. Embeddings and what makes logits are the model's."""
+    """Read one layer without its first norm, and `fc`. The embedding and lm_head are the model's."""
     hidden, source = reader.config.hidden_size, reader.source
     if not source.has("fc.weight"):
         raise ConfigError("draft_head", source.label, "the folder of an EAGLE head: it has no tensor fc.weight")
     if (width := source.read("fc.weight").shape[1]) != 2 * hidden:
-        allowed = f"an EAGLE or EAGLE-2 head, whose fc reads {2 * hidden} numbers: this one reads {width}"
+        allowed = f"an EAGLE or EAGLE-2 head, whose fc has {2 * hidden} inputs: this one has {width}"
         raise ConfigError("draft_head", source.label, allowed)
     return HeadWeights(
         layer=reader.layer(reader.config.num_layers - 1, number=0, norms=EAGLE_NORMS),

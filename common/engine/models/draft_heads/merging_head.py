@@ -1,7 +1,7 @@
-"""MTP layers, EAGLE and EAGLE-2: one matrix merges embedding and hidden state, and a whole decoder layer reads that.
+"""MTP layers, EAGLE and EAGLE-2: a matrix merges embedding and hidden state into the input of a full decoder layer.
 
 x_t = W [embedding of token t, hidden state of token t - 1]      each normalised first in MTP layers
-x_t -> decoder layer -> hidden state of its own -> (norm) -> logits of token t + 1
+x_t -> decoder layer -> its own hidden state -> (norm) -> logits of token t + 1
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kernels import Linear, add_rms_norm, rms_norm
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """merge: [hidden_size, 2 * hidden_size]. Norms that a kind of heads lacks are None: EAGLE has none of these."""
+    """merge: [hidden_size, 2 * hidden_size]. Norms that a kind of head does not have are None (EAGLE has none)."""
 
     layer: LayerWeights
     merge: Linear
@@ -32,7 +32,7 @@ class HeadWeights:
 
 
 class MergingHead(DraftHead):
-    """Reads the model's normed hidden states as they are."""
+    """Reads the model's normed hidden states without change."""
 
     reads_last = True
 

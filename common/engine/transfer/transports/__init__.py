@@ -1,4 +1,4 @@
-"""KV transports: one file each, behind the interface of `interface.py`, registered in `registry.py`."""
+"""KV transports: one file each, implementing `interface.py` and registered in `registry.py`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""CUDA IPC: the receiver's GPU copies blocks out of the sender's, without a byte in host memory.
+"""CUDA IPC: the receiver's GPU copies blocks directly from the sender's GPU.
 
-GPUs take the checksums: the receiver's that of its copy. If it is the one that the sender took before, no byte was
-another's, whatever happens to the sender's block meanwhile.
+Each GPU computes checksums; the receiver computes them over its copy. If a checksum equals the one that the sender
+computed earlier, the copy is correct, even if the sender reused the block in the meantime.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import torch
 from common.config import WorkerConfig
 from common.engine.kv import (
     CopyStream,
+    DescriptorError,
     DriverError,
     ExportedMemory,
     KVCache,
     KVDevice,
-    NotGiven,
-    NotShared,
+    SharedMemoryError,
     driver,
     map_exported,
 )
 from common.engine.transfer.transports.interface import (
     Copied,
+    DeviceCopySource,
     IncomingEnd,
     OutgoingEnd,
-    Parcel,
-    Reached,
+    PreparedBlocks,
     SenderMemory,
     Transport,
     copy_on_device,
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
 
 NAME = "cuda-ipc"
 UNSIGNED = 2**64 - 1
-"""A mask: checksums travel without a sign."""
+"""Mask: checksums are unsigned on the wire."""
 
 
 class CudaIpcTransport(Transport):
-    """The setting `cuda-ipc`. Where a GPU cannot reach the other, blocks travel as frames."""
+    """Transport `cuda-ipc`. Where a GPU cannot access the other, blocks are sent as frames."""
 
     name = NAME
 
@@ -70,23 +70,23 @@ class CudaIpcTransport(Transport):
 
 
 class DeviceSums:
-    """Checksums of a cache's blocks by its device. Used by one thread."""
+    """Computes block checksums on the cache's device. Used by one thread."""
 
     def __init__(self, kv: KVCache, stream: CopyStream) -> None:
-        """Runs the kernel once, so that no transfer waits for it to be compiled."""
+        """Runs the kernel once, so that no transfer waits for its compilation."""
         self._kv, self.stream = kv, stream
-        with torch.inference_mode(False):  # else a thread without that mode might not write to them
+        with torch.inference_mode(False):  # otherwise a thread outside inference mode may not write to them
             self._host = stream.buffers(2 * MAX_BLOCKS_PER_FRAME * 8, 1)[0].view(torch.int64).view(2, -1)
             self._there = torch.zeros(2, MAX_BLOCKS_PER_FRAME, dtype=torch.int64, device=kv.device)
         stream.wait_for(lambda: self.launch([0]))
 
     def of(self, blocks: Sequence[int]) -> list[int]:
-        """At most `MAX_BLOCKS_PER_FRAME` of them."""
+        """Return the checksums of at most `MAX_BLOCKS_PER_FRAME` blocks."""
         self.stream.wait_for(lambda: self.launch(blocks))
         return self.read(len(blocks))
 
     def launch(self, blocks: Sequence[int]) -> None:
-        """On the stream; `read` when it has ended."""
+        """Launch on the stream. Call `read` after it has completed."""
         count = len(blocks)
         self._host[0, :count] = torch.tensor(blocks, dtype=torch.int64)
         ids, sums = self._there[0, :count], self._there[1, :count]
@@ -102,13 +102,13 @@ class DeviceBlocks(OutgoingEnd):
     """Offers a cache whose blocks receivers copy with their own GPU."""
 
     transport = NAME
-    in_words = "from GPU to GPU"
+    description = "GPU to GPU (CUDA IPC)"
 
     def __init__(self, frames: Frames, kv: KVCache) -> None:
-        """Raises NotShared unless the cache was made to be exported."""
+        """Raises SharedMemoryError unless the cache was created with `export`."""
         super().__init__(frames)
         if kv.exported is None:
-            raise NotShared(f"the KV cache on {kv.device} was not made to be read by other GPUs")
+            raise SharedMemoryError(f"the KV cache on {kv.device} was not created for export to other GPUs")
         self._memory: ExportedMemory = kv.exported
         self._offer = KVOffer.of(NAME, self._memory.offer)
         self._sums = DeviceSums(kv, CopyStream(kv.device))
@@ -121,13 +121,13 @@ class DeviceBlocks(OutgoingEnd):
     def sums(self, blocks: Sequence[int]) -> list[int]:
         return self._sums.of(blocks)
 
-    def ship(self, transfer: OutgoingTransfer, indices: range) -> Parcel:
+    def ship(self, transfer: OutgoingTransfer, indices: range) -> PreparedBlocks:
         blocks = [transfer.blocks[index] for index in indices]
-        return Parcel(indices, len(blocks) * self._block_bytes, (), blocks, self.sums(blocks))
+        return PreparedBlocks(indices, len(blocks) * self._block_bytes, (), blocks, self.sums(blocks))
 
 
 class DeviceReads(IncomingEnd[KVDevice]):
-    """Opens the caches of other GPUs for this worker's."""
+    """Maps the caches of other GPUs for this worker's GPU."""
 
     transport = NAME
     details = KVDevice
@@ -136,35 +136,35 @@ class DeviceReads(IncomingEnd[KVDevice]):
         self._kv, self._sums = kv, DeviceSums(kv, CopyStream(kv.device))
 
     def accept(self, offer: KVDevice) -> ImportedMemory:
-        """Raises DriverError or NotGiven."""
+        """Raises DriverError or DescriptorError."""
         opened: list[ImportedMemory] = []
         self._sums.stream.wait_for(lambda: opened.append(ImportedMemory(offer, self._kv.device.index or 0)))
         (memory,) = opened
-        memory.reached = ReachedDevice(self._kv, self._sums, memory)
+        memory.reached = PeerDeviceSource(self._kv, self._sums, memory)
         return memory
 
 
 class ImportedMemory(SenderMemory):
-    """The reader's side: mapped for its own device until `close` or the owner's death.
+    """Reader side: mapped for the reader's device until `close` or the owner's death.
 
-    `reached` has this worker's device copy blocks out of it; set before the first one.
+    `reached` copies blocks out of it with this worker's device; it must be set before the first copy.
     """
 
     transport = NAME
     is_ring = False
-    in_words = "is copied from GPU to GPU"
+    description = "GPU to GPU (CUDA IPC)"
     process: int
-    reached: Reached
+    reached: DeviceCopySource
 
     def __init__(self, offer: KVDevice, device: int) -> None:
-        """Raises DriverError, and NotGiven unless the process that offers it gives it to this one."""
+        """Raises DriverError, or DescriptorError if the owner does not pass its descriptor."""
         if sys.platform != "linux":
-            raise NotGiven(f"{sys.platform} gives no descriptors of GPU memory")
+            raise DescriptorError(f"{sys.platform} does not support descriptors of GPU memory")
         self.offer = offer
         try:
             self.process = os.pidfd_open(offer.pid)
         except (OSError, AttributeError) as error:
-            raise NotGiven(f"process {offer.pid} is not on this host, or hidden: {error}") from error
+            raise DescriptorError(f"process {offer.pid} is not visible on this host: {error}") from error
         try:
             self._map = map_exported(offer, device)
         except DiptychError:
@@ -174,7 +174,7 @@ class ImportedMemory(SenderMemory):
 
     @property
     def address(self) -> int:
-        """Where the owner's first block is."""
+        """Address of the owner's first block."""
         return self._map.address
 
     def copy(self, header: KVBlocks, transfer: IncomingTransfer, into: IncomingBlocks) -> Copied:
@@ -185,20 +185,20 @@ class ImportedMemory(SenderMemory):
             self.closed = True
             os.close(self.process)
             self.reached.close()
-            del self._map  # unmapped now
+            del self._map  # unmaps it
 
 
-class ReachedDevice:
-    """Implements `Reached`: this worker's GPU copies blocks out of another one's cache."""
+class PeerDeviceSource:
+    """Implements `DeviceCopySource`: this worker's GPU copies blocks out of another worker's cache."""
 
     def __init__(self, kv: KVCache, sums: DeviceSums, memory: ImportedMemory) -> None:
         self._kv, self._sums, self._memory = kv, sums, memory
         self._cuda, self.block_bytes = driver(), kv.block_bytes
 
     def copy(self, copies: Iterable[tuple[int, int]]) -> Iterator[int | None]:
-        """Nothing is read once the memory is closed, as it is when its owner was seen to be dead.
+        """Copy blocks. Reads nothing once the memory is closed, which happens when its owner is found dead.
 
-        Raises DriverError, when nothing writes to the blocks any more.
+        Raises DriverError, after all launched copies have completed.
         """
         known, stream = list(copies), self._sums.stream
         most = 0 if self._memory.closed else self._memory.offer.num_bytes // self.block_bytes
@@ -207,14 +207,14 @@ class ReachedDevice:
             if found:
                 stream.wait_for(lambda: self._launch(found))
         except DriverError:
-            stream.wait_for(lambda: None)  # for the copies before the one that was refused
+            stream.wait_for(lambda: None)  # wait for the copies before the rejected one
             raise
         sums = iter(self._sums.read(len(found)))
         for source, _ in known:
             yield next(sums) if source < most else None
 
     def close(self) -> None:
-        """Nothing is in flight: `copy` waits for what it launches."""
+        """Nothing to do: `copy` waits for what it launches."""
 
     def _launch(self, copies: Sequence[tuple[int, int]]) -> None:
         stream, first = self._sums.stream.handle, self._memory.address

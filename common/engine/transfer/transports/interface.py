@@ -1,16 +1,16 @@
-"""The interface of a KV transport: how blocks travel other than as frames over TCP.
+"""Interface of a KV transport, an alternative to frames over TCP.
 
     sender                                              receiver
     Transport.outgoing -> OutgoingEnd
         .offer ──────────────────── KVOpen ───────────> Transport.incoming -> IncomingEnd
-                                                            .accept -> SenderMemory, or frames are asked for
+                                                            .accept -> SenderMemory, or frames are requested
         .ship  <─────────────────── KVGrant ───────────
                ──── KVBlocks: numbers and checksums ──> SenderMemory.copy
-        .taken <─── KVTaken, for places of a ring ─────
+        .taken <─── KVTaken, for slots of a ring ──────
         .close                                              .close
 
-Every worker sends and accepts frames (`tcp.Frames`), whatever its transport. A checksum verifies each block after it
-was copied, so an offer that ends, a sender that reuses a block or a late write cannot corrupt the cache unnoticed.
+Every worker sends and accepts frames (`tcp.Frames`), whatever its transport. A checksum verifies each block after the
+copy, so a withdrawn offer, a block reused by the sender or a late write cannot corrupt the cache undetected.
 """
 
 from __future__ import annotations
@@ -44,29 +44,29 @@ class Transport(ABC):
     """A KV transport in one worker, for one duty. The engine's thread creates both ends before their threads start."""
 
     name: ClassVar[str]
-    """In offers, and as the label of the metrics."""
+    """Name in offers and in the metrics label."""
 
     def __init__(self, config: WorkerConfig, worker_id: str) -> None:
-        """Check what the transport needs before weights are read. Raises ConfigError where that is missing."""
+        """Check the transport's requirements before weights are loaded. Raises ConfigError if one is not met."""
         self.config, self.worker_id = config, worker_id
 
     @property
     def is_required(self) -> bool:
-        """Whether a worker that cannot use the transport is refused, instead of sending it frames."""
+        """Whether workers that cannot use the transport are rejected instead of receiving frames."""
         return False
 
     @abstractmethod
     def outgoing(self, kv: KVCache, blocks: OutgoingBlocks, frames: Frames) -> OutgoingEnd | None:
-        """Create the sending end; None where only frames are possible. Raises ConfigError."""
+        """Create the sending end, or None if only frames are possible. Raises ConfigError."""
 
     @abstractmethod
     def incoming(self, kv: KVCache, blocks: IncomingBlocks) -> IncomingEnd[Any] | None:
-        """Create the receiving end; None where only frames are accepted. Raises ConfigError."""
+        """Create the receiving end, or None if only frames are accepted. Raises ConfigError."""
 
     def pulls(self, kv: KVCache) -> tuple[KVOffer | None, IncomingEnd[Any] | None]:
         """Return the offer to pullers of cached blocks, and the receiving end of this worker's own pulls.
 
-        That end accepts `ReadableMemory`. (None, None): pulls use frames.
+        The receiving end accepts `ReadableMemory`. (None, None): pulls use frames.
         """
         return None, None
 
@@ -76,7 +76,7 @@ class OutgoingEnd(ABC):
 
     transport: ClassVar[str]
     is_required = False
-    """Never send frames: wait, or fail the transfer."""
+    """Whether frames are never sent: the transfer waits or fails instead."""
 
     def __init__(self, frames: Frames) -> None:
         self.frames = frames
@@ -84,51 +84,51 @@ class OutgoingEnd(ABC):
     @property
     @abstractmethod
     def offer(self) -> KVOffer:
-        """Details that receivers need to reach the blocks. Constant until `close`."""
+        """Details that receivers need to access the blocks. Constant until `close`."""
 
     @property
     @abstractmethod
-    def in_words(self) -> str:
-        """Description for the log line "KV to d-0 goes ..."."""
+    def description(self) -> str:
+        """Description for the log line "KV transfer to decode-0: ..."."""
 
     @abstractmethod
-    def ship(self, transfer: OutgoingTransfer, indices: range) -> Parcel | None:
-        """Prepare the first of these blocks, at least one, for a receiver that accepted the offer.
+    def ship(self, transfer: OutgoingTransfer, indices: range) -> PreparedBlocks | None:
+        """Prepare the first of these blocks (at least one) for a receiver that accepted the offer.
 
-        The parcel may contain frames instead. None while the receiver has to give places back first.
+        The prepared may contain frames instead. Returns None if the receiver must return slots first.
         """
 
-    def undo(self, transfer: OutgoingTransfer, parcel: Parcel) -> None:  # noqa: B027 - not every end lends places
-        """Take back what `ship` lent for a parcel that was not sent."""
+    def undo(self, transfer: OutgoingTransfer, prepared: PreparedBlocks) -> None:  # noqa: B027 - not every end lends places
+        """Release what `ship` lent for a prepared that was not sent."""
 
     def taken(self, transfer: OutgoingTransfer, places: Sequence[int]) -> bool:
-        """Take back places that the receiver has copied. Returns False unless they were lent to its transfer.
+        """Release slots that the receiver has copied. Returns False if they were not lent to its transfer.
 
-        A receiver also reports blocks that arrived too late, whether or not they are in places.
+        A receiver also reports blocks that arrived too late, whether or not they are in slots.
         """
         return True
 
     def end(self, transfer: OutgoingTransfer) -> None:  # noqa: B027 - not every end lends places
-        """Take back everything that was lent to a transfer, which is over."""
+        """Release everything that was lent to a transfer that has ended."""
 
     def close(self) -> None:  # noqa: B027 - not every end owns something
-        """Withdraw the offer. Nothing is shipped afterwards."""
+        """Withdraw the offer. Nothing is sent afterwards."""
 
 
 class IncomingEnd(ABC, Generic[Details]):
-    """The receiving end. Used by one thread at a time: the engine's until the receiver's has started, then that."""
+    """Receiving end. Used by the engine thread until the receiver's thread has started, then only by that thread."""
 
     transport: ClassVar[str]
     details: type[Details]
-    """Of the offers."""
+    """Type of the offers' details."""
 
     @abstractmethod
     def accept(self, offer: Details) -> SenderMemory:
-        """Connect to what a sender offers. Raises DiptychError, with the reason, to ask for frames instead."""
+        """Connect to a sender's offer. Raises DiptychError, with the reason, to request frames instead."""
 
     @property
     def poll_ms(self) -> int | None:
-        """Milliseconds until `ended` must be called again; None: no deadline."""
+        """Milliseconds until `ended` must be called again; None means no deadline."""
         return None
 
     def ended(self) -> Iterator[ReadEnded]:
@@ -136,38 +136,38 @@ class IncomingEnd(ABC, Generic[Details]):
         return iter(())
 
     def close(self) -> None:
-        """Release all resources. All memories are closed before."""
+        """Release all resources, after all memories were closed."""
 
 
 class BlockSource(Protocol):
     """Source of blocks that a receiver copies into its cache."""
 
     def copy(self, header: KVBlocks, transfer: IncomingTransfer, into: IncomingBlocks) -> Copied:
-        """Copy and verify the blocks that `header` names. Does not raise for what a sender can cause."""
+        """Copy and verify the blocks named in `header`. Does not raise for errors that a sender can cause."""
 
 
 class SenderMemory(ABC):
-    """Memory of a sender that this worker copies blocks out of, from `IncomingEnd.accept` until `close`."""
+    """Memory of a sender that this worker copies blocks from, valid from `IncomingEnd.accept` until `close`."""
 
     transport: ClassVar[str]
     process: int | None = None
-    """A file descriptor that turns readable when the sender has died; the memory is closed then."""
+    """File descriptor that becomes readable when the sender has died. The memory is closed then."""
     failed = ""
-    """Reason why nothing is read from it any more, or ""."""
+    """Reason why the memory is no longer read, or ""."""
 
     @property
     @abstractmethod
     def is_ring(self) -> bool:
-        """Whether blocks are in places that the sender reuses once they are given back."""
+        """Whether blocks are in slots that the sender reuses once they are returned."""
 
     @property
     @abstractmethod
-    def in_words(self) -> str:
-        """Description for the log line "KV from p-0 ..."."""
+    def description(self) -> str:
+        """Description for the log line "KV transfer from prefill-0: ..."."""
 
     @abstractmethod
     def copy(self, header: KVBlocks, transfer: IncomingTransfer, into: IncomingBlocks) -> Copied:
-        """Copy and verify the blocks that `header` names. Does not raise for what a sender can cause."""
+        """Copy and verify the blocks named in `header`. Does not raise for errors that a sender can cause."""
 
     @abstractmethod
     def close(self) -> None:
@@ -175,32 +175,32 @@ class SenderMemory(ABC):
 
 
 class ReadAheadMemory(SenderMemory):
-    """Memory whose reads take a while: `begin` starts one, and `IncomingEnd.ended` yields it."""
+    """Memory with asynchronous reads: `begin` starts one, and `IncomingEnd.ended` yields it."""
 
     @abstractmethod
     def begin(self, peer: bytes, header: KVBlocks) -> str:
-        """Start to read the blocks that `header` names. Returns what is wrong with them, or ""."""
+        """Start reading the blocks named in `header`. Returns the problem, or ""."""
 
     def copy(self, header: KVBlocks, transfer: IncomingTransfer, into: IncomingBlocks) -> Copied:
-        """Refuse blocks of a transfer that began after `header` was seen to belong to none."""
-        return [], 0, "blocks are to be copied from memory that this worker cannot read"
+        """Reject blocks of a transfer that began after `header` was found to match no transfer."""
+        return [], 0, "the message names blocks in memory that this worker cannot read"
 
 
 @dataclass(slots=True, eq=False)
 class ReadEnded:
-    """Result of reading the blocks that one message names: `landed`, or the `problem`."""
+    """Result of reading the blocks named in one message: `buffered`, or the `problem`."""
 
     peer: bytes
     header: KVBlocks
-    landed: BlockSource | None = None
+    buffered: BlockSource | None = None
     problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
-    """The blocks `indices` of a transfer, ready to be sent.
+class PreparedBlocks:
+    """Blocks `indices` of a transfer, ready to be sent.
 
-    Frames have `views` only. With `sources`, the numbers of blocks or places, only these and the checksums travel:
+    Frames have only `views`. With `sources` (block or slot numbers), only these and the checksums are sent: either
     `checksums`, or those of the `views`.
     """
 
@@ -211,34 +211,34 @@ class Parcel:
     checksums: Sequence[int] = ()
 
     def try_send(self, socket: zmq.Socket[bytes], transfer: OutgoingTransfer) -> bool:
-        """False when the socket's queue is full."""
+        """Send the prepared; False if the socket's queue is full."""
         return try_send_blocks(
             socket, *transfer.key, self.indices.start, self.views, self.sources, transfer.token, self.checksums
         )
 
 
 class ReadableMemory(SenderMemory):
-    """Memory of a sender that the processor reads, block by block: pulls use it, too."""
+    """Sender memory that the CPU reads block by block. Also used by pulls."""
 
     closed = False
 
     @abstractmethod
     def read(self, source: int, target: memoryview) -> bool:
-        """Copy block number `source`, as large as `target`, without holding the interpreter. False: no such block."""
+        """Copy block `source`, of the size of `target`, with the GIL released. False if it does not exist."""
 
     def copy(self, header: KVBlocks, transfer: IncomingTransfer, into: IncomingBlocks) -> Copied:
         return copy_on_host(self.read, header, transfer, into)
 
 
-class Reached(Protocol):
-    """Memory of another worker that this worker's device copies out of itself."""
+class DeviceCopySource(Protocol):
+    """Memory of another worker that this worker's device copies from."""
 
     block_bytes: int
 
     def copy(self, copies: Iterable[tuple[int, int]]) -> Iterator[int | None]:
-        """Copy places into blocks, (place, index) pairs, at the latest when the result of one is requested.
+        """Copy slots into blocks, given (slot, index) pairs, at the latest when a result is requested.
 
-        Yields the checksum of what was copied, None where there is no such place. Raises DriverError.
+        Yields the checksum of each copy, or None if the slot does not exist. Raises DriverError.
         """
 
     def close(self) -> None:
@@ -248,7 +248,7 @@ class Reached(Protocol):
 def copy_on_host(
     read: Callable[[int, memoryview], bool], header: KVBlocks, transfer: IncomingTransfer, into: IncomingBlocks
 ) -> Copied:
-    """Copy blocks with `read`, as `ReadableMemory.read`, into the views of `into`."""
+    """Copy blocks with `read`, which works like `ReadableMemory.read`, into the views of `into`."""
     received, problem = copy_blocks(
         header,
         lambda copies: (read_block(read, place, into.view(transfer.blocks[i])) for place, i in copies),
@@ -257,8 +257,8 @@ def copy_on_host(
     return committed(received, problem, transfer, into)
 
 
-def copy_on_device(reached: Reached, header: KVBlocks, transfer: IncomingTransfer) -> Copied:
-    """Let the device copy blocks straight into the cache."""
+def copy_on_device(reached: DeviceCopySource, header: KVBlocks, transfer: IncomingTransfer) -> Copied:
+    """Copy blocks directly into the cache with the device."""
     try:
         received, problem = copy_blocks(
             header,
@@ -266,7 +266,7 @@ def copy_on_device(reached: Reached, header: KVBlocks, transfer: IncomingTransfe
             transfer.wants,
         )
     except DriverError as error:
-        received, problem = [], f"the GPU does not copy: {error}"
+        received, problem = [], f"copy by the GPU failed: {error}"
     return received, len(received) * reached.block_bytes, problem
 
 

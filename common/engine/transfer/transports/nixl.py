@@ -1,14 +1,14 @@
-"""NIXL: the receiver reads the sender's cache, or its ring of places, from any host, over UCX.
+"""NIXL: the receiver reads the sender's cache, or its ring of slots, from any host, over UCX.
 
-A read that is given up may still write when its peer wakes (NIXL cannot call it back), so no read writes to the cache:
-the blocks of a message land in a slot of memory that belongs to nothing else, and are copied and verified from there
-once all are here. The slot of a read that was given up is put aside for a while; what comes later still spoils no block
-unnoticed, because a block counts by its checksum in the cache.
+NIXL cannot cancel a read, so an abandoned read may still write when its peer resumes. Reads therefore do not target the
+cache: the blocks of a message are read into a slot of dedicated memory, then copied from there and verified. The slot
+of an abandoned read is quarantined for a while. A later write cannot corrupt a block undetected, because a block
+counts only if its checksum in the cache matches.
 
-    waiting ──a slot is free──> under way ──> landed, or failed with all others of its memory
+    waiting ──a slot is free──> reading ──> buffered, or failed with all other reads of its memory
 
-This uses NIXL's bindings rather than its `nixl_agent`, whose progress thread never sleeps: with a delay that thread
-waits for the network, and takes 0.01 of a core where nothing is read (docs/decisions/0070-nixl.md).
+Uses NIXL's bindings rather than its `nixl_agent`, whose progress thread never sleeps. With a delay, the thread waits
+for the network and uses 1 % of a core when idle (docs/decisions/0070-nixl.md).
 """
 
 from __future__ import annotations
@@ -50,30 +50,30 @@ if TYPE_CHECKING:
 
 NAME = "nixl"
 MAX_REMOTE_BYTES = 32 * 1024
-"""Of what NIXL must know to reach an agent: some hundred bytes for each network device of the host."""
+"""Maximum size of NIXL's metadata of an agent: a few hundred bytes per network device of the host."""
 NUM_SLOTS = 16
-"""Messages that are read at once, about 2 MiB each: enough to fill a network while the thread copies others."""
+"""Concurrent reads of messages, about 2 MiB each: enough to saturate a network while the thread copies others."""
 MOST_OF_ONE = NUM_SLOTS // 2
-"""Slots that the reads of one memory may hold, so that a peer that does not answer leaves room to the others."""
+"""Maximum slots used by the reads of one memory, so that an unresponsive peer leaves slots for others."""
 MAX_WAITING = 16_384
-"""Messages that may wait for a slot: more than the blocks of any prompt make."""
+"""Maximum number of messages waiting for a slot: more than any prompt has blocks."""
 READ_S = 10.0
-"""How long a read may take: 2 MiB at 0.2 MB/s."""
+"""Read timeout, in seconds: 2 MiB at 0.2 MB/s."""
 LATE_S = 20.0
-"""How long the slot of a read that was given up is put aside: less than until its memory is tried again (`RETRY_S`), so
-that one memory that fails again and again never takes the other half of the slots."""
+"""Quarantine of the slot of an abandoned read, in seconds. It is shorter than the retry interval of its memory
+(`RETRY_S`), so that one memory that fails repeatedly never occupies more than its share of slots."""
 LOOK_MS = 1
-"""How often reads under way are looked at: NIXL has no descriptor to wait for."""
+"""Poll interval, in milliseconds, for active reads: NIXL provides no descriptor to wait for."""
 PROGRESS_US = 1000
-"""How long NIXL's thread may sleep although something came that wakes it late; NIXL rounds it up to milliseconds."""
+"""Maximum sleep of NIXL's thread, in microseconds, if a wake-up arrives late. NIXL rounds it up to milliseconds."""
 
 Region = tuple[int, int]  # address and bytes
 
 
 class KVRemote(msgspec.Struct, frozen=True, array_like=True):
-    """Where NIXL reads a worker's blocks, or the places that it copies them to (`is_ring`), from any host.
+    """Offer of memory that NIXL reads from any host: a worker's blocks, or ring slots (`is_ring`).
 
-    `metadata` is NIXL's own: how to connect to `agent`, and the keys of the `num_bytes` from `address` on.
+    `metadata` is NIXL's own: how to connect to `agent`, and the keys for the `num_bytes` bytes at `address`.
     """
 
     agent: Annotated[str, Meta(min_length=1, max_length=256)]
@@ -84,7 +84,7 @@ class KVRemote(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NixlTransport(Transport):
-    """The setting `nixl`. Where one side has no NIXL, blocks travel as frames."""
+    """Transport `nixl`. If either side has no NIXL, blocks are sent as frames."""
 
     name = NAME
 
@@ -117,12 +117,12 @@ def _refused(error: NixlError) -> ConfigError:
 
 
 class RemoteBlocks(NumberedBlocks):
-    """Offers a `region` that holds the cache or, with a `ring`, its places."""
+    """Offers a `region` that contains the cache or, with a `ring`, its slots."""
 
     transport = NAME
 
     def __init__(self, frames: Frames, agent: NixlAgent, region: Region, ring: BlockRing | None = None) -> None:
-        """The memory must outlast this. Raises NixlError."""
+        """The memory must outlive this object. Raises NixlError."""
         super().__init__(frames, ring)
         self._offered = OfferedMemory(agent, region, is_ring=ring is not None)
         self._offer = KVOffer.of(NAME, self._offered.offer)
@@ -132,9 +132,9 @@ class RemoteBlocks(NumberedBlocks):
         return self._offer
 
     @property
-    def in_words(self) -> str:
+    def description(self) -> str:
         ring = self.ring
-        return f"through {ring.num_places} places that are read with NIXL" if ring is not None else "by reads with NIXL"
+        return f"NIXL, through a ring of {ring.num_slots} slots" if ring is not None else "NIXL"
 
     def close(self) -> None:
         self._offered.close()
@@ -142,17 +142,17 @@ class RemoteBlocks(NumberedBlocks):
 
 
 class OfferedMemory:
-    """Blocks of this worker, or places for them, that others may read until `close`."""
+    """Blocks of this worker, or ring slots, that others may read until `close`."""
 
     def __init__(self, agent: NixlAgent, region: Region, *, is_ring: bool) -> None:
-        """The memory must outlast this. Raises NixlError."""
+        """The memory must outlive this object. Raises NixlError."""
         self._agent, self._registered = agent, agent.register(region)
         metadata = agent.metadata(self._registered)
         if len(metadata) > MAX_REMOTE_BYTES:
             agent.unregister(self._registered)
             raise NixlError(
-                f"NIXL needs {len(metadata):,} bytes to tell of this host's networks, more than {MAX_REMOTE_BYTES:,}: "
-                "name those for KV with UCX_NET_DEVICES"
+                f"NIXL's metadata of this host's networks has {len(metadata):,} bytes, more than {MAX_REMOTE_BYTES:,}: "
+                "restrict them to those for KV with UCX_NET_DEVICES"
             )
         self.offer = KVRemote(agent.name, metadata, *region, is_ring)
 
@@ -161,7 +161,7 @@ class OfferedMemory:
 
 
 class RemoteMemory(ReadAheadMemory):
-    """The reader's side of an offer."""
+    """Reader side of an offer."""
 
     transport = NAME
 
@@ -173,11 +173,11 @@ class RemoteMemory(ReadAheadMemory):
         return self.offer.is_ring
 
     @property
-    def in_words(self) -> str:
-        return "is read with NIXL"
+    def description(self) -> str:
+        return "NIXL"
 
     def regions(self, sources: Sequence[int], block_bytes: int) -> list[Region] | None:
-        """Where the blocks of these numbers are; None when one is beyond the memory."""
+        """Return the regions of these blocks; None if one is beyond the memory."""
         offer = self.offer
         if any((source + 1) * block_bytes > offer.num_bytes for source in sources):
             return None
@@ -191,14 +191,14 @@ class RemoteMemory(ReadAheadMemory):
 
 
 @dataclass(frozen=True, slots=True)
-class LandedBlocks:
-    """The blocks of one message, read into memory of this worker that is not the cache."""
+class BufferedBlocks:
+    """Blocks of one message, read into memory outside the cache."""
 
     blocks: dict[int, memoryview]
-    """By their numbers in the sender's memory."""
+    """Blocks by their index in the sender's memory."""
 
     def read(self, source: int, target: memoryview) -> bool:
-        """Copy a block to `target`, as large as it is. False: no such block."""
+        """Copy a block to `target`. False if it does not exist or has another size."""
         if (block := self.blocks.get(source)) is None or len(block) != len(target):
             return False
         target[:] = block
@@ -210,7 +210,7 @@ class LandedBlocks:
 
 @dataclass(slots=True, eq=False)
 class RemoteRead:
-    """A read of the blocks that one message names, into a slot. `ended` is its result for the receiver."""
+    """Read of the blocks named in one message, into a slot. `ended` is its result for the receiver."""
 
     ended: ReadEnded
     memory: RemoteMemory
@@ -220,7 +220,7 @@ class RemoteRead:
 
 
 class RemoteReads(IncomingEnd[KVRemote]):
-    """Reads of one receiver out of the memories of other workers, several at once."""
+    """Concurrent reads of one receiver from the memory of other workers."""
 
     transport = NAME
     details = KVRemote
@@ -242,8 +242,8 @@ class RemoteReads(IncomingEnd[KVRemote]):
         self._agent.connect(offer.agent, offer.metadata)
         return RemoteMemory(offer, self)
 
-    def disconnect(self, memory: RemoteMemory, why: str = "its worker offers another memory") -> None:
-        """Nothing is read from it any more; reads under way fail."""
+    def disconnect(self, memory: RemoteMemory, why: str = "its worker has a new offer") -> None:
+        """Stop reading from the memory. Active reads fail."""
         if not memory.failed:
             memory.failed = why
             self._agent.disconnect(memory.offer.agent)
@@ -253,21 +253,21 @@ class RemoteReads(IncomingEnd[KVRemote]):
         return LOOK_MS if self._under_way or self._waiting else None
 
     def begin(self, peer: bytes, header: KVBlocks, memory: RemoteMemory) -> str:
-        """Read the blocks that a message names, as soon as a slot is free. What is wrong with them, or ""."""
+        """Read the blocks named in a message as soon as a slot is free. Returns the problem, or ""."""
         if memory.failed:
             return memory.failed
         if (count := len(header.sources)) > self._most_blocks:
-            return f"a message names {count} blocks, more than {self._most_blocks}"
+            return f"message names {count} blocks, more than {self._most_blocks}"
         if memory.regions(header.sources, self._block_bytes) is None:
-            return f"a message names blocks beyond the {memory.offer.num_bytes:,} bytes that were offered"
+            return f"message names blocks beyond the {memory.offer.num_bytes:,} bytes offered"
         if len(self._waiting) >= MAX_WAITING:
-            return f"{MAX_WAITING} messages wait to be read already"
+            return f"too many messages waiting to be read (limit {MAX_WAITING})"
         self._waiting.append(RemoteRead(ReadEnded(peer, header), memory))
         self._post()
         return ""
 
     def ended(self) -> Iterator[ReadEnded]:
-        """The landed blocks of a read are there until the next one is requested."""
+        """Yield completed reads. The buffered blocks of each are valid until the next one is requested."""
         now = self._clock()
         for read in list(self._under_way):
             state = ReadState.FAILED if read.memory.failed else self._agent.state(read.handle)
@@ -278,12 +278,12 @@ class RemoteReads(IncomingEnd[KVRemote]):
             self._agent.forget(read.handle)
             if state is ReadState.DONE:
                 numbered = zip(read.ended.header.sources, self._slots[read.slot], strict=False)
-                read.ended.landed = LandedBlocks({source: block.data for source, block in numbered})
+                read.ended.buffered = BufferedBlocks({source: block.data for source, block in numbered})
                 yield read.ended
                 self._free.append(read.slot)
             else:
                 late = f"no answer for {READ_S:g} s" if state is ReadState.UNDER_WAY else "NIXL reports an error"
-                self.disconnect(read.memory, f"{read.memory.offer.agent} cannot be read: {late}")
+                self.disconnect(read.memory, f"reading from {read.memory.offer.agent} failed: {late}")
                 self._late.append((now + LATE_S, read.slot))
                 read.ended.problem = read.memory.failed
                 yield read.ended
@@ -293,7 +293,7 @@ class RemoteReads(IncomingEnd[KVRemote]):
         self._post()
 
     def close(self) -> None:
-        """The thread has ended. Reads that were given up may still write to the slots."""
+        """Release the slots, after the thread has ended. Abandoned reads may still write to them."""
         for read in self._under_way:
             self._agent.forget(read.handle)
         if self._under_way or self._late:
@@ -302,7 +302,7 @@ class RemoteReads(IncomingEnd[KVRemote]):
             self._agent.unregister(self._registered)
 
     def _failed_waiting(self) -> Iterator[ReadEnded]:
-        """The waiting reads of memories that failed."""
+        """Yield queued reads of memories that failed."""
         failed = [read for read in self._waiting if read.memory.failed]
         for read in failed:
             self._waiting.remove(read)
@@ -310,7 +310,7 @@ class RemoteReads(IncomingEnd[KVRemote]):
             yield read.ended
 
     def _post(self) -> None:
-        """Begin waiting reads in their order, except those of a memory that holds its share of slots."""
+        """Start queued reads in FIFO order. Skip memories that already use their share of slots."""
         passed: deque[RemoteRead] = deque()
         while self._waiting and self._free:
             read = self._waiting.popleft()
@@ -323,14 +323,14 @@ class RemoteReads(IncomingEnd[KVRemote]):
     def _start(self, read: RemoteRead) -> None:
         memory, sources = read.memory, read.ended.header.sources
         regions = memory.regions(sources, self._block_bytes)
-        assert regions is not None  # looked at in `begin`
+        assert regions is not None  # checked in `begin`
         slot = self._free[0]
         targets = [(block.ctypes.data, self._block_bytes) for block in self._slots[slot][: len(sources)]]
         try:
             read.handle = self._agent.read(memory.offer.agent, regions, targets)
         except NixlError as error:
-            self.disconnect(memory, f"{memory.offer.agent} cannot be read: {error}")
-            self._waiting.append(read)  # for `ended`, with all others of this memory
+            self.disconnect(memory, f"reading from {memory.offer.agent} failed: {error}")
+            self._waiting.append(read)  # `ended` fails it with all other reads of this memory
             return
         self._free.popleft()
         read.slot, read.until = slot, self._clock() + READ_S
@@ -339,7 +339,7 @@ class RemoteReads(IncomingEnd[KVRemote]):
 
 
 class NixlError(DiptychError):
-    """NIXL is missing, or refused. The message says which."""
+    """NIXL is missing or reported an error. The message gives the reason."""
 
 
 class ReadState(Enum):
@@ -349,29 +349,29 @@ class ReadState(Enum):
 
 
 class NixlAgent:
-    """Any thread may call it; NIXL's own thread moves the bytes."""
+    """NIXL agent. Thread-safe. NIXL's own thread transfers the bytes."""
 
     def __init__(self, worker_id: str) -> None:
         """Raises NixlError."""
         self._bindings = bindings = load_bindings()
-        self.name = f"{worker_id}-{secrets.token_hex(16)}"  # a secret: no other process can take the name
+        self.name = f"{worker_id}-{secrets.token_hex(16)}"  # random, so that no other process can claim the name
         config = bindings.nixlAgentConfig()
         config.useProgThread, config.useListenThread = True, False
         config.pthrDelay = PROGRESS_US
-        config.syncMode = bindings.NIXL_THREAD_SYNC_STRICT  # sender and receiver of a decode worker share it
+        config.syncMode = bindings.NIXL_THREAD_SYNC_STRICT  # shared by a decode worker's sender and receiver
         try:
             self._agent = bindings.nixlAgent(self.name, config)
             self._backend = self._agent.createBackend("UCX", {})
-        except Exception as error:  # the bindings have no common class for their errors
+        except Exception as error:  # the bindings' errors have no common base class
             raise NixlError(f"NIXL cannot use UCX: {error}") from error
-        self._kept: list[object] = []  # set last: it must go after the agent
+        self._kept: list[object] = []  # set last, so that it is freed after the agent
 
     def keep(self, memory: object) -> None:
-        """Do not free this memory before the agent has ended, because reads may still write to it."""
+        """Keep this memory until the agent has ended, because reads may still write to it."""
         self._kept.append(memory)
 
     def register(self, region: Region) -> Any:
-        """Let NIXL reach this memory, until `unregister` of what is returned. Raises NixlError."""
+        """Register memory with NIXL. Pass the result to `unregister`. Raises NixlError."""
         registered = self._bindings.nixlRegDList(self._bindings.DRAM_SEG, [(*region, 0, "")])
         try:
             self._agent.registerMem(registered, [self._backend])
@@ -383,29 +383,29 @@ class NixlAgent:
         self._agent.deregisterMem(registered, [self._backend])
 
     def metadata(self, registered: Any) -> bytes:
-        """What another agent must know to read this memory, and no other."""
+        """Return the metadata that another agent needs to read this memory, and no other."""
         return bytes(self._agent.getLocalPartialMD(registered, True, [self._backend]))
 
     def connect(self, peer: str, metadata: bytes) -> None:
-        """Learn how `peer` is reached. Raises NixlError."""
+        """Load the metadata of `peer`. Raises NixlError."""
         try:
             found = self._agent.loadRemoteMD(metadata)
         except Exception as error:
-            self.disconnect(peer)  # NIXL keeps what it read before the mistake
+            self.disconnect(peer)  # NIXL keeps what it parsed before the error
             raise NixlError(f"NIXL cannot reach {peer}: {error}") from error
         if (name := found.decode() if isinstance(found, bytes) else str(found)) != peer:
             self.disconnect(name)
-            raise NixlError(f"NIXL's metadata is of {name}, not of {peer}")
+            raise NixlError(f"NIXL's metadata is for {name}, not for {peer}")
 
     def disconnect(self, peer: str) -> None:
-        """Reads of this peer that are under way fail."""
+        """Disconnect from a peer. Its active reads fail."""
         try:
             self._agent.invalidateRemoteMD(peer)
-        except Exception:  # it was not connected
+        except Exception:  # not connected
             return
 
     def read(self, peer: str, sources: Sequence[Region], targets: Sequence[Region]) -> Any:
-        """Begin to copy each of `peer`'s `sources` to the target with its number. Raises NixlError."""
+        """Start copying each of `peer`'s `sources` to the target of the same index. Raises NixlError."""
         bindings = self._bindings
         local, remote = (
             bindings.nixlXferDList(bindings.DRAM_SEG, [(*region, 0) for region in side]) for side in (targets, sources)
@@ -420,23 +420,23 @@ class NixlAgent:
     def state(self, handle: Any) -> ReadState:
         try:
             status = self._agent.getXferStatus(handle)
-        except Exception:  # the peer has died, or was disconnected
+        except Exception:  # the peer has died or was disconnected
             return ReadState.FAILED
         if status == self._bindings.NIXL_IN_PROG:
             return ReadState.UNDER_WAY
         return ReadState.DONE if status == self._bindings.NIXL_SUCCESS else ReadState.FAILED
 
     def forget(self, handle: Any) -> None:
-        """Give up a read. Its bytes may come all the same, until its peer is disconnected and even after."""
+        """Abandon a read. It may still write, until its peer is disconnected and even later."""
         try:
             self._agent.releaseXferReq(handle)
-        except Exception:  # it cannot be called off; NIXL frees it with the agent
+        except Exception:  # it cannot be cancelled; NIXL frees it with the agent
             return
 
 
 def load_bindings() -> ModuleType:
-    """NIXL's bindings. Raises NixlError."""
+    """Import NIXL's bindings. Raises NixlError."""
     try:
         return import_module("nixl._bindings")
     except (ImportError, OSError) as error:
-        raise NixlError(f"NIXL is not installed, or does not load (pip install nixl): {error}") from error
+        raise NixlError(f"cannot load NIXL (pip install nixl): {error}") from error

@@ -1,6 +1,6 @@
-"""Shipping blocks by their numbers in memory that receivers read: the cache itself, or a ring of places.
+"""Sends block numbers instead of blocks: receivers read the cache, or a ring of slots.
 
-Shared memory and NIXL have this in common, and differ in what they offer.
+Base class of the shared-memory and NIXL transports, which differ in their offers.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from common.engine.transfer.transports.interface import OutgoingEnd, Parcel
+from common.engine.transfer.transports.interface import OutgoingEnd, PreparedBlocks
 
 if TYPE_CHECKING:
     from common.engine.kv import BlockRing
@@ -17,32 +17,32 @@ if TYPE_CHECKING:
 
 
 class NumberedBlocks(OutgoingEnd):
-    """With a `ring`, blocks are copied to places that are lent to their transfer. Without, receivers read the cache."""
+    """With a `ring`, blocks are copied to slots lent to their transfer. Without, receivers read the cache."""
 
     def __init__(self, frames: Frames, ring: BlockRing | None, *, is_required: bool = False) -> None:
         super().__init__(frames)
         self.ring, self.is_required = ring, is_required
 
-    def ship(self, transfer: OutgoingTransfer, indices: range) -> Parcel | None:
-        """Fall back to frames for a receiver that holds no place itself while others hold all of them."""
+    def ship(self, transfer: OutgoingTransfer, indices: range) -> PreparedBlocks | None:
+        """Fall back to frames if other receivers hold all slots and this one holds none."""
         blocks = [transfer.blocks[index] for index in indices]
         if self.ring is None:
             views = self.frames.read(blocks)
-            return Parcel(indices, sum(map(len, views)), views, blocks)
+            return PreparedBlocks(indices, sum(map(len, views)), views, blocks)
         receiver = transfer.target.address
         places, checksums = self.ring.put(transfer.key, receiver, blocks)
         if places:
-            return Parcel(indices[: len(places)], len(places) * self.ring.block_bytes, (), places, checksums)
-        if self.is_required or self.ring.waits_for(receiver):
+            return PreparedBlocks(indices[: len(places)], len(places) * self.ring.block_bytes, (), places, checksums)
+        if self.is_required or self.ring.holds_slots(receiver):
             return None
         return self.frames.ship(transfer, indices)
 
-    def undo(self, transfer: OutgoingTransfer, parcel: Parcel) -> None:
-        if self.ring is not None and parcel.checksums:
-            self.ring.give_back(transfer.key, parcel.sources)
+    def undo(self, transfer: OutgoingTransfer, prepared: PreparedBlocks) -> None:
+        if self.ring is not None and prepared.checksums:
+            self.ring.release(transfer.key, prepared.sources)
 
     def taken(self, transfer: OutgoingTransfer, places: Sequence[int]) -> bool:
-        return self.ring is None or self.ring.give_back(transfer.key, places)
+        return self.ring is None or self.ring.release(transfer.key, places)
 
     def end(self, transfer: OutgoingTransfer) -> None:
         if self.ring is not None:

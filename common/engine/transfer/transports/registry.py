@@ -1,4 +1,4 @@
-"""The KV transports that a worker can use, by the value of the setting `kv_transport`."""
+"""Registry of KV transports, by the value of the setting `kv_transport`."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ TRANSPORTS: dict[str, type[Transport]] = {
 
 
 def new_transport(config: WorkerConfig, worker_id: str) -> Transport:
-    """Create the transport that the settings ask for. Raises ConfigError where what it needs is missing."""
+    """Create the configured transport. Raises ConfigError if its requirements are not met."""
     return TRANSPORTS[config.kv_transport](config, worker_id)

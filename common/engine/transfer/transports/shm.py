@@ -1,4 +1,4 @@
-"""Shared memory between workers of one host and user: the receiver maps the sender's cache, or its ring of places."""
+"""Shared memory between workers of one host and user: the receiver maps the sender's cache, or its ring of slots."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.engine.kv import KVMemory, NotShared, StagedIncoming, StagedOutgoing, map_shared, ring_for
+from common.engine.kv import KVMemory, SharedMemoryError, StagedIncoming, StagedOutgoing, map_shared, ring_for
 from common.engine.transfer.transports.interface import (
     Copied,
+    DeviceCopySource,
     IncomingEnd,
-    Reached,
     ReadableMemory,
     Transport,
     copy_on_device,
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 NAME = "shm"
 MOST_REACHED = 2**30
-"""Bytes of a ring that this worker's device may pin: several times the ring of any worker."""
+"""Maximum size, in bytes, of a peer's ring that this worker's device pins: several times the usual size."""
 
 
 class SharedMemoryTransport(Transport):
-    """The settings `auto` and `shm`, which refuses workers that cannot share."""
+    """Transports `auto` and `shm`. `shm` rejects workers that cannot share memory."""
 
     name = NAME
 
@@ -47,12 +47,12 @@ class SharedMemoryTransport(Transport):
         return self.config.kv_transport == "shm"
 
     def outgoing(self, kv: KVCache, blocks: OutgoingBlocks, frames: Frames) -> SharedBlocks | None:
-        # A cache that others cannot map, a GPU's or that of several ranks, is copied through places that they can.
+        # A cache that others cannot map (a GPU's, or one split across ranks) is copied through ring slots.
         ring = shared_ring(blocks, kv.num_blocks)
         memory = kv.shared.offer if ring is None and kv.shared is not None else None
         if memory is None and ring is None:
             if self.is_required:
-                raise ConfigError("kv_transport", "shm", "auto or tcp: this system has no memory to share")
+                raise ConfigError("kv_transport", "shm", "auto or tcp: this system does not support shared memory")
             return None
         return SharedBlocks(frames, memory, ring, is_required=self.is_required)
 
@@ -67,13 +67,13 @@ class SharedMemoryTransport(Transport):
 
 
 def shared_ring(blocks: OutgoingBlocks, num_blocks: int) -> BlockRing | None:
-    """Create a ring of places for a cache that cannot be mapped; None if it can, or without memory to share."""
+    """Create a ring for a cache that cannot be mapped; None if it can, or if shared memory is unavailable."""
     if not isinstance(blocks, StagedOutgoing):
         return None
     try:
         return ring_for(blocks, num_blocks)
-    except NotShared as error:
-        log.warning("KV goes over TCP to decode workers of this host too: %s", error)
+    except SharedMemoryError as error:
+        log.warning("KV transfers to decode workers on this host use TCP: %s", error)
         return None
 
 
@@ -100,18 +100,18 @@ class SharedBlocks(NumberedBlocks):
         return self._offer
 
     @property
-    def in_words(self) -> str:
+    def description(self) -> str:
         ring = self.ring
-        return f"through {ring.num_places} places in shared memory" if ring is not None else "through shared memory"
+        return f"shared memory, through a ring of {ring.num_slots} slots" if ring is not None else "shared memory"
 
 
 class SharedReads(IncomingEnd[KVMemory]):
-    """Maps what senders offer. `reach` lets this worker's device copy out of a ring itself; raises DiptychError."""
+    """Maps senders' offers. `reach` lets this worker's device copy out of a ring directly; raises DiptychError."""
 
     transport = NAME
     details = KVMemory
 
-    def __init__(self, reach: Callable[[PeerMemory], Reached] | None = None) -> None:
+    def __init__(self, reach: Callable[[PeerMemory], DeviceCopySource] | None = None) -> None:
         self._reach = reach
 
     def accept(self, offer: KVMemory) -> PeerMemory:
@@ -120,46 +120,46 @@ class SharedReads(IncomingEnd[KVMemory]):
             memory.copied = self._reached(memory, self._reach)
         return memory
 
-    def _reached(self, memory: PeerMemory, reach: Callable[[PeerMemory], Reached]) -> str:
-        """Let the device reach a ring, if it can. Returns how blocks get into the cache, for the log."""
+    def _reached(self, memory: PeerMemory, reach: Callable[[PeerMemory], DeviceCopySource]) -> str:
+        """Let the device access a ring, if possible. Returns how blocks are copied, for the log."""
         if not memory.is_ring:
-            return " and this worker's own buffers: it is a whole cache, too much to pin"
+            return ", staged in host buffers: the memory is a whole cache, too large to pin"
         if memory.offer.num_bytes > MOST_REACHED:
-            return f" and this worker's own buffers: a ring of {memory.offer.num_bytes:,} bytes is too much to pin"
+            return f", staged in host buffers: a ring of {memory.offer.num_bytes:,} bytes is too large to pin"
         try:
             memory.reached = reach(memory)
         except DiptychError as error:
-            return f" and this worker's own buffers: {error}"
-        return ", copied into the cache without a buffer"
+            return f", staged in host buffers: {error}"
+        return ", copied directly to the device"
 
 
 class PeerMemory(ReadableMemory):
-    """The reader's side: another process's `SharedMemory`, mapped read-only until `close` or that process's death.
+    """Reader side: another process's `SharedMemory`, mapped read-only until `close` or that process's death.
 
-    The memory is the owner's cache, or a ring of places, which the owner fills again once it hears that they were
-    copied. `reached` has the places where this worker's device copies out of them itself.
+    The memory is the owner's cache, or a ring of slots, which the owner reuses after they were acknowledged. `reached`
+    is set if this worker's device copies out of the ring directly.
     """
 
     transport = NAME
     process: int
 
     def __init__(self, offer: KVMemory) -> None:
-        """Raises NotShared unless what `offer` names is a sealed memory file of this user with the same nonce."""
+        """Raises SharedMemoryError unless `offer` names a sealed memory file of this user with the same nonce."""
         if sys.platform != "linux":
-            raise NotShared(f"{sys.platform} has no sealed memory files")
+            raise SharedMemoryError(f"{sys.platform} does not support sealed memory files")
         self.offer, self.copied = offer, ""
-        self.reached: Reached | None = None
+        self.reached: DeviceCopySource | None = None
         try:
-            # Before the file is opened: if the nonce is right then, the watched process is the one that offered it.
+            # Opened before the file: if the nonce then matches, the watched process is the one that offered it.
             self.process = os.pidfd_open(offer.pid)
         except (OSError, AttributeError) as error:
-            raise NotShared(f"process {offer.pid} is not on this host, or hidden: {error}") from error
+            raise SharedMemoryError(f"process {offer.pid} is not visible on this host: {error}") from error
         try:
             self._blocks = map_shared(offer)
         except (OSError, ValueError) as error:
             os.close(self.process)
-            raise NotShared(f"memory {offer.fd} of process {offer.pid} cannot be read: {error}") from error
-        except NotShared:
+            raise SharedMemoryError(f"cannot map memory file {offer.fd} of process {offer.pid}: {error}") from error
+        except SharedMemoryError:
             os.close(self.process)
             raise
 
@@ -168,12 +168,12 @@ class PeerMemory(ReadableMemory):
         return self.offer.is_ring
 
     @property
-    def in_words(self) -> str:
-        return f"comes through shared memory{self.copied}"
+    def description(self) -> str:
+        return f"shared memory{self.copied}"
 
     @property
     def address(self) -> int:
-        """Where the memory is mapped."""
+        """Address of the mapping."""
         return self._blocks.ctypes.data
 
     def read(self, source: int, target: memoryview) -> bool:
@@ -195,16 +195,16 @@ class PeerMemory(ReadableMemory):
             if self.reached is not None:
                 self.reached.close()
                 self.reached = None
-            self._blocks = np.empty(0, np.uint8)  # the last reference: unmapped now
+            self._blocks = np.empty(0, np.uint8)  # drops the last reference, which unmaps the memory
 
 
 class ReachedPlaces:
-    """Implements `Reached`: the device copies blocks into its cache out of the places of another worker's ring."""
+    """Implements `DeviceCopySource`: the device copies blocks from another worker's ring into its cache."""
 
     def __init__(self, blocks: StagedIncoming, memory: PeerMemory) -> None:
         """Raises NotRegistered."""
         self._blocks, self.block_bytes = blocks, blocks.block_bytes
-        # Through its address: torch has no read-only tensors, and warns of each.
+        # Created from the address: torch has no read-only tensors and would warn.
         address, num_bytes = memory.address, memory.offer.num_bytes
         self._flat = torch.frombuffer((ctypes.c_ubyte * num_bytes).from_address(address), dtype=torch.uint8)
         blocks.stream.register(self._flat, read_only=True)

@@ -1,4 +1,4 @@
-"""Frames over TCP: the transport that every worker has, and to which the others fall back."""
+"""Frames over TCP: supported by every worker, and the fallback of the other transports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from common.engine.transfer.transports.interface import Parcel, Transport
+from common.engine.transfer.transports.interface import PreparedBlocks, Transport
 
 if TYPE_CHECKING:
     from common.engine.kv import IncomingBlocks, KVCache, OutgoingBlocks
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TcpTransport(Transport):
-    """Offers and accepts nothing: all blocks travel as frames."""
+    """Offers and accepts nothing: all blocks are sent as frames."""
 
     name = "tcp"
 
@@ -29,8 +29,8 @@ class TcpTransport(Transport):
 class Frames:
     """Reads blocks for frames, on the sender's thread.
 
-    `view` reads one block, `views` all blocks of a message where it is faster to read them together. `quantise` reads
-    the blocks of a message as 8-bit numbers, for receivers that accept these; None: they are not offered.
+    `view` reads one block, `views` all blocks of a message where reading them together is faster. `quantise` reads the
+    blocks of a message as 8-bit integers, for receivers that accept them; None: not offered.
     """
 
     view: Callable[[int], memoryview]
@@ -40,9 +40,9 @@ class Frames:
     def read(self, blocks: Sequence[int]) -> Sequence[memoryview]:
         return self.views(blocks) if self.views is not None else [self.view(block) for block in blocks]
 
-    def ship(self, transfer: OutgoingTransfer, indices: range) -> Parcel:
-        """Prepare the blocks `indices` of a transfer, as 8-bit numbers if it is quantised."""
+    def ship(self, transfer: OutgoingTransfer, indices: range) -> PreparedBlocks:
+        """Prepare the blocks `indices` of a transfer, as 8-bit integers if it is quantised."""
         blocks = [transfer.blocks[index] for index in indices]
         quantise = self.quantise if transfer.quantised else None
         views = quantise(blocks) if quantise is not None else self.read(blocks)
-        return Parcel(indices, sum(map(len, views)), views)
+        return PreparedBlocks(indices, sum(map(len, views)), views)

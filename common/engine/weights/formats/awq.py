@@ -1,4 +1,4 @@
-"""AWQ as AutoAWQ's GEMM version writes it: int32 words of 4 bits across the outputs, in an order of their own.
+"""AWQ, as written by AutoAWQ's GEMM version: int32 words of 4-bit integers across the outputs, in a special order.
 
 `qweight` [in, out / 8], `qzeros` [groups, out / 8], `scales` [groups, out].
 """
@@ -16,7 +16,7 @@ from common.engine.weights.formats.stored import StoredTensor
 from common.errors import ModelError
 
 BITS: Final = 4
-"""Of each integer: AutoAWQ writes no others."""
+"""Bits per integer, the only value that AutoAWQ writes."""
 FIELD_OF_OUTPUT: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
@@ -45,7 +45,7 @@ class AWQ(WeightFormat):
         expect(tensors, f"{module}.qzeros", ("I32",), (groups, words))
         expect(tensors, f"{module}.scales", SCALE_TYPES, (groups, words * WORD_BITS // BITS))
         if columns % groups:
-            raise ModelError(f"{tensors.label}: {module} has {columns} inputs in {groups} groups, which are not whole")
+            raise ModelError(f"{tensors.label}: {module}: {columns} inputs are not divisible into {groups} groups")
 
     def stored(self, tensors: CheckpointTensors, module: str) -> StoredTensor:
         return stored_words(tensors, module)

@@ -5,8 +5,8 @@
     int-quantized     weight int8 [out, in], weight_scale as above, weight_zero_point int8
     float-quantized   as `float8`
 
-Integers are signed: packed ones are stored 2^(bits - 1) above their values, zero points as well. What a checkpoint says
-of quantising activations is not followed: the kernels quantise them in their own groups, or not at all.
+Integers are signed: packed integers and zero points are stored with an offset of 2^(bits - 1). Activation quantisation
+in the checkpoint is ignored: the kernels quantise activations in their own groups, if they do.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FLOAT_STRATEGIES: Final = ("tensor", "channel", "block")
 
 @dataclass(frozen=True)
 class CompressedTensors(WeightFormat):
-    """Reads each module by its tensors: a checkpoint may mix formats. `block`: as of `Float8`."""
+    """Determines each module's format by its tensors, because a checkpoint may mix formats. `block`: see `Float8`."""
 
     name, methods = "compressed-tensors", ("compressed-tensors",)
     block: tuple[int, int] | None = None
@@ -57,7 +57,7 @@ class CompressedTensors(WeightFormat):
             raise reader.refusal("transform_config.config_groups", named, ("none",))
         groups = reader.fields.get("config_groups")
         if not isinstance(groups, dict) or not groups:
-            raise reader.refusal("config_groups", groups, ("an object with a group of weights at least",))
+            raise reader.refusal("config_groups", groups, ("an object with at least one group of weights",))
         blocks = {_group_block(reader, f"config_groups.{name}", group) for name, group in groups.items()} - {None}
         if len(blocks) > 1:
             raise reader.refusal("block_structure", sorted(blocks, key=str), ("one for all groups",))
@@ -85,7 +85,7 @@ class CompressedTensors(WeightFormat):
         if ordered:
             expect(tensors, f"{module}.weight_g_idx", ("I32", "I64"), (columns,))
         if not ordered and columns % groups:
-            raise ModelError(f"{tensors.label}: {module} has {columns} inputs in {groups} groups, which are not whole")
+            raise ModelError(f"{tensors.label}: {module}: {columns} inputs are not divisible into {groups} groups")
         if tensors.has(f"{module}.weight_zero_point"):
             packed_rows = -(-rows * bits // WORD_BITS)
             if expect(tensors, f"{module}.weight_zero_point", ZERO_TYPES).dtype == "I32":
@@ -122,7 +122,7 @@ class CompressedTensors(WeightFormat):
 
     @staticmethod
     def _packed(tensors: CheckpointTensors, module: str) -> tuple[int, int, int]:
-        """Outputs, inputs and bits."""
+        """Return outputs, inputs and bits."""
         expect(tensors, f"{module}.weight_shape", ("I64", "I32"), (2,))
         rows, columns = tensors.tensor(f"{module}.weight_shape").tolist()
         found = expect(tensors, f"{module}.{PACKED}", ("I32",)).shape
@@ -131,12 +131,12 @@ class CompressedTensors(WeightFormat):
             if found == (rows, words[bits]):
                 return rows, columns, bits
         raise ModelError(
-            f"{tensors.label}: tensor {module}.{PACKED} is {list(found)}; {rows} x {columns} weights of 4 bits take "
-            f"{[rows, words[4]]}, of 8 bits {[rows, words[8]]}, and no others are read"
+            f"{tensors.label}: tensor {module}.{PACKED} is {list(found)}, but {rows} x {columns} weights require "
+            f"{[rows, words[4]]} for 4 bits or {[rows, words[8]]} for 8 bits (no others are supported)"
         )
 
     def _zero(self, tensors: CheckpointTensors, module: str, bits: int, rows: int, groups: int) -> Tensor | None:
-        """Zero points on the scale of `GroupedIntegers`, whose 4-bit numbers are stored 8 above their values."""
+        """Return zero points in the units of `GroupedIntegers`, whose 4-bit numbers have an offset of 8."""
         base = 8.0 if bits == 4 else 0.0
         name = f"{module}.weight_zero_point"
         if not tensors.has(name):
@@ -149,14 +149,14 @@ class CompressedTensors(WeightFormat):
 
     @staticmethod
     def _by_row(values: Tensor, rows: int) -> Tensor:
-        """[rows, groups] of values that are one for all, for each row, or for each group."""
+        """Expand values per tensor, per row or per group to [rows, groups]."""
         if values.dim() < 2 or values.shape[0] == 1:
             values = values.reshape(-1, 1)
         return values.expand(rows, -1).contiguous()
 
 
 def _group_block(reader: ConfigReader, name: str, group: Any) -> tuple[int, int] | None:
-    """Checks a group of modules; returns the block of its scales, if they have one."""
+    """Check a group of modules and return the block of its scales, or None."""
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict):
         raise reader.refusal(f"{name}.weights", weights, ("an object",))

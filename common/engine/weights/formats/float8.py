@@ -1,7 +1,7 @@
-"""fp8 (e4m3) matrices with one scale, one for each output, or one for each block of outputs and inputs.
+"""fp8 (e4m3) matrices with one scale per tensor, per output, or per block of outputs and inputs.
 
-DeepSeek's and Qwen's checkpoints name the scale of a block `weight_scale_inv`, though it is multiplied by; others name
-scales `weight_scale`. Scales of activations (`input_scale`) are not used: activations keep their type.
+DeepSeek's and Qwen's checkpoints name the scale of a block `weight_scale_inv`, although it is a multiplier. Others name
+it `weight_scale`. Activation scales (`input_scale`) are ignored, because activations keep their dtype.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ SCALES: Final = ("weight_scale_inv", "weight_scale")
 
 @dataclass(frozen=True, slots=True)
 class ScaledFloats:
-    """W [out, in] = scale * numbers. numbers float8_e4m3fn [out, in]; scale float32, as the file has it."""
+    """W [out, in] = scale * numbers. numbers: float8_e4m3fn [out, in]. scale: float32, in the file's shape."""
 
     numbers: Tensor
     scale: Tensor
     block: tuple[int, int] | None
 
     def dense(self) -> Tensor:
-        """W float32 [out, in]."""
+        """Return W, float32 [out, in]."""
         rows, columns = self.numbers.shape
         return self.numbers.float().mul_(spread(self.scale, rows, columns, self.block))
 
     def held(self) -> QuantisedWeight | None:
-        """The same numbers for the kernels of a GPU; None where the last block of inputs is cut."""
+        """Return the matrix for GPU kernels; None if the last block of inputs is incomplete."""
         rows, columns = self.numbers.shape
         in_blocks = self.block is not None and tuple(self.scale.shape) == grid(rows, columns, self.block)
         group = self.block[1] if self.block is not None and in_blocks else columns
@@ -48,7 +48,7 @@ class ScaledFloats:
 
 @dataclass(frozen=True)
 class Float8(WeightFormat):
-    """`block`: outputs and inputs that share a scale, None for whole outputs."""
+    """`block`: outputs and inputs that share a scale; None for one scale per output."""
 
     name, methods = "fp8", ("fp8", "fbgemm_fp8")
     block: tuple[int, int] | None = None
@@ -87,7 +87,7 @@ class Float8(WeightFormat):
 
 
 def spread(scale: Tensor, rows: int, columns: int, block: tuple[int, int] | None) -> Tensor:
-    """Scales of a whole matrix, of its rows or of its blocks, to what multiplies it: [rows or 1, columns or 1]."""
+    """Expand scales per tensor, row or block to [rows or 1, columns or 1]."""
     if scale.numel() == 1:
         return scale.reshape(1, 1)
     if block is None or tuple(scale.shape) != grid(rows, columns, block):
@@ -96,5 +96,5 @@ def spread(scale: Tensor, rows: int, columns: int, block: tuple[int, int] | None
 
 
 def grid(rows: int, columns: int, block: tuple[int, int]) -> tuple[int, int]:
-    """Blocks down and across, the last ones cut."""
+    """Return the number of blocks down and across. The last ones may be incomplete."""
     return -(-rows // block[0]), -(-columns // block[1])

@@ -1,7 +1,7 @@
-"""Interface of a weight format: how a checkpoint of safetensors describes and holds its quantised matrices.
+"""Interface of a weight format: how a safetensors checkpoint describes and stores its quantised matrices.
 
-A format is a file of this folder and an entry in `registry.FORMATS`. Each matrix's own tensors determine bits and
-groups: the configuration names the format, and a format refuses configurations that it would read wrongly.
+A format is a file in this folder and an entry in `registry.FORMATS`. The configuration names the format, and the
+tensors of each matrix determine bits and groups. A format rejects configurations that it would misinterpret.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from common.model_files import read_json
 from kernels import QuantisedWeight
 
 SCALE_TYPES: Final = ("F16", "BF16", "F32")
-"""Of the scales of integers, as every tool writes them."""
+"""Types of integer formats' scales, in all tools."""
 
 
 class CheckpointTensors(Protocol):
-    """The tensors of a checkpoint as the file holds them."""
+    """Tensors of a checkpoint as stored in the file."""
 
     @property
     def label(self) -> str: ...
@@ -38,36 +38,36 @@ class CheckpointTensors(Protocol):
 def expect(
     tensors: CheckpointTensors, name: str, dtypes: Sequence[str], *shapes: tuple[int, ...], why: str = ""
 ) -> TensorHead:
-    """The head of a tensor. ModelError unless it is there, of one of the types, and of one of the shapes, if any."""
+    """Return the head of a tensor. Raises ModelError if it is missing or has another type or shape."""
     if not tensors.has(name):
-        raise ModelError(f"{tensors.label}: no tensor {name}, which its quantised matrix needs: fetch the model again")
+        raise ModelError(f"{tensors.label}: missing tensor {name} of a quantised matrix: download the model again")
     head = tensors.head(name)
     if head.dtype not in dtypes:
-        raise ModelError(f"{tensors.label}: tensor {name} has type {head.dtype}; {' or '.join(dtypes)} are read")
+        raise ModelError(f"{tensors.label}: tensor {name} has type {head.dtype}, must be {' or '.join(dtypes)}")
     if shapes and head.shape not in shapes:
         wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
         raise ModelError(
-            f"{tensors.label}: tensor {name} is {list(head.shape)}, {why or 'its quantised matrix'} wants {wanted}: "
-            "the file does not match its quantization_config, fetch the model again"
+            f"{tensors.label}: tensor {name} is {list(head.shape)}, {why or 'its quantised matrix'} requires {wanted}: "
+            "the file does not match its quantization_config, download the model again"
         )
     return head
 
 
 class StoredMatrix(Protocol):
-    """A matrix, or a stack of them, as a checkpoint holds it: small numbers with their scales."""
+    """A matrix, or a stack of them, as stored: small numbers with scales."""
 
     def dense(self) -> Tensor:
-        """The matrix in float32."""
+        """Return the matrix in float32."""
 
     def held(self) -> QuantisedWeight | None:
-        """The same numbers for kernels; None where no kernel multiplies them."""
+        """Return the matrix for quantised kernels; None if no kernel supports it."""
 
 
 class WeightFormat(ABC):
-    """How the tensors of a module stand for its matrix. One instance reads one checkpoint.
+    """Mapping from the tensors of a module to its matrix. One instance reads one checkpoint.
 
-    name      of the format, in messages
-    methods   values of `quant_method` that mean it
+    name      name in messages
+    methods   values of `quant_method` for this format
     """
 
     name: ClassVar[str]
@@ -76,61 +76,61 @@ class WeightFormat(ABC):
     @classmethod
     @abstractmethod
     def configured(cls, reader: ConfigReader) -> Self:
-        """The format as a `quantization_config` describes it. Raises ModelError where it would be read wrongly."""
+        """Create the format described by a `quantization_config`. Raises ModelError if it is not supported."""
 
     def module(self, name: str) -> str:
-        """The module that a tensor of the file may be a part of."""
+        """Return the module that a tensor of the file may belong to."""
         return name.rpartition(".")[0] if "." in name else name
 
     @abstractmethod
     def holds(self, tensors: CheckpointTensors, module: str) -> bool:
-        """Whether the module is quantised; otherwise the file has a plain tensor."""
+        """Return whether the module is quantised. Otherwise the file has a plain tensor."""
 
     @abstractmethod
     def holds_integers(self, tensors: CheckpointTensors, module: str) -> bool:
-        """Whether a quantised module is read as integers, otherwise as floats."""
+        """Return whether a quantised module is read as integers, as opposed to floats."""
 
     @abstractmethod
     def check(self, tensors: CheckpointTensors, module: str) -> None:
-        """Raise ModelError where a module's tensors do not fit together. Reads their heads only."""
+        """Raise ModelError if a module's tensors are inconsistent. Reads only their heads."""
 
     @abstractmethod
     def stored(self, tensors: CheckpointTensors, module: str) -> StoredTensor:
-        """A quantised module by its largest part; scales are left out."""
+        """Describe a quantised module by its largest part, excluding scales."""
 
     @abstractmethod
     def read(self, tensors: CheckpointTensors, module: str) -> StoredMatrix:
-        """The matrix, or the stack of them."""
+        """Read the matrix, or the stack of matrices."""
 
 
 class ConfigReader:
-    """One `quantization_config`. Every refusal names the file, the field, its value and what is allowed."""
+    """Reader of a `quantization_config`. Errors name the file, field, value and allowed values."""
 
     def __init__(self, fields: Any, path: Path, prefix: str) -> None:
         if not isinstance(fields, dict):
-            raise ModelError(f"{path}: {prefix} is {shown(fields)}, expected an object: fetch the file again")
+            raise ModelError(f"{path}: {prefix} is {shown(fields)}, must be an object: download the file again")
         self.fields: Mapping[str, Any] = fields
         self.path, self.prefix = path, prefix
 
     def of(self, name: str, fields: Any) -> ConfigReader:
-        """A reader of an object within this one."""
+        """Return a reader of a nested object."""
         return ConfigReader(fields, self.path, f"{self.prefix}.{name}")
 
     def object_at(self, name: str) -> Mapping[str, Any]:
-        """Read an object. Returns an empty one if the field is null or missing."""
+        """Return an object; empty if the field is null or missing."""
         value = self.fields.get(name)
         if value is not None and not isinstance(value, dict):
             raise self.refusal(name, value, ("an object",))
         return value or {}
 
     def block(self, name: str, value: Any) -> tuple[int, int]:
-        """Two positive numbers: outputs and inputs that share a scale."""
+        """Return the number of outputs and inputs that share a scale."""
         if isinstance(value, Sequence) and len(value) == 2 and all(isinstance(n, int) and n > 0 for n in value):
             return int(value[0]), int(value[1])
-        raise self.refusal(name, value, ("two positive whole numbers, such as [128, 128]",))
+        raise self.refusal(name, value, ("two positive integers, such as [128, 128]",))
 
     def allow(self, name: str, allowed: Sequence[Any]) -> Any:
-        """The value of a field. Raises ModelError for one that is not allowed; None allows its absence."""
+        """Return the value of a field. Raises ModelError if it is not in `allowed`. None allows a missing field."""
         value = self.fields.get(name)
         if value not in allowed or (isinstance(value, bool) and not any(value is one for one in allowed)):
             raise self.refusal(name, value, allowed)
@@ -145,7 +145,7 @@ class ConfigReader:
 
 
 def quantization_fields(path: Path) -> tuple[str, Any]:
-    """What of a config.json describes the quantisation, and its name; "" where nothing does."""
+    """Return the name and value of a config.json's quantization section; ("", None) if there is none."""
     fields = read_json(path, required=True)
     text = fields.get("text_config")
     for holder in (fields, text if isinstance(text, dict) else {}):

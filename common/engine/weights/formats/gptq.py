@@ -1,7 +1,7 @@
-"""GPTQ as AutoGPTQ and GPTQModel write it: int32 words down the inputs, zero points across the outputs.
+"""GPTQ, as written by AutoGPTQ and GPTQModel: int32 words down the inputs, zero points across the outputs.
 
 `qweight` [in * bits / 32, out], `qzeros` [groups, out * bits / 32], `scales` [groups, out], and with activation order
-`g_idx` [in], the group of each input. The first layout stores every zero point less one, `gptq_v2` as it is.
+`g_idx` [in], the group of each input. The original layout stores zero points minus one, `gptq_v2` unchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from common.errors import ModelError
 
 @dataclass(frozen=True)
 class GPTQ(WeightFormat):
-    """`zero_shift` is added to stored zero points."""
+    """`zero_shift` is added to the stored zero points."""
 
     name, methods = "gptq", ("gptq",)
     zero_shift: int = 0
@@ -64,15 +64,15 @@ class GPTQ(WeightFormat):
         return GroupedIntegers(bits, numbers, scale, zeros.contiguous(), group_of)
 
     def _bits(self, tensors: CheckpointTensors, module: str) -> tuple[int, int]:
-        """Bits and inputs, by the tensors' shapes: one checkpoint may mix them."""
+        """Return bits and inputs, derived from the tensors' shapes, because a checkpoint may mix bits."""
         words, outputs = expect(tensors, module + PACKED, ("I32",)).shape
         groups = expect(tensors, f"{module}.scales", SCALE_TYPES).shape[0]
         zeros = expect(tensors, f"{module}.qzeros", ("I32",)).shape
         bits = zeros[1] * WORD_BITS // outputs
         if bits not in BITS or outputs * bits % WORD_BITS:
             raise ModelError(
-                f"{tensors.label}: {module}.qzeros {list(zeros)} holds {bits} bits for each of {outputs} outputs; "
-                "4 and 8 bits are read"
+                f"{tensors.label}: {module}.qzeros {list(zeros)} has {bits} bits for each of {outputs} outputs: "
+                "only 4 and 8 bits are supported"
             )
         columns = words * WORD_BITS // bits
         expect(tensors, f"{module}.qzeros", ("I32",), (groups, outputs * bits // WORD_BITS))
@@ -80,24 +80,22 @@ class GPTQ(WeightFormat):
         if tensors.has(f"{module}.g_idx"):
             expect(tensors, f"{module}.g_idx", ("I32", "I64"), (columns,))
         elif columns % groups:
-            raise ModelError(f"{tensors.label}: {module} has {columns} inputs in {groups} groups, which are not whole")
+            raise ModelError(f"{tensors.label}: {module}: {columns} inputs are not divisible into {groups} groups")
         return bits, columns
 
     @staticmethod
     def _group_of(tensors: CheckpointTensors, module: str, columns: int, groups: int) -> torch.Tensor | None:
-        """None where groups are of neighbours, as without activation order."""
+        """Return the group of each input; None if groups consist of adjacent inputs."""
         if not tensors.has(f"{module}.g_idx"):
             return None
         return activation_order(tensors, f"{module}.g_idx", columns, groups)
 
 
 def activation_order(tensors: CheckpointTensors, name: str, columns: int, groups: int) -> torch.Tensor | None:
-    """Each input's group, int64 [columns]; None where groups are of neighbours. ModelError where a group is none."""
+    """Return each input's group, int64 [columns]; None if groups are adjacent. Raises ModelError for invalid groups."""
     found = tensors.tensor(name).long()
     if int(found.min()) < 0 or int(found.max()) >= groups:
-        raise ModelError(
-            f"{tensors.label}: {name} names group {int(found.max())}, there are {groups}: fetch the model again"
-        )
+        raise ModelError(f"{tensors.label}: {name} has group {int(found.max())} of {groups}: download the model again")
     if columns % groups == 0 and torch.equal(found, torch.arange(columns) // (columns // groups)):
         return None
     return found

@@ -1,4 +1,4 @@
-"""Matrices of small integers with a scale, and perhaps a zero point, for every group of inputs; and packed integers."""
+"""Matrices of small integers with a scale, and optionally a zero point, per group of inputs; unpacking of integers."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from common.engine.weights.formats.stored import KERNEL_GROUP, StoredForm, Store
 from kernels import QuantisedWeight
 
 BITS: Final = (4, 8)
-"""Of the integers that GPTQ and compressed-tensors write, and the kernels read."""
+"""Bits per integer in GPTQ and compressed-tensors that the kernels support."""
 PACKED: Final = ".qweight"
-"""Ends the name of a tensor of words of AWQ and of GPTQ."""
+"""Suffix of packed weight tensors in AWQ and GPTQ."""
 WORD_BITS: Final = 32
-"""Of the int32 that every tool packs into."""
+"""Bits per packed word, int32 in all tools."""
 KERNEL_GROUPS: Final = (64, 32)
-"""Inputs that share a scale in the kernels' formats, which quantise the inputs of a product by the same groups."""
+"""Inputs per scale in the kernels' formats, which quantise the inputs of a product in the same groups."""
 HALF_ROUNDING: Final = 2.0**-10
-"""Relative error at most of a scale in the kernels' float16; larger only below float16's normal numbers."""
+"""Maximum relative error of a scale in float16. It is exceeded only by subnormal numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedIntegers:
-    """W [out, in] = scale * (numbers - zero), group by group.
+    """W [out, in] = scale * (numbers - zero), per group.
 
-    numbers int8 [out, in]: 0 .. 15 of 4 bits, -128 .. 127 of 8; scale and zero float32 [out, groups], no zero: 0.
-    `group_of` int64 [in] is each input's group where inputs of a group are not neighbours (activation order).
+    numbers: int8 [out, in], 0 .. 15 for 4 bits, -128 .. 127 for 8 bits. scale, zero: float32 [out, groups]; zero may be
+    None. group_of: int64 [in], each input's group, if the inputs of a group are not adjacent (activation order).
     """
 
     bits: int
@@ -41,7 +41,7 @@ class GroupedIntegers:
     group_of: Tensor | None = None
 
     def dense(self) -> Tensor:
-        """W float32 [out, in]."""
+        """Return W, float32 [out, in]."""
         if self.group_of is None:
             rows, columns = self.numbers.shape
             parts = self.numbers.view(rows, self.scale.shape[1], -1).float()
@@ -52,9 +52,9 @@ class GroupedIntegers:
         return shifted.mul_(self.scale[:, self.group_of])
 
     def held(self) -> QuantisedWeight | None:
-        """The same integers for the kernels; None where no format of theirs holds them.
+        """Return the matrix for quantised kernels; None if none of their formats can represent it.
 
-        Larger groups become several with one scale.
+        Larger groups are split into several with the same scale.
         """
         size = self.numbers.shape[1] // self.scale.shape[1]
         group = next((group for group in KERNEL_GROUPS if size % group == 0), 0)
@@ -87,9 +87,9 @@ def _fits_half(values: Tensor) -> bool:
 
 
 def bit_fields(words: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
-    """int32 [rows, words] to uint8 [rows, words * 32 / bits], 0 .. 2^bits - 1.
+    """Unpack int32 [rows, words] to uint8 [rows, words * 32 / bits], 0 .. 2^bits - 1.
 
-    Field `order[i]` of a word, counted from its lowest bits, is the i-th integer; without an order field i is.
+    The i-th integer is field `order[i]` of a word, counted from its lowest bits; field i without `order`.
     """
     count = WORD_BITS // bits
     shifts = torch.tensor(order or range(count), dtype=torch.int32) * bits
@@ -98,12 +98,12 @@ def bit_fields(words: Tensor, bits: int, order: Sequence[int] | None = None) -> 
 
 
 def centred(fields: Tensor) -> Tensor:
-    """uint8 as int8, 128 less."""
+    """Convert uint8 to int8 by subtracting 128."""
     return (fields ^ 128).view(torch.int8)
 
 
 def stored_words(tensors: CheckpointTensors, module: str) -> StoredTensor:
-    """A module of AWQ or GPTQ, whose bits follow from the shape of its zero points."""
+    """Describe a module of AWQ or GPTQ, whose bits follow from the shape of its zero points."""
     head, outputs = tensors.head(module + PACKED), tensors.head(f"{module}.scales").shape[1]
     bits = tensors.head(f"{module}.qzeros").shape[1] * WORD_BITS // outputs
     count = math.prod(head.shape) * WORD_BITS // bits

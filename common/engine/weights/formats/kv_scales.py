@@ -1,11 +1,11 @@
-"""What a checkpoint says of the cache of its keys and values: that it may be of fp8, and one scale a layer for each.
+"""KV cache dtype and scales from a checkpoint: whether fp8 may be used, and one scale per layer for keys and values.
 
-A scale is what numbers are divided by before they are rounded to e4m3. Every tool names it otherwise:
+Values are divided by the scale before they are rounded to e4m3. Tools use different names:
 
     self_attn.k_scale, self_attn.v_scale                            compressed-tensors, AutoFP8
     self_attn.k_proj.k_scale, self_attn.v_proj.v_scale              ModelOpt
     self_attn.k_proj.output_scale, self_attn.v_proj.output_scale    Quark, compressed-tensors of 2024
-    self_attn.kv_scale                                              AutoFP8 of 2024: of both
+    self_attn.kv_scale                                              AutoFP8 of 2024, for both
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ NAMES: Final = (
     ("k_proj.output_scale", "v_proj.output_scale"),
     ("kv_scale", "kv_scale"),
 )
-"""Of a layer's scales, behind `self_attn.`: the first pair of which a file has any is read."""
-REMEDY: Final = "fetch the model again, or give --kv-cache-dtype native"
+"""Names of a layer's scales, after `self_attn.`. The first pair found in the file is used."""
+REMEDY: Final = "download the model again, or use --kv-cache-dtype native"
 
 KV_SCHEME: Final[Mapping[str, Sequence[Any]]] = {
     "num_bits": (8,),
@@ -41,18 +41,18 @@ KV_SCHEME: Final[Mapping[str, Sequence[Any]]] = {
     "dynamic": (False, None),
     "symmetric": (True, None),
 }
-"""What is read of a `kv_cache_scheme`."""
+"""Supported values of a `kv_cache_scheme`."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVScheme:
-    """How a checkpoint wants keys and values cached: in fp8 with a scale a layer for each, or by what is `unread`."""
+    """KV cache format that a checkpoint requests: fp8 with scales per layer, or an unsupported one (`unread`)."""
 
     unread: str = ""
 
 
 class ScaleSource(Protocol):
-    """A file or folder of tensors, by Hugging Face's names."""
+    """File or folder of tensors, under Hugging Face names."""
 
     @property
     def label(self) -> str: ...
@@ -64,21 +64,22 @@ class ScaleSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KVForm:
-    """How a worker's cache holds keys and values: in a type that `cache_dtype` takes, divided by the scales of each
-    layer; none: as they are."""
+    """Format of the KV cache: a dtype that `cache_dtype` accepts, and the scales of each layer (empty: all 1)."""
 
     dtype: str
     scales: tuple[KVScales, ...] = ()
 
     @classmethod
     def of(cls, setting: str, dtype: str, source: ScaleSource, config: Path | None, num_layers: int) -> KVForm:
-        """What `--kv-cache-dtype` means for a model of `dtype` whose file `config` is config.json, if it has one.
+        """Resolve `--kv-cache-dtype` for a model of `dtype`. `config`: path of its config.json, if any.
 
-        Raises ModelError for scales that cannot be used.
+        Raises ModelError for invalid scales.
         """
         scheme = read_kv_scheme(config) if setting == "auto" and config is not None else None
         if scheme is not None and scheme.unread:
-            log.info("the checkpoint's kv_cache_scheme is not used, for its %s: KV is in %s", scheme.unread, dtype)
+            log.info(
+                "ignored the checkpoint's kv_cache_scheme (unsupported %s): KV cache dtype is %s", scheme.unread, dtype
+            )
         is_fp8 = setting == "fp8" or (scheme is not None and not scheme.unread)
         if not is_fp8:
             return cls(setting if setting in SMALL_DTYPES else dtype)
@@ -86,24 +87,26 @@ class KVForm:
 
     @property
     def in_words(self) -> str:
-        """For the log."""
+        """Description for the log."""
         if self.dtype != "fp8":
             return self.dtype
         if not self.scales:
-            return "fp8 without scales, which the checkpoint lacks: keys and values beyond 448 are cut"
+            return "fp8 without scales (none in the checkpoint): keys and values beyond 448 are clipped"
         keys, values = zip(*self.scales, strict=True)
-        return f"fp8 with the checkpoint's scales, of keys {_between(keys)}, of values {_between(values)}"
+        return f"fp8 with the checkpoint's scales: keys {_between(keys)}, values {_between(values)}"
 
     def cut(self, num_layers: int) -> KVForm:
-        """Of a model of so many layers, of which the last may be a draft head's: the file may have more scales than
-        those, or none for the head, whose keys and values then stay as they are."""
+        """Adjust the scales to `num_layers` layers, the last of which may be a draft head's.
+
+        Extra scales of the file are dropped. A head without scales is unscaled.
+        """
         if not self.scales:
             return self
         return KVForm(self.dtype, (*self.scales, *(UNSCALED,) * (num_layers - len(self.scales)))[:num_layers])
 
 
 def read_kv_scheme(path: Path) -> KVScheme | None:
-    """The `kv_cache_scheme` of a config.json; None where it has none. The word of old files of AutoFP8 is none."""
+    """Read the `kv_cache_scheme` of a config.json, or None. The string of old AutoFP8 files is ignored."""
     _, fields = quantization_fields(path)
     scheme = fields.get("kv_cache_scheme") if isinstance(fields, dict) else None
     if not isinstance(scheme, dict):
@@ -113,9 +116,10 @@ def read_kv_scheme(path: Path) -> KVScheme | None:
 
 
 def read_kv_scales(source: ScaleSource, num_layers: int, *, required: bool = False) -> tuple[KVScales, ...]:
-    """Of the first `num_layers` layers, and of the one behind them if the file has any for it; () where it has none.
+    """Read the scales of the first `num_layers` layers, and of the next one if present; () if there are none.
 
-    ModelError for a scale that is missing beside others, or `required`; is not one number; or is none to divide by.
+    Raises ModelError if a scale is missing while others exist or `required` is set, is not a single number, or is not
+    positive and finite.
     """
     pairs = [_names(source, layer) for layer in range(num_layers + 1)]
     found = [pair for pair in pairs if pair is not None]
@@ -126,7 +130,7 @@ def read_kv_scales(source: ScaleSource, num_layers: int, *, required: bool = Fal
 
 
 def _names(source: ScaleSource, layer: int) -> tuple[str, str] | None:
-    """Which tensors hold a layer's scales, one of which may be missing; None where both are."""
+    """Return the names of a layer's scales, one of which may be missing; None if both are missing."""
     for key, value in NAMES:
         pair = (f"model.layers.{layer}.self_attn.{key}", f"model.layers.{layer}.self_attn.{value}")
         if any(map(source.has, pair)):
@@ -141,18 +145,15 @@ def _read(source: ScaleSource, names: tuple[str, str] | None, layer: int) -> KVS
 
 def _number(source: ScaleSource, name: str) -> float:
     if not source.has(name):
-        raise ModelError(f"{source.label}: no tensor {name}, a scale of its KV cache in fp8: {REMEDY}")
+        raise ModelError(f"{source.label}: missing tensor {name}, a scale of its fp8 KV cache: {REMEDY}")
     tensor = source.read(name)
     if tensor.numel() != 1 or not tensor.is_floating_point():
         kind = str(tensor.dtype).removeprefix("torch.")
-        wanted = "one float for all heads of a layer is read"
+        wanted = "must be one float for all heads of a layer"
         raise ModelError(f"{source.label}: tensor {name} is {list(tensor.shape)} of {kind}, {wanted}: {REMEDY}")
     number = float(tensor.float())
     if not 0 < number < math.inf:
-        raise ModelError(
-            f"{source.label}: tensor {name} is {number:g}, numbers are divided by one that is above 0 and finite: "
-            f"{REMEDY}"
-        )
+        raise ModelError(f"{source.label}: tensor {name} is {number:g}, a scale must be positive and finite: {REMEDY}")
     return number
 
 

@@ -1,6 +1,6 @@
-"""MXFP4 as gpt-oss holds its experts: 4-bit floats (e2m1) with a power of two for every 32 inputs.
+"""MXFP4, the format of gpt-oss experts: 4-bit floats (e2m1) with a power-of-two scale per 32 inputs.
 
-`NAME_blocks` uint8 [.., out, in / 32, 16], the first weight in a byte's low half; `NAME_scales` uint8 [.., out,
+`NAME_blocks` uint8 [.., out, in / 32, 16], with the first weight in a byte's low half. `NAME_scales` uint8 [.., out,
 in / 32], the exponent plus 127 (OCP Microscaling Formats, version 1.0).
 """
 
@@ -17,39 +17,39 @@ from common.engine.weights.formats.stored import StoredForm, StoredTensor, bytes
 from kernels import QuantisedWeight
 
 MXFP4_GROUP: Final = 32
-"""Weights that share an exponent, and what is added to it: the Open Compute Project's definition of MX formats."""
+"""Weights per exponent, as defined by OCP Microscaling Formats."""
 EXPONENT_BIAS: Final = 127
-"""What the format adds to each exponent."""
+"""Bias of the stored exponents."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroscaledFloats:
-    """W [.., out, in], as the file has it: blocks uint8 [.., out, in / 32, 16], scales uint8 [.., out, in / 32]."""
+    """W [.., out, in] as stored: blocks uint8 [.., out, in / 32, 16], scales uint8 [.., out, in / 32]."""
 
     blocks: Tensor
     scales: Tensor
 
     def dense(self) -> Tensor:
-        """W float32."""
+        """Return W in float32."""
         return self.held().dense(torch.float32).view(*self.scales.shape[:-1], -1)
 
     def held(self) -> QuantisedWeight:
-        """The same numbers for the kernels of a GPU: the matrices of a stack one below the other."""
+        """Return the matrix for GPU kernels. The matrices of a stack are stacked by rows."""
         codes = torch.stack((self.blocks & 15, self.blocks >> 4), dim=-1).flatten(-3)  # [.., out, in]
         return microscaled(codes.flatten(0, -2), self.scales.flatten(0, -2))
 
 
 def microscaled(codes: Tensor, exponents: Tensor) -> QuantisedWeight:
-    """W of codes uint8 [out, in], one in a byte, and exponents plus 127, uint8 [out, in / 32]."""
+    """Create W from codes, uint8 [out, in], one per byte, and biased exponents, uint8 [out, in / 32]."""
     scale = torch.ldexp(torch.ones(exponents.shape), exponents.int() - EXPONENT_BIAS)
     return QuantisedWeight(
         4, MXFP4_GROUP, codes, scale.bfloat16(), None
-    )  # bfloat16 has all powers of two that these can be
+    )  # bfloat16 represents all of these powers of two
 
 
 @dataclass(frozen=True)
 class MXFP4(WeightFormat):
-    """A "module" is a stack of experts' matrices, [experts, out, in], whose name has no suffix."""
+    """MXFP4. A "module" is a stack of experts' matrices, [experts, out, in], whose name has no suffix."""
 
     name, methods = "mxfp4", ("mxfp4",)
 

@@ -1,4 +1,4 @@
-"""The weight formats that are read. A new format is added to `FORMATS` here."""
+"""Registry of weight formats. Add new formats to `FORMATS`."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from common.engine.weights.formats.mxfp4 import MXFP4
 
 FORMATS: tuple[type[WeightFormat], ...] = (GPTQ, AWQ, CompressedTensors, Float8, MXFP4)
 METHODS: Mapping[str, type[WeightFormat]] = {method: each for each in FORMATS for method in each.methods}
-"""By `quant_method`."""
+"""Formats by `quant_method`."""
 
 
 def read_weight_format(path: Path) -> WeightFormat | None:
-    """The format that a config.json names; None where weights are not quantised. ModelError where it cannot be read."""
+    """Return the format of a config.json; None if weights are not quantised. Raises ModelError if not supported."""
     name, fields = quantization_fields(path)
     if not name or (isinstance(fields, dict) and _is_for_kv_alone(fields)):
         return None
     reader = ConfigReader(fields, path, name)
     method = reader.fields.get("quant_method")
     if method is None and "config_groups" in reader.fields:
-        method = CompressedTensors.name  # as early versions of compressed-tensors wrote it
+        method = CompressedTensors.name  # early versions of compressed-tensors omit it
     if not isinstance(method, str) or method not in METHODS:
         raise reader.refusal("quant_method", method, tuple(METHODS))
     return METHODS[method].configured(reader)
 
 
 def _is_for_kv_alone(fields: Mapping[str, Any]) -> bool:
-    """Whether a configuration of compressed-tensors has a scheme of KV and no group of weights."""
+    """Return whether a compressed-tensors configuration has a KV scheme but no group of weights."""
     is_compressed = fields.get("quant_method") in (None, CompressedTensors.name)
     return is_compressed and not fields.get("config_groups") and isinstance(fields.get("kv_cache_scheme"), dict)

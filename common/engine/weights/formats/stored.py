@@ -1,4 +1,4 @@
-"""What a file says of its weights before any of them is read: how many there are, and in which form."""
+"""Description of stored weights before reading them: their number and form."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ ITEM_BYTES: Final = {
     **dict.fromkeys(("F32", "I32", "U32"), 4),
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
 }
-"""By safetensors' names of types; one byte of others."""
+"""Bytes per element, by safetensors type name. Other types have one byte."""
 TABLE: Final = ("model.embed_tokens.weight", "token_embd.weight")
 HEAD: Final = ("lm_head.weight", "output.weight")
 LAYER: Final = re.compile(r"(?:model\.layers|blk)\.(\d+)\.")
 COPIES: Final = ("embed_tokens.weight", "shared_head.head.weight")
-"""In MTP layers, of what the model has."""
+"""Tensors in MTP layers that repeat the model's."""
 KERNEL_GROUP: Final = 64
-"""Weights that share a scale at most, where kernels multiply integers."""
+"""Maximum number of weights per scale for integer kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorHead:
-    """Type, by safetensors' name, and shape of a tensor."""
+    """Type (safetensors name) and shape of a tensor."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 class StoredForm(StrEnum):
-    """What a tensor is made of: floats of 16 bits or more; integers that kernels multiply; floats of 8 or 4 bits, which
-    kernels of a GPU multiply; or small numbers that no kernel multiplies."""
+    """Numeric form of a tensor: floats of at least 16 bits, integers supported by kernels, floats of 8 or 4 bits
+    supported by GPU kernels, or numbers that no kernel supports."""
 
     FLOATS = "floats"
     INTEGERS = "integers"
@@ -43,10 +43,10 @@ class StoredForm(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a file, or the parts of a quantised one together. `num_bytes` are those in the file.
+    """A tensor of a file, or all parts of a quantised one. `num_bytes`: size in the file. `bits`: per weight.
 
-    `bits` of each weight. `group`: integers that share one scale; 0 where scales have steps, or there are none.
-    `dtype`: of floats as they can be used without a copy, by torch's name; "" where they cannot.
+    `group`: number of integers that share a scale; 0 if scales have steps, or there are none. `dtype`: torch name of
+    floats that are usable without a copy; "" otherwise.
     """
 
     name: str
@@ -60,12 +60,12 @@ class StoredTensor:
 
     @property
     def layer(self) -> int | None:
-        """Which layer it belongs to; None: to none."""
+        """Index of the tensor's layer, or None."""
         found = LAYER.match(self.name)
         return None if found is None else int(found[1])
 
     def is_of(self, num_layers: int) -> bool:
-        """Whether a model of so many layers reads it."""
+        """Return whether a model with `num_layers` layers reads the tensor."""
         if self.name in TABLE or self.name in HEAD:
             return True
         layer = self.layer
@@ -73,12 +73,12 @@ class StoredTensor:
 
 
 def bytes_of(head: TensorHead) -> int:
-    """Of a tensor in a safetensors file."""
+    """Return the size of a tensor in a safetensors file, in bytes."""
     return math.prod(head.shape) * ITEM_BYTES.get(head.dtype, 1)
 
 
 def plain_tensor(name: str, head: TensorHead) -> StoredTensor:
-    """A tensor that stands for itself."""
+    """Describe an unquantised tensor."""
     count, bits = math.prod(head.shape), 8 * ITEM_BYTES.get(head.dtype, 1)
     dtype = {"F32": "float32", "BF16": "bfloat16"}.get(head.dtype, "")
     return StoredTensor(name, bytes_of(head), count, bits, dtype=dtype, is_matrix=len(head.shape) > 1)

@@ -38,7 +38,7 @@ def test_counts_add_up() -> None:
 def test_more_than_available_is_refused_with_the_numbers() -> None:
     pool = BlockPool(4)
     pool.allocate(3)
-    with pytest.raises(BlockError, match="2 blocks wanted, 1 of 4"):
+    with pytest.raises(BlockError, match="cannot allocate 2 blocks: 1 of 4"):
         pool.allocate(2)
     assert pool.counts.owned == 3
 
@@ -147,7 +147,7 @@ def test_a_block_with_an_unwritten_slot_is_not_published() -> None:
     blocks = pool.allocate(2)
     pool.wrote(blocks, 0, 7)
     pool.publish(blocks[0], digest(1))
-    with pytest.raises(BlockError, match="only 3 of its 4 slots were written"):
+    with pytest.raises(BlockError, match="only 3 of 4 slots are written"):
         pool.publish(blocks[1], digest(2))
     pool.wrote(blocks, 7, 8)
     pool.publish(blocks[1], digest(2))
@@ -157,7 +157,7 @@ def test_a_block_with_an_unwritten_slot_is_not_published() -> None:
 def test_slots_are_written_in_order_and_by_owners() -> None:
     pool = BlockPool(2, 4)
     blocks = pool.allocate(1)
-    with pytest.raises(BlockError, match="from slot 2 on, but it has 0 of 4 slots"):
+    with pytest.raises(BlockError, match="from slot 2 but has 0 of 4 slots"):
         pool.wrote(blocks, 2, 4)
     pool.release(blocks)
     with pytest.raises(BlockError, match="0 owners"):
@@ -168,7 +168,7 @@ def test_what_an_earlier_owner_wrote_does_not_count() -> None:
     pool = BlockPool(1, 2)
     for _ in range(2):
         blocks = pool.allocate(1)
-        with pytest.raises(BlockError, match="only 0 of its 2"):
+        with pytest.raises(BlockError, match="only 0 of 2"):
             pool.publish(blocks[0], digest(1))
         pool.wrote(blocks, 0, 2)
         pool.release(blocks)
@@ -180,7 +180,7 @@ def test_integrity_counts_the_slots_of_published_blocks() -> None:
     pool.wrote(blocks, 0, 2)
     pool.publish(blocks[0], digest(1))
     pool._num_written[blocks[0]] = 1
-    with pytest.raises(BlockError, match="1 published blocks have slots that were not written"):
+    with pytest.raises(BlockError, match="1 published blocks have unwritten slots"):
         pool.check_integrity([blocks])
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from common.engine.kv.block_ring import LEAST_PLACES, RING_BYTES, BlockRing, ring_for
+from common.engine.kv.block_ring import MIN_SLOTS, RING_BYTES, BlockRing, ring_for
 from common.engine.kv.checksums import checksum
 from common.engine.kv.copy_stream import CopyStream, NotRegistered
-from common.engine.kv.shared_memory import NAME, NotShared
+from common.engine.kv.shared_memory import NAME, SharedMemoryError
 from common.engine.kv.staging import StagedOutgoing
 from common.engine.transfer.transports.shm import PeerMemory
 from common.errors import BlockError
@@ -58,7 +58,7 @@ def test_no_place_is_filled_again_before_it_is_given_back(ring: BlockRing) -> No
     places, _ = ring.put(A, HERE, range(6))
     assert sorted(places) == [0, 1, 2, 3] and ring.put(A, HERE, [9]) == ([], [])
     kept = read(ring, places[0])
-    assert ring.give_back(A, places[1:3])
+    assert ring.release(A, places[1:3])
     again, _ = ring.put(B, THERE, [7, 8, 9])
     assert again == places[1:3] and read(ring, places[0]) == kept
 
@@ -66,20 +66,20 @@ def test_no_place_is_filled_again_before_it_is_given_back(ring: BlockRing) -> No
 def test_only_the_holder_gives_a_place_back_and_only_once(ring: BlockRing) -> None:
     places, _ = ring.put(A, HERE, [0, 1])
     other, _ = ring.put(B, HERE, [2])
-    assert not ring.give_back(B, places) and not ring.give_back(A, [places[0], *other])
-    assert not ring.give_back(("c", 0), places) and not ring.give_back(A, [99])
+    assert not ring.release(B, places) and not ring.release(A, [places[0], *other])
+    assert not ring.release(("c", 0), places) and not ring.release(A, [99])
     assert ring.num_free == 1
-    assert ring.give_back(A, [places[0], places[0]]) and ring.num_free == 2
-    assert not ring.give_back(A, places[:1]) and ring.num_free == 2
+    assert ring.release(A, [places[0], places[0]]) and ring.num_free == 2
+    assert not ring.release(A, places[:1]) and ring.num_free == 2
 
 
 def test_a_transfer_that_ends_holds_nothing(ring: BlockRing) -> None:
     ring.put(A, HERE, [0, 1])
     ring.put(B, THERE, [2])
-    assert ring.waits_for(HERE) and ring.waits_for(THERE)
+    assert ring.holds_slots(HERE) and ring.holds_slots(THERE)
     for _ in range(2):
         ring.end(A)
-    assert ring.num_free == 3 and not ring.waits_for(HERE) and ring.waits_for(THERE)
+    assert ring.num_free == 3 and not ring.holds_slots(HERE) and ring.holds_slots(THERE)
 
 
 def test_any_thread_fills_a_ring_that_was_made_in_inference_mode(rows: np.typing.NDArray[np.uint8]) -> None:
@@ -94,7 +94,7 @@ def test_a_lost_place_is_found(rows: np.typing.NDArray[np.uint8]) -> None:
     ring = ring_over(rows, 4, LateStream())
     ring.put(A, HERE, [0])
     ring._free.pop()
-    with pytest.raises(BlockError, match="2 free and 1 lent places of 4"):
+    with pytest.raises(BlockError, match="2 free and 1 lent slots of 4"):
         ring.check_integrity()
     ring.close()
 
@@ -115,18 +115,18 @@ def test_the_device_reaches_the_places_until_they_are_unmapped(rows: np.typing.N
 
 
 def test_where_there_is_no_memory_there_is_no_ring(rows: np.typing.NDArray[np.uint8]) -> None:
-    with pytest.raises(NotShared, match="no room for"):
+    with pytest.raises(SharedMemoryError, match="no memory for"):
         ring_over(rows, 2**50, LateStream())
 
 
 @pytest.mark.parametrize(
     ("block_bytes", "num_blocks", "expected"),
-    [(2**20, 10**6, RING_BYTES // 2**20), (2**20, 3, 3), (2**25, 10**6, LEAST_PLACES)],
+    [(2**20, 10**6, RING_BYTES // 2**20), (2**20, 3, 3), (2**25, 10**6, MIN_SLOTS)],
 )
 def test_a_ring_is_neither_tiny_nor_huge(block_bytes: int, num_blocks: int, expected: int) -> None:
     blocks: Any = DeviceBlocks(np.zeros((1, block_bytes), np.uint8))
     ring = ring_for(StagedOutgoing(blocks, LateStream()), num_blocks)
-    assert ring.num_places == expected
+    assert ring.num_slots == expected
     ring.close()
 
 
@@ -145,7 +145,7 @@ def test_a_gpu_copies_out_of_one_ring_into_another_cache() -> None:
     for first in (0, 4):
         places, checksums = ring.put(A, HERE, range(first, first + 4))
         assert list(reached.copy((place, first + k) for k, place in enumerate(places))) == checksums
-        assert ring.give_back(A, places)
+        assert ring.release(A, places)
     assert torch.equal(source, target)
     reached.close()
     memory.close()

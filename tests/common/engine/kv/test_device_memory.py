@@ -20,7 +20,13 @@ import torch
 from common.config import DecodeWorkerConfig
 from common.engine.kv.cache import KVCache
 from common.engine.kv.cuda_driver import CudaDriver, DriverError, driver
-from common.engine.kv.device_memory import ExportedMemory, GivenDescriptor, KVDevice, NotGiven, take_descriptor
+from common.engine.kv.device_memory import (
+    DescriptorError,
+    DescriptorServer,
+    ExportedMemory,
+    KVDevice,
+    receive_descriptor,
+)
 from common.engine.transfer.transports.cuda_ipc import ImportedMemory
 from common.engine.transfer.transports.registry import new_transport
 from common.errors import ConfigError, ModelError
@@ -115,7 +121,7 @@ def test_memory_outlives_its_owner(owner: tuple[subprocess.Popen[str], KVDevice]
     process.wait()
     assert (np.asarray(memory._map) == 7).all()
     memory.close()
-    with pytest.raises(NotGiven, match="not on this host"):
+    with pytest.raises(DescriptorError, match="not visible on this host"):
         ImportedMemory(offer, 0)
 
 
@@ -127,7 +133,7 @@ def test_a_frozen_owner_is_waited_for_only_briefly(
     process.send_signal(signal.SIGSTOP)
     wait(lambda: ") T " in Path(f"/proc/{process.pid}/stat").read_text())
     files = num_files()
-    with pytest.raises(NotGiven, match="gives no descriptor"):
+    with pytest.raises(DescriptorError, match="cannot receive the memory descriptor"):
         ImportedMemory(offer, 0)
     process.send_signal(signal.SIGCONT)
     assert num_files() == files and not maps()
@@ -135,15 +141,17 @@ def test_a_frozen_owner_is_waited_for_only_briefly(
 
 def test_who_answers_must_be_the_process_that_offered(owner: tuple[subprocess.Popen[str], KVDevice]) -> None:
     _, offer = owner
-    with pytest.raises(NotGiven, match=f"process {offer.pid} of user .* answers for process {os.getpid()}"):
-        take_descriptor(offer.name, os.getpid())
-    with pytest.raises(NotGiven, match="refused"):
-        take_descriptor("diptych-kv-of-nobody", offer.pid)
+    with pytest.raises(
+        DescriptorError, match=f"process {offer.pid} of user .* answered instead of process {os.getpid()}"
+    ):
+        receive_descriptor(offer.name, os.getpid())
+    with pytest.raises(DescriptorError, match="refused"):
+        receive_descriptor("diptych-kv-of-nobody", offer.pid)
 
 
 def test_another_user_gets_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     read, write = os.pipe()
-    given = GivenDescriptor(read)
+    given = DescriptorServer(read)
     mine = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
     with socket.socket(socket.AF_UNIX) as asking:  # the kernel says who asks
@@ -152,7 +160,7 @@ def test_another_user_gets_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pyte
         assert socket.recv_fds(asking, 1, 1)[1] == []
     monkeypatch.undo()
     given.close()
-    assert "got no access" in caplog.text and f"user {mine}'s" in caplog.text
+    assert "did not share GPU memory" in caplog.text and f"belongs to user {mine}" in caplog.text
     os.close(write)
 
 
@@ -161,7 +169,7 @@ def test_a_giver_without_a_free_descriptor_gives_later(
 ) -> None:
     monkeypatch.setattr("common.engine.kv.device_memory.WAIT_S", 0.05)
     read, write = os.pipe()
-    given = GivenDescriptor(read)
+    given = DescriptorServer(read)
     left, accept = [OSError(24, "Too many open files")] * 2, socket.socket.accept
 
     def full(self: socket.socket) -> object:
@@ -172,26 +180,26 @@ def test_a_giver_without_a_free_descriptor_gives_later(
     monkeypatch.setattr(socket.socket, "accept", full)
     deadline, taken = time.monotonic() + 30, -1
     while left or taken < 0:  # one more is accepted before the first failure
-        with contextlib.suppress(NotGiven):
-            taken = take_descriptor(given.name, os.getpid())
+        with contextlib.suppress(DescriptorError):
+            taken = receive_descriptor(given.name, os.getpid())
             os.close(taken)
         assert time.monotonic() < deadline
     given.close()
     os.close(write)
-    assert caplog.text.count("gets access to this one's GPU memory now: [Errno 24]") == 2
+    assert caplog.text.count("for GPU memory: [Errno 24]") == 2
 
 
 def test_what_was_given_is_a_descriptor_of_its_own_and_ends_with_close() -> None:
     read, write = os.pipe()
-    given = GivenDescriptor(read)
-    taken = take_descriptor(given.name, os.getpid())
+    given = DescriptorServer(read)
+    taken = receive_descriptor(given.name, os.getpid())
     given.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(read)
     os.write(write, b"x")
     assert os.read(taken, 1) == b"x"
-    with pytest.raises(NotGiven):
-        take_descriptor(given.name, os.getpid())
+    with pytest.raises(DescriptorError):
+        receive_descriptor(given.name, os.getpid())
     os.close(taken)
     os.close(write)
 
@@ -267,7 +275,7 @@ def test_a_cache_in_exported_memory(new_cache: Callable[[int], KVCache]) -> None
 
 
 def test_a_cache_that_does_not_fit(new_cache: Callable[[int], KVCache]) -> None:
-    with pytest.raises(ModelError, match=r"no memory for a KV cache of .* \(cuMemCreate: out of memory"):
+    with pytest.raises(ModelError, match=r"cannot allocate a KV cache of .* \(cuMemCreate: out of memory"):
         new_cache(2**34)
 
 
@@ -275,11 +283,11 @@ def test_a_worker_is_refused_where_the_driver_exports_nothing(monkeypatch: pytes
     config = DecodeWorkerConfig(kv_transport="cuda-ipc", device="cuda")
     new_transport(config, "d")
     monkeypatch.setenv("PRETENDED_CUDA_FAILS", "NO_EXPORT")
-    with pytest.raises(ConfigError, match="kv_transport.*exports no memory of cuda:0"):
+    with pytest.raises(ConfigError, match="kv_transport.*cannot export memory of cuda:0"):
         new_transport(config, "d")
     monkeypatch.setattr("common.engine.kv.cuda_driver.LIBRARY", "libcuda-of-nobody.so")
     driver.cache_clear()
-    with pytest.raises(ConfigError, match="CUDA's driver cannot be used"):
+    with pytest.raises(ConfigError, match="cannot load the CUDA driver"):
         new_transport(config, "d")
 
 

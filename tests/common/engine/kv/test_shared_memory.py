@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.engine.kv.shared_memory import NAME, KVMemory, NotShared, SharedMemory
+from common.engine.kv.shared_memory import NAME, KVMemory, SharedMemory, SharedMemoryError
 from common.engine.transfer.transports.shm import PeerMemory
 
 from ....examples import examples
@@ -112,7 +112,7 @@ def test_it_outlives_its_owner_and_leaves_nothing_behind() -> None:
         assert select.select([peer.process], [], [], 20)[0]
     assert block(peer, 0, 4) == b"kept"
     peer.close()
-    with pytest.raises(NotShared):
+    with pytest.raises(SharedMemoryError):
         PeerMemory(offer)
     assert open_files() == files
 
@@ -139,15 +139,15 @@ def other_file(offer: KVMemory, path: str) -> KVMemory:
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (lambda offer: msgspec.structs.replace(offer, pid=2**22 + 1), "not on this host"),
+        (lambda offer: msgspec.structs.replace(offer, pid=2**22 + 1), "not visible on this host"),
         (lambda offer: msgspec.structs.replace(offer, fd=9999), "No such file"),
-        (lambda offer: msgspec.structs.replace(offer, nonce=b"x" * 16), "another nonce"),
-        (lambda offer: msgspec.structs.replace(offer, num_bytes=NUM_BYTES - 1), "bytes, not"),
-        (lambda offer: msgspec.structs.replace(offer, num_bytes=2**50), "bytes, not"),
-        (unsealed, "could shrink"),
-        (lambda offer: sealed(offer, mode=0o644), "not this user's alone"),
+        (lambda offer: msgspec.structs.replace(offer, nonce=b"x" * 16), "different nonce"),
+        (lambda offer: msgspec.structs.replace(offer, num_bytes=NUM_BYTES - 1), "bytes instead of"),
+        (lambda offer: msgspec.structs.replace(offer, num_bytes=2**50), "bytes instead of"),
+        (unsealed, "not sealed against shrinking"),
+        (lambda offer: sealed(offer, mode=0o644), "must be a regular file of this user"),
         (lambda offer: sealed(offer, name="other"), "not KV memory"),
-        (lambda offer: sealed(offer, size=NUM_BYTES - 8), "bytes, not"),
+        (lambda offer: sealed(offer, size=NUM_BYTES - 8), "bytes instead of"),
         (lambda offer: other_file(offer, "/dev/null"), "not KV memory"),
         (lambda offer: other_file(offer, "/proc/self/stat"), "not KV memory"),
         (lambda offer: other_file(offer, "/"), "not KV memory"),
@@ -158,7 +158,7 @@ def test_anything_else_is_refused_and_closed(
 ) -> None:
     offer = spoil(memory.offer)
     files, maps = open_files(), mapped()
-    with pytest.raises(NotShared, match=says):
+    with pytest.raises(SharedMemoryError, match=says):
         PeerMemory(offer)
     assert (open_files(), mapped()) == (files, maps)
     if offer.fd not in (memory.offer.fd, 9999):
@@ -168,7 +168,7 @@ def test_anything_else_is_refused_and_closed(
 @settings(derandomize=True, deadline=None, max_examples=examples(200))
 @given(pid=st.integers(1, 2**31 - 1) | st.just(os.getpid()), fd=st.integers(0, 64), size=st.integers(1, 2**50))
 def test_no_offer_at_random_is_taken(pid: int, fd: int, size: int) -> None:
-    with pytest.raises(NotShared):
+    with pytest.raises(SharedMemoryError):
         PeerMemory(KVMemory(pid, fd, size, bytes(16)))
 
 

@@ -55,17 +55,17 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "not a model folder: config.json is missing"),
     "broken config": (lambda f: (f / "config.json").write_text("{"), "not valid JSON.*fetch"),
     "config of another kind": (lambda f: (f / "config.json").write_text("[]"), "must contain a JSON object, not list"),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no weights file.*fetch"),
-    "truncated weights": (lambda f: cut(f / "model.safetensors", 0.5), "truncated or damaged.*fetch"),
-    "empty weights": (lambda f: cut(f / "model.safetensors", 0.0), "truncated or damaged.*fetch"),
-    "noise": (lambda f: (f / "model.safetensors").write_bytes(b"noise" * 99), "truncated or damaged.*fetch"),
-    "missing tensor": (lambda f: change_weights(f, lambda w: w.pop(DOWN)), "no tensor model.layers.1.mlp.down"),
-    "missing head": (lambda f: change_weights(f, lambda w: w.pop("lm_head.weight")), "no tensor lm_head.weight"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no weights file.*download"),
+    "truncated weights": (lambda f: cut(f / "model.safetensors", 0.5), "truncated or damaged.*download"),
+    "empty weights": (lambda f: cut(f / "model.safetensors", 0.0), "truncated or damaged.*download"),
+    "noise": (lambda f: (f / "model.safetensors").write_bytes(b"noise" * 99), "truncated or damaged.*download"),
+    "missing tensor": (lambda f: change_weights(f, lambda w: w.pop(DOWN)), "missing tensor model.layers.1.mlp.down"),
+    "missing head": (lambda f: change_weights(f, lambda w: w.pop("lm_head.weight")), "missing tensor lm_head.weight"),
     "wrong shape": (
         lambda f: set_config(f, intermediate_size=96),
-        r"is \[160, 64\], the configuration wants \[96, 64\]",
+        r"is \[160, 64\], the configuration requires \[96, 64\]",
     ),
-    "wrong vocabulary": (lambda f: set_config(f, vocab_size=99), r"embed_tokens.*is \[261, 64\].*wants \[99, 64\]"),
+    "wrong vocabulary": (lambda f: set_config(f, vocab_size=99), r"embed_tokens.*is \[261, 64\].*requires \[99, 64\]"),
     "integers": (lambda f: change_weights(f, lambda w: w.update({DOWN: w[DOWN].to(torch.int8)})), "dtype torch.int8"),
     "architecture": (lambda f: set_config(f, model_type="mamba"), "'mamba' is not supported: use a model with llama"),
     "quantised": (lambda f: set_config(f, quantization_config={"bits": 4}), "quant_method is None, which is not"),
@@ -281,6 +281,6 @@ def test_batch_invariance_is_refused_where_plain_torch_computes(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(FOUND, "cpu", plain_backend)
-    with pytest.raises(ModelError, match="--batch-invariant needs kernels of our own on cpu: install a C"):
+    with pytest.raises(ModelError, match="--batch-invariant requires Diptych's kernels on cpu: install a C"):
         load_model(files_of(tiny_folder), batch_invariant=True)
     assert load_model(files_of(tiny_folder)).config.num_layers

@@ -58,7 +58,7 @@ def test_buffers_are_bounded(caches: tuple[KVCache, KVCache]) -> None:
 
 
 def test_a_block_out_of_range_is_refused(caches: tuple[KVCache, KVCache]) -> None:
-    with pytest.raises(BlockError, match="block 6 is not one of 6"):
+    with pytest.raises(BlockError, match="invalid block 6: the cache has 6"):
         quantised_outgoing(caches[0]).view(6)
 
 

@@ -124,7 +124,7 @@ def test_staging_buffers_are_used_again(make_kv: Callable[[], KVCache]) -> None:
 
 def test_a_block_out_of_range_is_refused(make_kv: Callable[[], KVCache]) -> None:
     blocks = StagedOutgoing(make_kv(), CopyStream(CPU))
-    with pytest.raises(BlockError, match="block 6 is not one of 6"):
+    with pytest.raises(BlockError, match="invalid block 6: the cache has 6"):
         blocks.view(6)
 
 

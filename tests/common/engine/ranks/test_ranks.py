@@ -254,7 +254,7 @@ def test_what_a_rank_cannot_load_is_said(folder: Path, monkeypatch: pytest.Monke
     ("settings", "kind", "message"),
     [
         ({"task": "embed"}, ModelError, "is served to embed, which only prefill workers do"),
-        ({"kv_memory_gib": 1e-6}, ConfigError, "kv_memory_gib=1e-06 is refused: at least"),
+        ({"kv_memory_gib": 1e-6}, ConfigError, "kv_memory_gib=1e-06: must be at least"),
     ],
 )
 def test_what_ranks_do_not_do_is_refused(

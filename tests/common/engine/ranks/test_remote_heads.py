@@ -334,9 +334,9 @@ def test_a_rank_that_does_not_answer_ends_the_worker(two: Hosts, monkeypatch: py
 
 
 def test_a_busy_connection_is_waited_for_until_a_deadline(two: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded_cache, "TURN_S", 0.05)
+    monkeypatch.setattr(sharded_cache, "EXCHANGE_TIMEOUT_S", 0.05)
     began = time.monotonic()
-    with two.kv._turn, pytest.raises(RankLost, match=r"other hosts were busy with other blocks for 0\.05 s"):
+    with two.kv._exchange_lock, pytest.raises(RankLost, match=r"timed out after 0\.05 s"):
         two.kv.clear_slots(0, 1)
     assert time.monotonic() - began < 4.0
 

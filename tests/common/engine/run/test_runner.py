@@ -30,6 +30,7 @@ def alone(model: Decoder) -> list[list[int]]:
     return [Pool(model).greedy(one, 16) for one in PROMPTS]
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize(("chunk", "block_size"), [(1, 16), (16, 64), (50, 16), (512, 64)])
 def test_a_mixed_batch_changes_nothing(model: Decoder, alone: list[list[int]], chunk: int, block_size: int) -> None:
     assert Pool(model, block_size=block_size).greedy_batch(PROMPTS, 16, chunk=chunk) == alone
@@ -138,12 +139,12 @@ def test_profile(model: Decoder) -> None:
 @pytest.mark.parametrize(
     ("chunk", "error", "message"),
     [
-        (SequenceChunk([1] * 40, 0, [0, 1]), BlockError, "40 tokens need 3 blocks of 16, the table has 2"),
-        (SequenceChunk([1], 32, [0, 1]), BlockError, "33 tokens need 3 blocks"),
-        (SequenceChunk([1], 0, [8]), BlockError, "the cache has 8 blocks"),
-        (SequenceChunk([1], 0, [-1]), BlockError, "names -1"),
-        (SequenceChunk([], 4, [0]), BlockError, "0 tokens at 4"),
-        (SequenceChunk([1], -1, [0]), BlockError, "at -1"),
+        (SequenceChunk([1] * 40, 0, [0, 1]), BlockError, "40 tokens require 3 blocks of 16, but the table has 2"),
+        (SequenceChunk([1], 32, [0, 1]), BlockError, "33 tokens require 3 blocks"),
+        (SequenceChunk([1], 0, [8]), BlockError, "blocks 8 to 8 of a cache of 8"),
+        (SequenceChunk([1], 0, [-1]), BlockError, "blocks -1 to -1"),
+        (SequenceChunk([], 4, [0]), BlockError, "0 tokens at position 4"),
+        (SequenceChunk([1], -1, [0]), BlockError, "at position -1"),
         (SequenceChunk([1, 261], 0, [0]), InvalidRequest, "token id 261 is outside of the vocabulary of 261"),
         (SequenceChunk([-1], 0, [0]), InvalidRequest, "token id -1"),
         (

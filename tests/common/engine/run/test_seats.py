@@ -253,7 +253,7 @@ def test_what_is_refused_sends_nothing_and_feeds_nothing(bad: SequenceChunk, err
 def test_a_row_that_goes_on_beyond_its_table_is_refused() -> None:
     device, table = device_of(), [5]
     device.launch([row(3, table, 10)], [FROM_HOST]).run([10])
-    with pytest.raises(BlockError, match="5 tokens need 2 blocks of 4, the table has 1"):
+    with pytest.raises(BlockError, match="5 tokens require 2 blocks of 4, but the table has 1"):
         device.launch([row(4, table)], [0])
 
 

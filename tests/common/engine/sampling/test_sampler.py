@@ -185,7 +185,7 @@ def test_no_alternatives(logits: torch.Tensor) -> None:
 
 
 def test_wrong_shape(logits: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=r"\[1, 200\], expected \[2, 200\]"):
+    with pytest.raises(ValueError, match=r"\[1, 200\], must be \[2, 200\]"):
         Sampler(VOCAB).sample(logits[None], [row(), row()])
 
 

@@ -40,8 +40,8 @@ def test_a_knob_that_turns_often_is_logged_seldom(metrics: WorkerMetrics, caplog
     for turn in range(1, 100):
         knobs.note("batch_cap", Knob(20 + turn, "goal"), 100.0 + turn * LOG_INTERVAL_S / 80)
     assert [record.getMessage() for record in caplog.records] == [
-        "batch_cap: 21 (goal), before 64 (bound)",
-        "batch_cap: 101 (goal), before 21 (goal)",
+        "batch_cap changed from 64 (bound) to 21 (goal)",
+        "batch_cap changed from 21 (goal) to 101 (goal)",
     ]
 
 

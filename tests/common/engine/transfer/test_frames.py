@@ -84,7 +84,7 @@ def test_a_frame_never_writes_beyond_its_block(pair: tuple[Socket, Socket]) -> N
     header = decode(pair[1].recv())
     assert isinstance(header, KVBlocks)
     received, problem = receive_blocks(pair[1], header, lambda index: memoryview(memory)[:64])
-    assert (received, problem) == ([], "block 0 has 100 bytes, not 64")
+    assert (received, problem) == ([], "block 0 has 100 bytes instead of 64")
     assert not any(memory[64:])
 
 

@@ -254,8 +254,8 @@ async def test_only_a_router_that_stayed_is_warned_of(rig: Rig, caplog: pytest.L
     await rig.wait(lambda: len(rig.lost) == 2)
     said = {record.getMessage(): record.levelname for record in caplog.records}
     assert {words: level for words, level in said.items() if not words.endswith(" connected")} == {
-        "router asking has left after its hello": "INFO",
-        "router staying is cut off: its requests end": "WARNING",
+        "router asking disconnected after its hello": "INFO",
+        "router staying lost (disconnected): ending its requests": "WARNING",
     }
 
 

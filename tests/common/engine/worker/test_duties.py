@@ -211,14 +211,14 @@ async def test_a_second_order_meanwhile_is_ignored(make: Callable[..., Rig], cap
         rig.order("prefill")
     await rig.ends()
     rig.order("prefill")
-    assert caplog.text.count("it changes its role already") == 2 and "it is one" in caplog.text
+    assert caplog.text.count("a role change is already in progress") == 2 and "this is already its role" in caplog.text
     assert len(rig.control.hellos) == 1
 
 
 async def test_a_pinned_worker_refuses(make: Callable[..., Rig], caplog: pytest.LogCaptureFixture) -> None:
     rig = make(pinned=True)
     rig.order("prefill")
-    assert "its role is pinned" in caplog.text and not rig.duties.may_change and rig.control.draining == []
+    assert "the role is fixed" in caplog.text and not rig.duties.may_change and rig.control.draining == []
 
 
 async def test_a_worker_whose_requests_stay_stays_too(
@@ -233,7 +233,7 @@ async def test_a_worker_whose_requests_stay_stays_too(
     await rig.ends()
     assert rig.engine is engine and engine.alive and rig.duties.role == "decode"
     assert rig.control.draining == [True, False] and rig.control.hellos == []
-    assert "stays a decode worker: 1 requests are left" in caplog.text
+    assert "role change cancelled, still decode: 1 requests remain" in caplog.text
 
 
 async def test_a_worker_that_cannot_become_another_goes_back(
@@ -246,7 +246,7 @@ async def test_a_worker_that_cannot_become_another_goes_back(
     await rig.ends()
     assert rig.duties.role == "decode" and rig.engine.alive and rig.duties.identity.epoch > epoch
     assert [role for role, _ in rig.control.hellos] == ["decode"]
-    assert "cannot become a prefill worker" in caplog.text and "prefill" not in rig.bound
+    assert "role change to prefill failed: returning to decode" in caplog.text and "prefill" not in rig.bound
 
 
 async def test_a_worker_that_cannot_become_anything_ends(make: Callable[..., Rig]) -> None:
@@ -288,7 +288,9 @@ async def test_a_worker_whose_model_generates_no_text_refuses(
     assert rig.duties.may_change
     rig.duties.loaded = SimpleNamespace(task=ServedTask("embed", "last", 4), others=None)  # type: ignore[assignment]
     rig.order("prefill")
-    assert "its model generates no text" in caplog.text and not rig.duties.may_change and rig.control.draining == []
+    assert (
+        "the model does not generate text" in caplog.text and not rig.duties.may_change and rig.control.draining == []
+    )
 
 
 class OneRank:

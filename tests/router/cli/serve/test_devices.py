@@ -42,10 +42,10 @@ def test_too_few_are_refused_with_the_numbers() -> None:
     with pytest.raises(ConfigError) as refused:
         plan_of("--device", "cuda", "--prefill", "2", "--decode", "2", num_gpus=3)
     assert str(refused.value) == (
-        "device='cuda' is refused: more GPUs: 4 workers need 4, and this machine has 3; start fewer workers, or name "
-        "the GPUs that they are to share, as in --prefill-device cuda:0 --decode-device cuda:0"
+        "invalid device='cuda': must be cuda:N or cpu, because 4 workers need 4 GPUs and this machine has 3; start "
+        "fewer workers, or share GPUs with --prefill-device cuda:0 --decode-device cuda:0"
     )
-    with pytest.raises(ConfigError, match="2 workers need 2, and this machine has 2, of which other workers name 1;"):
+    with pytest.raises(ConfigError, match="2 workers need 2 GPUs and this machine has 2, and other workers use 1;"):
         plan_of("--prefill-device", "cuda:1", "--decode-device", "cuda", "--decode", "2", num_gpus=2)
 
 
@@ -56,9 +56,9 @@ def test_workers_of_several_ranks_get_neighbours() -> None:
     assert devices(plan) == ["cuda:2", "cuda:3", "cuda:0"]
     pairs = plan_of(*RANKS, "--tensor-parallel-size", "2", "--prefill", "2", "--decode", "2", num_gpus=8)
     assert devices(pairs) == ["cuda:0", "cuda:2", "cuda:4", "cuda:6"]
-    with pytest.raises(ConfigError, match="2 workers of 2 GPUs each need 4, and this machine has 3;"):
+    with pytest.raises(ConfigError, match="2 workers with 2 GPUs each need 4 GPUs and this machine has 3;"):
         plan_of(*RANKS, "--tensor-parallel-size", "2", num_gpus=3)
-    with pytest.raises(ConfigError, match="2 workers of 2 GPUs each need 4, and this machine has 1;"):
+    with pytest.raises(ConfigError, match="2 workers with 2 GPUs each need 4 GPUs and this machine has 1;"):
         plan_of(*RANKS, "--tensor-parallel-size", "2", num_gpus=1)
 
 
@@ -104,8 +104,8 @@ def test_ranks_share_gpus_too_but_not_their_own() -> None:
     [
         ((), "no GPU"),
         (("--prefill-device", "cpu"), "the other pool is on the CPU"),
-        (("--kv-cache-dtype", "int8"), "kv_cache_dtype='int8' is refused: auto, native or fp8 on cuda"),
-        (("--decode-quantization", "int4"), "quantization='int4' is refused: auto or none on cuda"),
+        (("--kv-cache-dtype", "int8"), "invalid kv_cache_dtype='int8': must be auto, native or fp8 on cuda"),
+        (("--decode-quantization", "int4"), "invalid quantization='int4': must be auto or none on cuda"),
     ],
 )
 def test_both_pools_are_on_the_cpu_and_the_plan_says_why(argv: tuple[str, ...], reason: str) -> None:
@@ -115,5 +115,5 @@ def test_both_pools_are_on_the_cpu_and_the_plan_says_why(argv: tuple[str, ...], 
 
 
 def test_a_setting_for_gpus_alone_is_refused_with_the_reason() -> None:
-    with pytest.raises(ConfigError, match="0 on cpu: .*; --device auto: the CPU, because no GPU"):
+    with pytest.raises(ConfigError, match="0 on a CPU; .*; --device auto: the CPU, because no GPU"):
         plan_of("--kv-host-gib", "1", num_gpus=0)

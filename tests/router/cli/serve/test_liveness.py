@@ -27,7 +27,7 @@ GOLDEN = Path(__file__).parents[3] / "helm" / "golden" / "default.yaml"
 # ---------------------------------------------------------------- the count
 
 GOOD, LOADING = Health("", has_started=True), Health("", has_started=False)
-SILENT, STUCK = Health("no answer", has_started=False), Health("it answers 503", has_started=True)
+SILENT, STUCK = Health("no answer", has_started=False), Health("HTTP 503", has_started=True)
 AWAY = None
 
 
@@ -164,7 +164,7 @@ async def watched(child: Child, limit: int, period_s: float, start_s: float = 60
 def hangs_said(caplog: pytest.LogCaptureFixture) -> Iterator[list[logging.LogRecord]]:
     found: list[logging.LogRecord] = []
     yield found
-    found += [record for record in caplog.records if record.getMessage() == "a process hangs, ending it"]
+    found += [record for record in caplog.records if record.getMessage().endswith(" is unresponsive, stopping it")]
 
 
 @pytest.mark.slow
@@ -178,7 +178,7 @@ async def test_a_process_that_says_that_it_is_stuck_is_asked_to_end(
             child.become("stuck")
             assert await child.ended() == -signal.SIGTERM
     (record,) = (vars(record) for record in said)
-    assert (record["child"], record["why"]) == ("decode-0", "it answers 503: stuck")
+    assert (record["child"], record["why"]) == ("decode-0", "HTTP 503: stuck")
     assert (record["for_s"], record["probes"]) == (1.0, 4)
 
 
@@ -217,7 +217,7 @@ async def test_a_process_that_does_not_start_is_ended(
             await child.was_heard()
         child.freeze()
         assert await child.ended() == -signal.SIGKILL
-    (record,) = (vars(each) for each in caplog.records if each.getMessage() == "a process does not start, ending it")
+    (record,) = (vars(each) for each in caplog.records if each.getMessage().endswith("in time, stopping it"))
     assert record["child"] == "decode-1" and record["for_s"] > 1.0
 
 
@@ -282,4 +282,4 @@ async def test_a_router_with_a_certificate_is_asked_all_the_same() -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     trustme.CA().issue_cert("example.org").configure_cert(context)
     async with answering(b'HTTP/1.1 503 Oh\r\n\r\n{"error": {"message": "a task died"}}', context) as port:
-        assert await ask_health(("127.0.0.1", port), 30, tls=True) == Health("it answers 503: a task died", True)
+        assert await ask_health(("127.0.0.1", port), 30, tls=True) == Health("HTTP 503: a task died", True)

@@ -163,7 +163,7 @@ async def test_all_are_told_to_read_their_files_again(config: RouterConfig, tmp_
 
 def test_a_start_that_is_refused_ends_all(caplog: pytest.LogCaptureFixture) -> None:
     assert run_together(RouterConfig(router_processes=3, port=free_port(), max_retries=99), "diptych router") == 7
-    assert "router-0 ended while starting (exit status 7)" in caplog.text
+    assert "router-0 exited during startup (exit status 7)" in caplog.text
 
 
 def test_a_port_of_another_program_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,9 +18,9 @@ def test_the_setting_has_the_names_of_all_formats() -> None:
 
 
 def test_every_format_has_a_row_in_the_documentation(repository: Path) -> None:
-    page = (repository / "docs" / "api.md").read_text(encoding="utf-8")
+    page = (repository / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
     missing = {each.name for each in FORMATS if f"\n| `{each.name}` |" not in page}
-    assert not missing, f"add a row to the table of forms in docs/api.md for {sorted(missing)}"
+    assert not missing, f"add a row to the table of forms in docs/reference/api.md for {sorted(missing)}"
 
 
 def test_a_name_stands_for_the_last_variant() -> None:

@@ -96,7 +96,7 @@ def test_a_write_that_was_torn_is_seen(path: Path) -> None:
 def test_blocks_of_another_layout_are_emptied_with_a_word(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = opened(path, "other")
     assert file.found == [] and read(file, 0, 2) is None
-    assert "another layout (layout, 7 slots of 5000 bytes): emptied" in caplog.text
+    assert "a different layout (fingerprint layout, 7 slots of 5000 bytes)" in caplog.text
     file.close()
     assert opened(path, "other").found == []
 
@@ -128,7 +128,7 @@ def test_a_full_disk_leaves_a_file_that_is_opened_later(
 def test_a_file_of_anything_else_is_left_alone(tmp_path: Path) -> None:
     notes = tmp_path / "notes.txt"
     notes.write_text("not ours")
-    with pytest.raises(ConfigError, match="a path without a file, or a file of KV blocks"):
+    with pytest.raises(ConfigError, match="a new path or an existing KV block file"):
         opened(notes)
     assert notes.read_text() == "not ours"
     (tmp_path / "link").symlink_to(notes)

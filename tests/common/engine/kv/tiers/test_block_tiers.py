@@ -13,7 +13,7 @@ import pytest
 from common.engine.kv.block_pool import BlockPool
 from common.engine.kv.tiers.block_read import BlockRead
 from common.engine.kv.tiers.block_tiers import BlockTiers, ReadEnded
-from common.engine.kv.tiers.host_slots import HostSlots
+from common.engine.kv.tiers.host_slots import HostSlotStore
 from common.engine.kv.tiers.tier import BlockTier
 
 from .....engine_rig import wait
@@ -50,7 +50,7 @@ class Buffer:
         self._memory.blocks[indices[0]] = np.frombuffer(self._buffer, np.uint8)
 
 
-class Slots(HostSlots):
+class Slots(HostSlotStore):
     """Slots whose next writes or reads may fail, or wait for `gate`."""
 
     def __init__(self, num_slots: int) -> None:

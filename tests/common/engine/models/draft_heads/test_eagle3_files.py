@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.engine.models.draft_heads.drafting_model import DraftingModel
-from common.engine.models.draft_heads.eagle3_form import is_eagle3
+from common.engine.models.draft_heads.eagle3_config import is_eagle3
 from common.engine.models.draft_heads.head_files import find_head
 from common.engine.models.draft_heads.load import load_drafting_model
 from common.engine.models.load import open_model
@@ -93,7 +93,7 @@ def test_a_head_may_name_the_model_type_of_its_model(served: Path, tmp_path: Pat
         ({IDS: [2, 3, 5]}, r"for models of 4 layers: it reads the inputs of layers \[2, 3, 5\]"),
         ({IDS: [1, 2, 4]}, r"for models of 4 layers: it reads the inputs of layers \[2, 3, 5\]"),
         ({IDS: ["2"]}, r"it reads the inputs of layers \['2'\]"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "with use_aux_hidden_state false it reads the last ones"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state false is not supported"),
         ({"architectures": ["Qwen3Eagle3Model"], "model_type": "qwen3"}, "a head of model_type llama, not 'qwen3'"),
     ],
 )
@@ -107,7 +107,7 @@ def test_a_model_whose_states_no_head_reads_is_refused(tmp_path: Path, case: str
     """Latents leave no room for keys and values of heads, and Granite's hidden states are scaled here."""
     family, options = CASES[case]
     served = random_checkpoint(tmp_path / "served", family, **options)
-    with pytest.raises(ConfigError, match="are read by no EAGLE-3 head"):
+    with pytest.raises(ConfigError, match="EAGLE-3 heads are not supported for"):
         load(served, eagle3_folder(tmp_path / "head", served))
 
 
@@ -131,13 +131,13 @@ def floats(tensors: Tensors) -> Tensors:
     ("change", "why"),
     [
         (without("fc.weight"), "it has no tensor fc.weight"),
-        (wide_fc, r"fc.weight is \[64, 128\], the configuration wants \[64, 192\]"),
-        (without("d2t"), "no tensor d2t, which says what its 100 tokens are among 261"),
-        (far_tokens, "d2t makes 100 tokens of 100, from 211 to 310, of 261"),
-        (twice_the_same, "d2t makes 50 tokens of 100"),
-        (floats, r"d2t is torch.float32 \[100\], the configuration wants whole numbers \[100\]"),
-        (without("lm_head.weight"), r"no tensor lm_head.weight, and the model's cannot stand for \[100, 64\]"),
-        (without("midlayer.hidden_norm.weight"), "no tensor model.layers.0.hidden_norm.weight"),
+        (wide_fc, r"fc.weight is \[64, 128\], the configuration requires \[64, 192\]"),
+        (without("d2t"), "missing tensor d2t, which maps its 100 tokens to the 261"),
+        (far_tokens, "invalid d2t: 100 distinct tokens instead of 100, from 211 to 310, vocabulary 261"),
+        (twice_the_same, "invalid d2t: 50 distinct tokens instead of 100"),
+        (floats, r"d2t is torch.float32 \[100\], the configuration requires integers \[100\]"),
+        (without("lm_head.weight"), r"missing tensor lm_head.weight, and the model's is not \[100, 64\]"),
+        (without("midlayer.hidden_norm.weight"), "missing tensor model.layers.0.hidden_norm.weight"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(
@@ -150,7 +150,7 @@ def test_tensors_that_do_not_fit_are_refused(
 
 def test_embeddings_of_another_size_must_be_its_own(served: Path, tmp_path: Path) -> None:
     head = eagle3_folder(tmp_path / "head", served, hidden_size=32, target_hidden_size=64)
-    with pytest.raises(ModelError, match=r"no tensor model.embed_tokens.weight.* have 64 numbers, the head's 32"):
+    with pytest.raises(ModelError, match=r"missing tensor model.embed_tokens.weight.* have width 64 instead of 32"):
         load(served, head)
 
 

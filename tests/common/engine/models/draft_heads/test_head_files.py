@@ -68,7 +68,7 @@ def test_an_eagle_3_head_is_refused(served: Path, tmp_path: Path) -> None:
     folder = eagle_folder(tmp_path / "head", served)
     weights = load_file(folder / "model.safetensors")
     save_file(weights | {"fc.weight": torch.zeros(64, 192)}, folder / "model.safetensors")
-    with pytest.raises(ConfigError, match="an EAGLE or EAGLE-2 head, whose fc reads 128 numbers: this one reads 192"):
+    with pytest.raises(ConfigError, match="an EAGLE or EAGLE-2 head, whose fc has 128 inputs: this one has 192"):
         load(served, str(folder))
 
 
@@ -92,14 +92,14 @@ def plain_layer(folder: Path, served: Path) -> Path:
 
 
 def test_a_model_without_mtp_layers_is_refused(served: Path) -> None:
-    with pytest.raises(ConfigError, match="draft_head.*served has no MTP layers that can be read"):
+    with pytest.raises(ConfigError, match="draft_head.*served has no supported MTP layers"):
         load(served, "mtp")
 
 
 def test_families_with_hidden_states_of_their_own_are_refused(served: Path, tmp_path: Path) -> None:
     gemma = make_tiny_model(tmp_path / "gemma", architecture="gemma3")
     head = eagle_folder(tmp_path / "head", served)
-    with pytest.raises(ConfigError, match=r"hidden states of gemma \(gemma3_text\) are read by no EAGLE head"):
+    with pytest.raises(ConfigError, match=r"EAGLE heads are not supported for gemma \(gemma3_text\)"):
         load(gemma, str(head))
 
 

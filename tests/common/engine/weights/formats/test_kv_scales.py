@@ -87,31 +87,40 @@ def test_other_schemes_leave_the_cache_in_the_models_type(
     folder = with_kv_scales(tiny_folder, tmp_path / "scaled", {}, SCHEME | change)
     with caplog.at_level(logging.INFO):
         assert form_of(folder) == KVForm("bfloat16")
-    assert f"kv_cache_scheme is not used, for its {unread}: KV is in bfloat16" in caplog.text
+    assert f"kv_cache_scheme (unsupported {unread}): KV cache dtype is bfloat16" in caplog.text
 
 
 KEY, VALUE = "model.layers.2.self_attn.k_scale", "model.layers.2.self_attn.v_scale"
 Damage = Callable[[Tensors], object]
 REFUSED: dict[str, tuple[Damage, str]] = {
-    "zero": (lambda t: t.update({KEY: torch.zeros(())}), f"tensor {KEY} is 0, numbers are divided by"),
-    "NaN": (lambda t: t.update({VALUE: torch.tensor(float("nan"))}), f"tensor {VALUE} is nan, numbers are divided by"),
-    "negative": (lambda t: t.update({VALUE: torch.tensor(-1.0)}), f"tensor {VALUE} is -1, numbers are divided by"),
-    "infinite": (lambda t: t.update({KEY: torch.tensor(float("inf"))}), f"tensor {KEY} is inf, numbers are divided by"),
+    "zero": (lambda t: t.update({KEY: torch.zeros(())}), f"tensor {KEY} is 0, a scale must be positive and finite"),
+    "NaN": (
+        lambda t: t.update({VALUE: torch.tensor(float("nan"))}),
+        f"tensor {VALUE} is nan, a scale must be positive and finite",
+    ),
+    "negative": (
+        lambda t: t.update({VALUE: torch.tensor(-1.0)}),
+        f"tensor {VALUE} is -1, a scale must be positive and finite",
+    ),
+    "infinite": (
+        lambda t: t.update({KEY: torch.tensor(float("inf"))}),
+        f"tensor {KEY} is inf, a scale must be positive and finite",
+    ),
     "too small": (
         lambda t: t.update({KEY: torch.tensor(1e-60, dtype=torch.float64)}),
-        f"tensor {KEY} is 0, numbers are divided by",
+        f"tensor {KEY} is 0, a scale must be positive and finite",
     ),
     "by head": (
         lambda t: t.update({KEY: torch.ones(2)}),
-        rf"tensor {KEY} is \[2\] of float32, one float for all heads",
+        rf"tensor {KEY} is \[2\] of float32, must be one float for all heads",
     ),
     "whole": (
         lambda t: t.update({KEY: torch.ones((), dtype=torch.int32)}),
-        rf"tensor {KEY} is \[\] of int32, one float",
+        rf"tensor {KEY} is \[\] of int32, must be one float",
     ),
-    "absent": (lambda t: t.pop(VALUE), f"no tensor {VALUE}, a scale of its KV cache"),
-    "a layer absent": (lambda t: (t.pop(KEY), t.pop(VALUE)), f"no tensor {KEY}, a scale of its KV cache"),
-    "all absent": (lambda t: t.clear(), "no tensor model.layers.0.self_attn.k_scale, a scale of its KV cache"),
+    "absent": (lambda t: t.pop(VALUE), f"missing tensor {VALUE}, a scale of its fp8 KV cache"),
+    "a layer absent": (lambda t: (t.pop(KEY), t.pop(VALUE)), f"missing tensor {KEY}, a scale of its fp8 KV cache"),
+    "all absent": (lambda t: t.clear(), "missing tensor model.layers.0.self_attn.k_scale, a scale of its fp8 KV cache"),
 }
 
 

@@ -71,46 +71,46 @@ def test_configurations_are_understood_wherever_they_stand(tmp_path: Path) -> No
 DOWN = "model.layers.1.mlp.down_proj"
 Damage = Callable[[Tensors], object]
 TENSORS: dict[str, tuple[str, Damage, str]] = {
-    "scales lost": ("awq", lambda t: t.pop(f"{DOWN}.scales"), f"no tensor {DOWN}.scales, which its quantised"),
+    "scales lost": ("awq", lambda t: t.pop(f"{DOWN}.scales"), f"missing tensor {DOWN}.scales of a quantised"),
     "scales of another group size": (
         "awq",
         lambda t: t.update({f"{DOWN}.scales": torch.ones(7, 64).half()}),
-        rf"{DOWN}.qzeros is \[5, 8\].*wants \[7, 8\]",
+        rf"{DOWN}.qzeros is \[5, 8\].*requires \[7, 8\]",
     ),
     "gptq of 2 bits": (
         "gptq int4",
         lambda t: t.update({f"{DOWN}.qzeros": torch.zeros(5, 4, dtype=torch.int32)}),
-        "holds 2 bits for each of 64 outputs",
+        "has 2 bits for each of 64 outputs",
     ),
     "group of no scales": (
         "gptq int4",
         lambda t: t.update({f"{DOWN}.g_idx": torch.zeros(9, dtype=torch.int32)}),
-        rf"{DOWN}.g_idx is \[9\].*wants \[160\]",
+        rf"{DOWN}.g_idx is \[9\].*requires \[160\]",
     ),
     "packed to other bits": (
         "w4a16",
         lambda t: t.update({f"{DOWN}.weight_packed": torch.zeros(64, 10, dtype=torch.int32)}),
-        r"is \[64, 10\]; 64 x 160 weights of 4 bits take \[64, 20\], of 8 bits \[64, 40\]",
+        r"is \[64, 10\], but 64 x 160 weights require \[64, 20\] for 4 bits or \[64, 40\] for 8 bits",
     ),
     "packed floats": (
         "w4a16",
         lambda t: t.update({f"{DOWN}.weight_packed": torch.zeros(64, 20)}),
-        f"{DOWN}.weight_packed has type F32; I32 are read",
+        f"{DOWN}.weight_packed has type F32, must be I32",
     ),
     "scale of another matrix": (
         "w8a8 by channel",
         lambda t: t.update({f"{DOWN}.weight_scale": torch.ones(63, 1)}),
-        rf"{DOWN}.weight_scale is \[63, 1\].*wants \[64, 1\]",
+        rf"{DOWN}.weight_scale is \[63, 1\].*requires \[64, 1\]",
     ),
     "blocks of another size": (
         "fp8 by block",
         lambda t: t.update({f"{DOWN}.weight_scale_inv": torch.ones(1, 5)}),
-        rf"{DOWN}.weight_scale_inv is \[1, 5\].*64 x 160 wants",
+        rf"{DOWN}.weight_scale_inv is \[1, 5\].*64 x 160 requires",
     ),
     "nothing quantised": (
         "awq",
         lambda t: [t.pop(name) for name in list(t) if name.endswith("qweight")],
-        "names awq weights, and none of its",
+        "specifies awq weights, but none of the",
     ),
 }
 
@@ -134,5 +134,5 @@ def test_an_order_that_names_no_group_is_refused(tiny_folder: Path, tmp_path: Pa
     tensors[f"{DOWN}.g_idx"][3] = 5
     save_file(tensors, folder / "model.safetensors")
     _, source = open_model(files_of(folder))
-    with pytest.raises(ModelError, match="g_idx names group 5, there are 5"):
+    with pytest.raises(ModelError, match="g_idx has group 5 of 5"):
         source.read(f"{DOWN}.weight")

@@ -1,0 +1,75 @@
+"""`diptych completion SHELL`: tab completion of commands and options, by argcomplete."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pkgutil import resolve_name
+from typing import Any
+
+from common.arguments import CommandParser
+from common.config import Config, command_parser
+from router.cli.main import COMMANDS, PROG
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of `diptych completion`."""
+    lines = {
+        "bash": 'eval "$(diptych completion bash)"    # in ~/.bashrc',
+        "zsh": 'eval "$(diptych completion zsh)"     # in ~/.zshrc, after compinit',
+        "fish": "diptych completion fish | source    # in ~/.config/fish/config.fish",
+    }
+    parser = CommandParser(
+        f"{PROG} completion",
+        description="Print the shell code for tab completion of diptych.",
+        epilog="\n".join(("Usage:", *(f"  {line}" for line in lines.values()))),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("shell", choices=SHELLS, help="shell that evaluates the code")
+    return parser
+
+
+def parser_of(command: str) -> argparse.ArgumentParser:
+    """Build the parser of a command."""
+    builder: Any = resolve_name(COMMANDS[command].parser)
+    if isinstance(builder, type) and issubclass(builder, Config):
+        return command_parser(builder, f"{PROG} {command}")
+    parser: argparse.ArgumentParser = builder()
+    return parser
+
+
+def complete() -> None:
+    """Answer the request of a shell for completions and exit. Only the command on its line is imported."""
+    import argcomplete
+
+    parser = CommandParser(PROG)
+    words = shlex.split(os.environ.get("COMP_LINE", "").replace("\\", "").partition(";")[0], posix=False)
+    current = words[1] if len(words) > 1 else ""
+
+    def build(prog: str, **options: Any) -> argparse.ArgumentParser:
+        name = prog.rpartition(" ")[2]
+        return parser_of(name) if name == current else argparse.ArgumentParser(prog, add_help=False)
+
+    commands = parser.add_subparsers(parser_class=build)  # type: ignore[call-overload] # any callable
+    for name, command in COMMANDS.items():
+        commands.add_parser(name, help=command.about)
+    commands.add_parser("help", help="show the options of a command").add_argument("command", choices=list(COMMANDS))
+    argcomplete.autocomplete(parser, always_complete_options="long")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the shell code. Returns exit status 0."""
+    shell = build_parser().parse_args(argv).shell
+    import argcomplete  # optional
+
+    print(argcomplete.shell_integration.shellcode([PROG], shell=shell))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
