@@ -11,7 +11,7 @@ from common.config import DecodeWorkerConfig, PrefillWorkerConfig
 from common.engine.kv.cache import KVCache
 from common.engine.run.memory_need import step_tokens
 from common.engine.run.runner import ModelRunner
-from common.engine.run.warm_up import SAMPLED, largest_step, run_every_kind, warmed_up
+from common.engine.run.warm_up import SAMPLED, largest_step, run_every_kind, warm_up_runner
 from common.engine.sampling.sampler import Sampler
 from common.errors import ConfigError
 
@@ -68,4 +68,4 @@ def test_too_large_a_cache_is_refused(settings: dict[str, Any], field: str) -> N
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore words")
 
     with pytest.raises(ConfigError, match=rf"{field}: must be lower.*512 tokens .*2.00 GiB\.\)$"):
-        warmed_up(make, PrefillWorkerConfig(**settings))
+        warm_up_runner(make, PrefillWorkerConfig(**settings))
