@@ -64,7 +64,7 @@ def pinned(values: str, registry: str, digests: Mapping[str, str]) -> str:
     workers = ", ".join(f'{name}: "{digests.get(f"worker-{name}", "")}"' for name in ("cpu", "cuda", "rocm"))
     changes = (
         (r'(?m)^(images:\n(?:  #.*\n)*)  registry: ""$', rf'\g<1>  registry: "{registry}"'),
-        (r'(?ms)^(  router:\n    # Image of .*?)^    digest: ""$', rf'\g<1>    digest: "{digests.get("router", "")}"'),
+        (r'(?ms)^(images:\n.*?^  router:\n.*?)^    digest: ""$', rf'\g<1>    digest: "{digests.get("router", "")}"'),
         (r'(?m)^    digests: \{cpu: "", cuda: "", rocm: ""\}$', f"    digests: {{{workers}}}"),
     )
     for pattern, replacement in changes:
