@@ -9,6 +9,7 @@ Unknown names and invalid values raise `ConfigError`.
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import sys
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from common.arguments import suggestion
+from common.arguments import plain, suggestion
 from common.config.decode_worker import DecodeWorkerConfig
 from common.config.field import Config, Field, fields_of
 from common.config.flags import MODEL, FlagParser
@@ -189,6 +190,8 @@ def as_flag(name: str, value: object) -> str:
     if isinstance(value, bool):
         return f"invalid --{'' if value else 'no-'}{flag}"
     text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    if isinstance(value, int | float) and math.isfinite(value):
+        text = plain(value)
     return f"invalid --{flag} {text if text == '***' else shlex.quote(text)}"
 
 

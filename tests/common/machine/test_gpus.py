@@ -97,7 +97,8 @@ def test_a_worker_is_placed() -> None:
         named = DecodeWorkerConfig(device=given)
         assert with_device(named, "whatever") is named
     with pytest.raises(
-        ConfigError, match="on CPUs and with several ranks.*; --device auto: the CPU, because no driver"
+        ConfigError,
+        match="on a CPU or with --tensor-parallel-size.*; --device auto: the CPU, because no driver",
     ):
         with_device(PrefillWorkerConfig(kv_transport="cuda-ipc"), "no driver")
 
@@ -111,7 +112,7 @@ def test_both_roles_of_a_worker_are_on_one_device(
         cpus = command._on_found_device(DecodeWorkerConfig(), PrefillWorkerConfig(quantization="int8"), "diptych")
     assert [one.device for one in (*both, *cpus) if one is not None] == ["cuda", "cuda", "cpu", "cpu"]
     assert "--device auto: a GPU" in caplog.messages
-    assert "the CPU, because quantization='int8': must be auto or none on cuda" in caplog.text
+    assert "the CPU, because invalid quantization='int8': must be auto or none on cuda" in caplog.text
 
 
 def test_a_refused_start_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

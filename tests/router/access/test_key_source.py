@@ -65,12 +65,12 @@ def test_a_process_that_is_started_again_goes_by_what_the_others_accepted(file: 
     first = source(file)
     file.write_text(WRONG)
     assert not first.look() and first.look()
-    with pytest.raises(ConfigError, match="line 4: only name"):
+    with pytest.raises(ConfigError, match="line 4 must have only name"):
         first.read()
     again = source(file, 1)
     assert names(again) == names(first) == ["alice"]
     assert again.look(), "the file is another one than what is in force"
-    with pytest.raises(ConfigError, match="line 4: only name"):
+    with pytest.raises(ConfigError, match="line 4 must have only name"):
         again.read()
     assert names(again) == ["alice"] and not again.look() and not first.look()
 

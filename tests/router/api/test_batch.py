@@ -146,7 +146,7 @@ async def test_a_stopped_run_goes_on(start: Any, tools: Any, tmp_path: Path, num
         process.send_signal(number)
         _, said = await process.communicate()
     assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
-    assert number == signal.SIGKILL or b"the same command goes on" in said
+    assert number == signal.SIGKILL or b"run the same command to resume" in said
     before = target.read_bytes().count(b"\n")
     assert before < 40
     engine.delay_s = 0.0

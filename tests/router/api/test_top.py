@@ -116,7 +116,7 @@ def test_a_load_of_another_shape_is_a_line() -> None:
     console = Console(width=80, file=io.StringIO())
     with console.capture() as printed:
         console.print(drawn({"traffic": {}, "workers": 3}))
-    assert printed.get() == "What answers there is no Diptych router of this version.\n"
+    assert printed.get() == "The server is not a Diptych router of this version.\n"
 
 
 class Terminal:

@@ -142,9 +142,13 @@ def fields_of(config: ModelConfig) -> dict[str, Any]:
             "Llama",
             {},
             4,
-            "tensor_parallel_size=4: must be 1 or 2 for this model: 6 heads, 2 KV heads and MLPs of 160",
+            "invalid tensor_parallel_size=4: must be 1 or 2 for this model: 6 heads, 2 KV heads and MLPs of 160",
         ),
-        (*CASES["deepseek-v3"], 3, "tensor_parallel_size=3: must be 1, 2 or 4 for this model: 4 heads, 1 KV heads"),
+        (
+            *CASES["deepseek-v3"],
+            3,
+            "invalid tensor_parallel_size=3: must be 1, 2 or 4 for this model: 4 heads, 1 KV heads",
+        ),
     ],
 )
 def test_what_cannot_be_split_is_refused(

@@ -54,14 +54,14 @@ def test_ranks_have_neighbouring_devices() -> None:
             "rank_hosts=4: must be 1, 2, 3, 6 with --tensor-parallel-size 6",
         ),
         ({"rank_hosts": 2, "rank_port": 7005}, "rank_hosts=2: must be 1 with --tensor-parallel-size 1"),
-        ({"tensor_parallel_size": 4, "rank_hosts": 2}, "rank_port=0: must be from 1 with --rank-hosts 2"),
+        ({"tensor_parallel_size": 4, "rank_hosts": 2}, "rank_port=0: must be 1 or more with --rank-hosts 2"),
         ({"tensor_parallel_size": 4, "rank_port": 7005}, "rank_port=7005: must be 0 without --rank-hosts"),
     ],
 )
 def test_each_host_has_as_many_ranks_and_finds_rank_0(settings: dict[str, Any], refusal: str) -> None:
     with pytest.raises(ConfigError) as refused:
         DecodeWorkerConfig(**settings)
-    assert str(refused.value) == refusal
+    assert str(refused.value) == f"invalid {refusal}"
 
 
 def test_ranks_of_each_host_begin_with_the_same_device() -> None:
@@ -76,9 +76,9 @@ def test_ranks_of_each_host_begin_with_the_same_device() -> None:
 @pytest.mark.parametrize(
     ("flags", "refusal"),
     [
-        ([], "leader='': must be HOST:PORT of a worker with --rank-hosts, such as 10.0.0.7:7005"),
-        (["--leader", "somewhere"], "leader='somewhere': must be HOST:PORT, such as 10.0.0.7:7005"),
-        (["--leader", "a:70000"], "leader='a:70000': must be a port from 1 to 65535"),
+        ([], "missing --leader: must be HOST:PORT of a worker with --rank-hosts, such as 10.0.0.7:7005"),
+        (["--leader", "somewhere"], "invalid --leader somewhere: must be HOST:PORT, such as 10.0.0.7:7005"),
+        (["--leader", "a:70000"], "invalid --leader a:70000: must be a port from 1 to 65535"),
     ],
 )
 def test_a_rank_host_needs_a_leader(flags: list[str], refusal: str) -> None:
