@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import re
+import sys
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 register_profiles()
 load_trust_once()
+sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
+"""Without it jsonschema leaves IRIs unchecked, which no test asks of it; with it its import takes two seconds."""
 ROOT = Path(__file__).resolve().parents[1]
 
 BEGAN = pytest.StashKey[float]()
@@ -79,6 +83,38 @@ def is_slow_case(item: pytest.Item) -> bool:
     )
 
 
+def beyond_a_cover(items: Sequence[pytest.Function], strength: int) -> Iterator[pytest.Function]:
+    """The cases of one test that add nothing once few others have all values of every `strength` parameters together.
+
+    Which ones are few is chosen greedily, is the same in every run, and has other values together where it can.
+    """
+    needed, also = ({id(item): combinations(item, num) for item in items} for num in (strength, strength + 1))
+    missing, new = set().union(*needed.values()), set().union(*also.values())
+    while missing:
+        best = max(needed, key=lambda key: (len(needed[key] & missing), len(also[key] & new)))
+        missing -= needed.pop(best)
+        new -= also[best]
+    yield from (item for item in items if id(item) in needed)
+
+
+def combinations(item: pytest.Function, num: int) -> set[tuple[tuple[str, int], ...]]:
+    values = [(name, id(value)) for name, value in item.callspec.params.items()]
+    return set(itertools.combinations(values, min(num, len(values))))
+
+
+def mark_slow_cases(items: Sequence[pytest.Item]) -> None:
+    covered: dict[tuple[Any, ...], list[pytest.Function]] = {}
+    for item in items:
+        if is_slow_case(item):
+            item.add_marker(pytest.mark.slow)
+        elif isinstance(item, pytest.Function) and not item.get_closest_marker("slow"):
+            for marker in item.iter_markers("quick_cover"):
+                covered.setdefault((item.parent, item.originalname, *marker.args), []).append(item)
+    for (*_, strength), cases in covered.items():
+        for item in beyond_a_cover(cases, strength):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
     """Fail to collect a test whose `slow_cases` or `slow_except` names parameters that do not exist."""
@@ -99,9 +135,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark slow cases, skip what this machine cannot run, extend timeouts of processes. Only GPU tests need torch."""
     if config.getoption("longest_first"):
         items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
-    for item in items:
-        if is_slow_case(item):
-            item.add_marker(pytest.mark.slow)
+    mark_slow_cases(items)
     absent = {}
     if any(item.get_closest_marker("gpu") for item in items) and not has_cuda():
         absent["gpu"] = "no CUDA device"
@@ -115,8 +149,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Modules that were imported to collect the tests stay: no later search for garbage should see them."""
-    gc.collect()
+    """Modules that were imported to collect the tests stay: no search for garbage sees them, not even one here."""
     gc.freeze()
     gc.enable()
 

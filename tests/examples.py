@@ -1,4 +1,4 @@
-"""How many examples Hypothesis draws: all of them, or a quarter under the profile "quick", which `make test` loads."""
+"""How many examples Hypothesis draws: all of them, or a tenth under the profile "quick", which `make test` loads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FULL = 100
 def register_profiles() -> None:
     """Before `--hypothesis-profile` is read. No example has a deadline: other tests take the cores."""
     settings.register_profile("full", max_examples=FULL, deadline=None)
-    settings.register_profile("quick", max_examples=FULL // 4, deadline=None)
+    settings.register_profile("quick", max_examples=FULL // 10, deadline=None)
     settings.load_profile("full")
 
 

@@ -39,6 +39,7 @@ def answers(right: Headed) -> TrueAnswers:
     return TrueAnswers()
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.slow_cases("eagle-waited for-8", "eagle3-waited for-8")
 @pytest.mark.parametrize("num_blocks", [8, 12])
 def test_preempted_sequences_give_the_same_tokens(

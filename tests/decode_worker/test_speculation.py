@@ -62,6 +62,7 @@ def truth(rig: Rig, tokens: list[int], count: int = 40, **params: Any) -> list[i
     return ANSWERS[key]
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.slow_except("waited for-greedy", "on a thread-greedy", "on a lazy *")
 @pytest.mark.parametrize(
     "params",
@@ -189,6 +190,7 @@ def test_an_aborted_request_gives_its_blocks_back(drafting: Callable[..., Rig], 
     assert rig.tokens() == truth(rig, prompt(20), 200)[: len(rig.tokens())]
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.slow_cases("waited for-8", "waited for-10")
 @pytest.mark.parametrize("num_blocks", [8, 10, 12])
 def test_preempted_sequences_give_the_same_tokens(
@@ -236,6 +238,7 @@ LETTERS = r"start: /[a-p]{30,60}/"
 FORCED = 'start: "it says: " /[a-d]{3}/ " and nothing else at all" /[a-d]{3}/ "."'
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.slow_except("on a lazy *")
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 1.3, "seed": 4}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("grammar", [LETTERS, FORCED], ids=["letters", "forced"])

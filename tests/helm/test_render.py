@@ -44,7 +44,7 @@ def check_schemas(rendered: Rendered, kubernetes: str) -> int:
     return num_checked
 
 
-@pytest.mark.slow_cases("helm3")
+@pytest.mark.slow
 def test_lint_finds_nothing(either_helm: Path) -> None:
     for name in ("", *EXAMPLES):
         files = ["-f", str(CHART / "examples" / f"{name}.yaml")] if name else []

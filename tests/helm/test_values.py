@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import runpy
 import subprocess
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import yaml
 
 from common.config import RouterConfig
 
-from .chart import CHART, Refused, Rendered, render
+from .chart import CHART, NEEDED, Refused, Rendered, render
 
 pytestmark = pytest.mark.helm
 
@@ -57,53 +58,63 @@ def test_a_misspelt_key_is_caught_at_every_depth() -> None:
         assert not validator.is_valid(wrong), ".".join(path)
 
 
-@pytest.mark.slow_cases(
-    "helm4-over1-max_num_seqs",
-    "helm4-over6-vendor",
-    "helm4-over7-name",
-    "helm4-over8-Not_A_Label",
-    "helm4-over11-source",
-    "helm4-over15-apiKeySecret",
-    "helm4-over16-requestTimeout",
-    "helm4-over17-responseStore",
-    "helm4-over26-requestsPerHour",
+BAD: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"decode": {"pools": {"default": {"settings": {"max_num_seq": 8}}}}}, "max_num_seq"),
+    ({"decode": {"pools": {"default": {"settings": {"max_num_seqs": -1}}}}}, "max_num_seqs"),
+    ({"decode": {"pools": {"default": {"settings": {"block_size": 17}}}}}, "block_size"),
+    ({"prefill": {"pools": {"default": {"settings": {"watermark": 0.1}}}}}, "watermark"),
+    ({"prefill": {"pools": {"default": {"settings": {"port": 1}}}}}, "port"),
+    ({"router": {"settings": {"queue_timeout_s": "30"}}}, "queue_timeout_s"),
+    ({"workers": {"accelerator": {"vendor": "nvida"}}}, "vendor"),
+    ({"decode": {"pools": {"a": {"name": "b"}}}}, "name"),
+    ({"decode": {"pools": {"Not_A_Label": {}}}}, "Not_A_Label"),
+    ({"models": {"m": {"source": {"type": "hub"}}}}, "source"),
+    ({"models": {"m": {}}}, "source"),
+    ({"models": {"m": {"source": {"claimName": "c", "id": "x"}}}}, "source"),
+    ({"images": {"worker": {"digest": "latest"}}}, "digest"),
+    ({"workers": {"strategy": {"maxSurge": "half"}}}, "maxSurge"),
+    ({"workers": {"resources": {"claims": [{"nmae": "gpu"}]}}}, "nmae"),
+    ({"test": {"apiKeySecret": {"name": "keys"}}}, "apiKeySecret"),
+    ({"httpRoute": {"requestTimeout": "10"}}, "requestTimeout"),
+    ({"router": {"responseStore": {"type": "disk"}}}, "responseStore"),
+    ({"router": {"settings": {"response_store": "/x"}}}, "response_store"),
+    ({"networkPolicy": {"dnsPorts": []}}, "dnsPorts"),
+    ({"sharedRouter": {"enabled": "yes"}}, "sharedRouter"),
+    ({"sharedRouter": {"splits": [{"name": "a b", "weights": {"m": 1}}]}}, r"splits[./]0[./]name"),
+    ({"sharedRouter": {"splits": [{"name": "s", "weights": {}}]}}, r"splits[./]0[./]weights"),
+    ({"sharedRouter": {"splits": [{"name": "s", "weights": {"m": -1}}]}}, r"splits[./]0[./]weights[./]m"),
+    ({"models": {"m": {**MODEL, "aliases": ["a b"]}}}, r"models[./]m[./]aliases[./]0"),
+    ({"models": {"m": {**MODEL, "hold": "no"}}}, r"models[./]m[./]hold"),
+    ({"models": {"m": {**MODEL, "limits": {"requestsPerHour": 1}}}}, "requestsPerHour"),
+    ({"models": {"m": {**MODEL, "toolParser": "lama3"}}}, "toolParser"),
+    ({"router": {"settings": {"models_file": "/x"}}}, "models_file"),
+    ({"workers": {"autoscaling": {"price": 0}}}, r"autoscaling[./]price"),
+    ({"decode": {"pools": {"default": {"autoscaling": {"price": -1}}}}}, r"autoscaling[./]price"),
 )
-@pytest.mark.parametrize(
-    ("over", "message"),
-    (
-        ({"decode": {"pools": {"default": {"settings": {"max_num_seq": 8}}}}}, "max_num_seq"),
-        ({"decode": {"pools": {"default": {"settings": {"max_num_seqs": -1}}}}}, "max_num_seqs"),
-        ({"decode": {"pools": {"default": {"settings": {"block_size": 17}}}}}, "block_size"),
-        ({"prefill": {"pools": {"default": {"settings": {"watermark": 0.1}}}}}, "watermark"),
-        ({"prefill": {"pools": {"default": {"settings": {"port": 1}}}}}, "port"),
-        ({"router": {"settings": {"queue_timeout_s": "30"}}}, "queue_timeout_s"),
-        ({"workers": {"accelerator": {"vendor": "nvida"}}}, "vendor"),
-        ({"decode": {"pools": {"a": {"name": "b"}}}}, "name"),
-        ({"decode": {"pools": {"Not_A_Label": {}}}}, "Not_A_Label"),
-        ({"models": {"m": {"source": {"type": "hub"}}}}, "source"),
-        ({"models": {"m": {}}}, "source"),
-        ({"models": {"m": {"source": {"claimName": "c", "id": "x"}}}}, "source"),
-        ({"images": {"worker": {"digest": "latest"}}}, "digest"),
-        ({"workers": {"strategy": {"maxSurge": "half"}}}, "maxSurge"),
-        ({"workers": {"resources": {"claims": [{"nmae": "gpu"}]}}}, "nmae"),
-        ({"test": {"apiKeySecret": {"name": "keys"}}}, "apiKeySecret"),
-        ({"httpRoute": {"requestTimeout": "10"}}, "requestTimeout"),
-        ({"router": {"responseStore": {"type": "disk"}}}, "responseStore"),
-        ({"router": {"settings": {"response_store": "/x"}}}, "response_store"),
-        ({"networkPolicy": {"dnsPorts": []}}, "dnsPorts"),
-        ({"sharedRouter": {"enabled": "yes"}}, "sharedRouter"),
-        ({"sharedRouter": {"splits": [{"name": "a b", "weights": {"m": 1}}]}}, r"splits[./]0[./]name"),
-        ({"sharedRouter": {"splits": [{"name": "s", "weights": {}}]}}, r"splits[./]0[./]weights"),
-        ({"sharedRouter": {"splits": [{"name": "s", "weights": {"m": -1}}]}}, r"splits[./]0[./]weights[./]m"),
-        ({"models": {"m": {**MODEL, "aliases": ["a b"]}}}, r"models[./]m[./]aliases[./]0"),
-        ({"models": {"m": {**MODEL, "hold": "no"}}}, r"models[./]m[./]hold"),
-        ({"models": {"m": {**MODEL, "limits": {"requestsPerHour": 1}}}}, "requestsPerHour"),
-        ({"models": {"m": {**MODEL, "toolParser": "lama3"}}}, "toolParser"),
-        ({"router": {"settings": {"models_file": "/x"}}}, "models_file"),
-        ({"workers": {"autoscaling": {"price": 0}}}, r"autoscaling[./]price"),
-        ({"decode": {"pools": {"default": {"autoscaling": {"price": -1}}}}}, r"autoscaling[./]price"),
-    ),
-)
+
+
+def overlaid(values: Any, over: Any) -> Any:
+    """As helm merges values: maps member by member, and a null takes its member away."""
+    if not isinstance(values, dict) or not isinstance(over, dict):
+        return over
+    merged = {key: overlaid(values.get(key), value) for key, value in over.items()}
+    return {key: value for key, value in (values | merged).items() if value is not None}
+
+
+def test_bad_values_are_refused_by_the_schema() -> None:
+    import jsonschema
+
+    validator = jsonschema.Draft7Validator(json.loads((CHART / "values.schema.json").read_text(encoding="utf-8")))
+    needed = overlaid(VALUES, NEEDED)
+    assert validator.is_valid(needed)
+    for over, message in BAD:
+        errors = [*validator.iter_errors(overlaid(needed, over))]
+        said = [f"{'/'.join(map(str, error.absolute_path))}: {error.message}" for error in errors]
+        assert any(re.search(message, each) for each in said), (message, said)
+
+
+@pytest.mark.slow_except(*(f"{helm}-over{i}-{BAD[i][1]}" for helm in ("helm3", "helm4") for i in (0, 1, 10)))
+@pytest.mark.parametrize(("over", "message"), BAD)
 def test_bad_values_are_refused_by_both_helms(either_helm: Path, over: dict[str, Any], message: str) -> None:
     with pytest.raises(Refused, match=message):
         render(either_helm, over=over)

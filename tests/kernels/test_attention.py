@@ -31,18 +31,21 @@ def test_block_sizes(each_backend: Any, make_case: Any, block: int) -> None:
     assert worst(case, case.run(each_backend)) < 3e-6
 
 
+@pytest.mark.quick_cover(2)
 @pytest.mark.parametrize("dim", [16, 24, 64, 80, 96, 128, 256])
 def test_head_sizes(each_backend: Any, make_case: Any, dim: int) -> None:
     case = make_case([(1, 17), (5, 18), (1, 0), (70, 3)], dim=dim)
     assert worst(case, case.run(each_backend)) < 3e-6
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (2, 1), (4, 4), (9, 3), (8, 1), (14, 2), (16, 1), (32, 2)])
 def test_head_groups(each_backend: Any, make_case: Any, heads: int, kv_heads: int) -> None:
     case = make_case([(1, 200), (18, 5), (1, 3), (65, 0)], heads=heads, kv_heads=kv_heads)
     assert worst(case, case.run(each_backend)) < 3e-6
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.slow_cases("torch-7", "torch-65", "torch-5000")
 @pytest.mark.parametrize("window", [1, 7, 16, 64, 65, 500, 5000])
 def test_windows(each_backend: Any, make_case: Any, window: int) -> None:
@@ -50,6 +53,7 @@ def test_windows(each_backend: Any, make_case: Any, window: int) -> None:
     assert worst(case, case.run(each_backend, window=window), window=window) < 3e-6
 
 
+@pytest.mark.quick_cover(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [1, 7, 16, 64, 65, 500])
 def test_blocks_out_of_the_window_are_never_read(
@@ -75,6 +79,7 @@ def test_softcap(each_backend: Any, make_case: Any, window: int) -> None:
     assert worst(case, case.run(each_backend, **options), **options) < 1e-5
 
 
+@pytest.mark.quick_cover(2)
 @pytest.mark.parametrize("options", [{}, {"window": 33}, {"softcap": 5.0}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sinks(each_backend: Any, make_case: Any, dtype: torch.dtype, options: dict[str, Any]) -> None:

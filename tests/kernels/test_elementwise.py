@@ -17,6 +17,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found.double(), expected.double(), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.quick_cover(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 576), (500, 640), (2, 24)])
 def test_norm(each_backend: Any, rows: int, width: int, dtype: torch.dtype) -> None:
@@ -44,6 +45,7 @@ def test_gated(each_backend: Any, activation: str, width: int, dtype: torch.dtyp
         if dtype == torch.bfloat16 else close(each_backend.gated(x, activation), expected)  # fmt: skip
 
 
+@pytest.mark.quick_cover(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", ["", "each head", "all heads"])
 @pytest.mark.parametrize(("dim", "block"), [(24, 16), (64, 16), (256, 64)])

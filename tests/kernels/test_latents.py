@@ -33,6 +33,7 @@ def difference(case: Any, out: Tensor, **scales: float) -> float:
     return float((out.double() - expected).abs().max())
 
 
+@pytest.mark.quick_cover(2)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("heads", "dim", "latent_dim", "block"), SIZES)
 def test_attention(
@@ -68,6 +69,7 @@ def test_a_row_is_the_same_in_every_batch(make_case: Any, native: Kernels, dtype
         torch.set_num_threads(before)
 
 
+@pytest.mark.quick_cover(2)
 @pytest.mark.parametrize(("rank", "rope"), [(32, 16), (512, 64), (24, 10)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("kept", "scale"), [("same", 1.0), ("float8", 1.0), ("float8", 0.3)])

@@ -22,6 +22,7 @@ def native() -> NativeBackend:
     return native_backend() or pytest.skip("no C++ compiler here")
 
 
+@pytest.mark.quick_cover(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "columns"), [(960, 576), (61, 160), (7, 5), (49, 62)])
 @pytest.mark.parametrize("biased", [False, True])
@@ -62,6 +63,7 @@ def test_quantised_weight_unpacks_exactly(bits: int, cls: type[Linear]) -> None:
     assert torch.equal(cls(weight, dtype=torch.float32).weight, weight.dense(torch.float32))
 
 
+@pytest.mark.quick_cover(2)
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "columns"), [(960, 576), (576, 1536), (2048, 640)])
@@ -76,6 +78,7 @@ def test_a_row_is_the_same_in_every_batch(bits: int, dtype: torch.dtype, rows: i
         assert torch.equal(linear(x[:count].contiguous()), everything[:count]), count
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "columns"), [(960, 576), (576, 1536), (2048, 640), (2048, 2048)])
 def test_a_row_is_the_same_in_every_batch_of_onednn(
@@ -92,6 +95,7 @@ def test_a_row_is_the_same_in_every_batch_of_onednn(
         assert torch.equal(linear(x[:count].contiguous()), everything[:count]), count
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_threads_do_not_matter(native: NativeBackend, threads: int, bits: int) -> None:

@@ -44,6 +44,7 @@ def error_of(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
+@pytest.mark.quick_cover(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("rows", "columns"), [(96, 512), (61, 256), (7, 1024)])

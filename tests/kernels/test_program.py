@@ -49,6 +49,7 @@ def steps(model: Decoder, kv_dtype: str) -> Tensor:
     return torch.cat(results)
 
 
+@pytest.mark.quick_cover(2)
 @pytest.mark.parametrize(("dtype", "quantization"), KINDS)
 @pytest.mark.parametrize("kv_dtype", ["", "fp8", "int8"])
 def test_bit_for_bit_as_the_operations_one_by_one(folder: Path, dtype: str, quantization: str, kv_dtype: str) -> None:
@@ -64,6 +65,7 @@ def test_bit_for_bit_as_the_operations_one_by_one(folder: Path, dtype: str, quan
     assert torch.equal(steps(single, kv_dtype or dtype), replayed)
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize(("dtype", "quantization"), KINDS)
 def test_hidden_states_bit_for_bit_as_the_operations_one_by_one(folder: Path, dtype: str, quantization: str) -> None:
     """The result has a buffer of its own, with room for the sampled rows alone."""
@@ -99,6 +101,7 @@ def decode_steps(model: Decoder, batch: int) -> tuple[Tensor, Tensor]:
     return runner.forward(steps), torch.cat([runner.forward([step]) for step in steps])
 
 
+@pytest.mark.quick_cover(2)
 @pytest.mark.slow_cases("llama-40-bfloat16-none", "gemma3-20-bfloat16-none", "gemma3-40-bfloat16-none")
 @pytest.mark.parametrize(("dtype", "quantization"), KINDS)
 @pytest.mark.parametrize("batch", [5, 20, 40])

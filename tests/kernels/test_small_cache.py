@@ -39,6 +39,7 @@ def worst(case: Case, out: Tensor, **options: Any) -> float:
     return float((out.double() - expected).abs().max())
 
 
+@pytest.mark.quick_cover(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [16, 24, 32, 48, 64, 80, 96, 112, 128, 256])
 def test_head_sizes(each_backend: Any, dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
@@ -46,6 +47,7 @@ def test_head_sizes(each_backend: Any, dim: int, dtype: torch.dtype, kv_dtype: t
     assert worst(case, case.run(each_backend)) < (0.02 if dtype == torch.bfloat16 else 5e-6)
 
 
+@pytest.mark.quick_cover(2)
 @pytest.mark.slow_cases("torch-*")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
@@ -60,6 +62,7 @@ def test_groups_windows_and_softcap(
     assert worst(case, case.run(each_backend, **options), **options) < (0.02 if dtype == torch.bfloat16 else 5e-6)
 
 
+@pytest.mark.quick_cover(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 80), (8, 2, 128), (5, 1, 16), (2, 2, 112)])
 def test_a_row_does_not_depend_on_batch_or_chunk(

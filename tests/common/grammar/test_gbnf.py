@@ -19,6 +19,7 @@ from common.grammar.gbnf import GbnfError, gbnf_to_lark, is_gbnf
 from common.grammar.vocabulary import compile_grammar
 from common.model_files.resolve import resolve_model
 
+from ...examples import examples
 from ...random_documents import Documents
 
 NAMES = ("root", "start", "Item", "item", "r-1", "T0")
@@ -173,7 +174,7 @@ def some_rules(names: list[str]) -> SearchStrategy[Rules]:
 
 
 RULES = st.integers(1, 4).flatmap(lambda count: some_rules(list(NAMES[:count])))
-LIMITS = settings(deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))
+LIMITS = settings(deadline=None, max_examples=examples(100), suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.slow

@@ -101,6 +101,7 @@ def test_gemma3_encodes_as_transformers_does(gemma3: Tokenizer, gemma3_files: Mo
     assert gemma3.encode("x", add_special_tokens=False) == oracle.encode("x", add_special_tokens=False)
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize("name", ["smollm2", "tiny", pytest.param("gemma3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("text", CORPUS)
 def test_decode_gives_the_text_back(name: str, text: str, request: pytest.FixtureRequest) -> None:
@@ -300,6 +301,7 @@ def test_a_pair_is_joined_as_the_models_template_has_it(text: str) -> None:
             tokenizer.encode_pair(*pair)
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("add_special_tokens", [True, False])
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ pytestmark = pytest.mark.interpret
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
+@pytest.mark.quick_cover(2)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swiglu"])
 @pytest.mark.parametrize("width", [63, 80, BLOCK + 500])

@@ -18,6 +18,7 @@ def cache(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return kv.to(dtype)
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_blocks_as_they_are(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -58,6 +59,7 @@ def test_nothing(device: torch.device) -> None:
     assert (kv == 1).all()
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("shape", [*SHAPES, (3, 2, 32, 2, 128)])
 def test_sums(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> None:

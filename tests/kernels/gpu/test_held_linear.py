@@ -49,6 +49,7 @@ def test_products_are_those_with_the_floats(device: torch.device, kind: str, dty
             torch.testing.assert_close(found.double().cpu(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.slow_cases("Q4_K-*", "Q6_K-*")
 @pytest.mark.interpret
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -16,6 +16,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found.cpu().double(), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.quick_cover(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 63), (33, 80), (5, 500), (7, 576), (3, 5000)])
 def test_norm(device: torch.device, rows: int, width: int, dtype: torch.dtype) -> None:
@@ -25,6 +26,7 @@ def test_norm(device: torch.device, rows: int, width: int, dtype: torch.dtype) -
     close(out, reference.rms_norm(x.double(), weight.double(), 1e-5))
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 576), (33, 80), (4, 4096)])
 def test_sum_and_norm(device: torch.device, rows: int, width: int, dtype: torch.dtype) -> None:

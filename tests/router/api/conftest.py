@@ -185,7 +185,14 @@ Start = Callable[..., Awaitable[Running]]
 
 
 @pytest.fixture
-async def start(files: ModelFiles, text: TextPipeline) -> AsyncIterator[Start]:
+def response_store() -> str:
+    """Where applications keep what outlives a request: nowhere. Files of tests about that say "memory", which takes
+    databases and threads, half of the time of a small test."""
+    return "off"
+
+
+@pytest.fixture
+async def start(files: ModelFiles, text: TextPipeline, response_store: str) -> AsyncIterator[Start]:
     """Starts the application with the settings of a test."""
     started: list[tuple[Server, httpx.AsyncClient, Tracing | None]] = []
 
@@ -198,7 +205,7 @@ async def start(files: ModelFiles, text: TextPipeline) -> AsyncIterator[Start]:
     ) -> Running:
         """`application` makes one in place of the usual."""
         engine = engine or Engine()
-        config = RouterConfig(model=MODEL, **({"response_store": "memory"} | settings))
+        config = RouterConfig(model=MODEL, **({"response_store": response_store} | settings))
         name = config.served_model_name or files.model_id
         tracing = Tracing.of(config)
         if application is None:

@@ -54,6 +54,7 @@ def _index(event: str) -> int:
     return int(found[1]) if found else 99
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize("per_event", [1, 3])
 @pytest.mark.parametrize("case", CASES)
 async def test_the_bytes_are_those_of_the_usual_way(

@@ -26,6 +26,11 @@ ASKED: Any = {"model": "tiny-random", "input": "hi", "max_output_tokens": 9}
 
 
 @pytest.fixture
+def response_store() -> str:
+    return "memory"
+
+
+@pytest.fixture
 async def held(start: Any, tools: Any) -> Any:
     """An application whose answers stop after two tokens, until `engine.go` is set."""
     return await start(tools.Engine(hold_after=2))

@@ -16,6 +16,11 @@ from .batching import COMPLETIONS, ended, line, lines_in, made
 from .sdk import client_of
 
 
+@pytest.fixture
+def response_store() -> str:
+    return "memory"
+
+
 @pytest.mark.parametrize(
     ("lines", "faults"),
     [

@@ -22,6 +22,11 @@ from .sdk import client_of
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 
 
+@pytest.fixture
+def response_store() -> str:
+    return "memory"
+
+
 async def test_every_line_is_answered(sdk: openai.AsyncOpenAI, running: Any) -> None:
     batch = await made(sdk, [line(f"r{i}") for i in range(40)], metadata={"a": "b"})
     assert batch.status == "validating" and batch.id.startswith("batch_") and batch.metadata == {"a": "b"}

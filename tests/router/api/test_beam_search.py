@@ -71,6 +71,7 @@ def everything(model: Model, penalty: float, rule: Rule = free) -> list[tuple[fl
     return sorted(scored, reverse=True)
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize("rule", [free, bound])
 @pytest.mark.parametrize("penalty", [-1.0, 0.0, 0.5, 1.0, 2.0])
 @pytest.mark.parametrize("seed", range(6))

@@ -29,6 +29,7 @@ async def post(running: Any, data: bytes, encoding: str, path: str = "/v1/comple
     return await running.http.post(path, content=data, headers=headers)
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize(("encoding", "encode"), ENCODERS)
 @pytest.mark.parametrize("num_spaces", [0, request_body.FIRST_BYTES, 3_000_000])
 async def test_a_compressed_body(
@@ -71,6 +72,7 @@ async def test_a_bomb_is_not_decoded(
     assert max(held) <= 200_000 and router_state.bodies.num_bytes == 0
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize(("encoding", "encode"), ENCODERS)
 @pytest.mark.parametrize("size", [1, 7, 100_000])
 async def test_every_cut_into_parts(encoding: str, encode: Callable[[bytes], bytes], size: int) -> None:
@@ -108,6 +110,7 @@ async def test_decoded_bytes_count_among_those_of_all_bodies(start: Any) -> None
     assert reply.status_code == 503 and bodies.num_bytes == bodies.max_bytes - 500_000
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize(
     "data", [b"", b"\x1f", gzip.compress(BODY)[:-1], gzip.compress(BODY)[:10], BODY, gzip.compress(BODY) * 2],
     ids=["empty", "a byte", "cut", "a head", "JSON", "twice"],
@@ -132,6 +135,7 @@ async def test_two_headers(running: Any) -> None:
     assert reply.status_code == 415
 
 
+@pytest.mark.parametrize("response_store", ["memory"])
 async def test_files_come_as_they_are(running: Any) -> None:
     reply = await running.http.post(
         "/v1/files", files={"file": ("a", b"{}")}, data={"purpose": "batch"}, headers={"content-encoding": "gzip"}

@@ -39,6 +39,7 @@ BODIES = {
 }
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
 async def test_a_body_that_is_no_object(running: Any, path: str, body: bytes) -> None:

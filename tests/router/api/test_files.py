@@ -18,6 +18,11 @@ MIB = 1024 * 1024
 FORM = {"purpose": "batch"}
 
 
+@pytest.fixture
+def response_store() -> str:
+    return "memory"
+
+
 async def upload(running: Any, content: bytes, name: str = "in.jsonl", **form: str) -> httpx.Response:
     reply: httpx.Response = await running.http.post("/v1/files", files={"file": (name, content)}, data=FORM | form)
     return reply

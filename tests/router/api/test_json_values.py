@@ -46,6 +46,7 @@ def values_in(value: Any) -> tuple[int, int]:
     return others, numbers
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize("step", [1, 2, 3, 7, 64, 10**6])
 @pytest.mark.parametrize("indent", [None, 1])
 @pytest.mark.parametrize("ascii_only", [True, False])
@@ -75,7 +76,11 @@ LISTS = [
     ("/tokenize", '{"messages":['),
     ("/detokenize", '{"tokens":['),
 ]
-MANY = [(path, before, f"{unit},") for path, before in LISTS for unit in UNITS]
+MANY = [
+    pytest.param(path, before, f"{unit},", marks=() if (i - k) % len(UNITS) == 0 else pytest.mark.slow)
+    for i, (path, before) in enumerate(LISTS)
+    for k, unit in enumerate(UNITS)
+]
 NESTED = [("/v1/completions", before, unit) for _, before in LISTS[2:4] for unit in ("[", '[{"":')]
 
 

@@ -36,6 +36,11 @@ WRONG = [[5.5]]
 """A value that no field accepts."""
 
 
+@pytest.fixture
+def response_store() -> str:
+    return "memory"
+
+
 @dataclass(frozen=True)
 class Api:
     path: str

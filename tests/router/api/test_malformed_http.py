@@ -207,11 +207,13 @@ async def test_who_waits_to_be_asked_for_a_refused_body_is_not_asked(
     assert error_in(answer)[0] == status and b"100 Continue" not in answer
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 @pytest.mark.parametrize(
     ("path", "status"),
     [("/nowhere", 404), ("/v1/models", 405), ("/ping", 200), ("/v1/completions", 415), ("/v1/files", 415)],
 )
+@pytest.mark.parametrize("response_store", ["memory"])
 async def test_the_last_answer_is_not_lost_with_an_unread_body(
     running: Any, connect: Connect, version: bytes, path: str, status: int
 ) -> None:
@@ -270,6 +272,7 @@ async def test_head_is_answered_as_get_without_the_body(running: Any, connect: C
     assert (await reader.readuntil(b"}")).endswith(b'{"status":"ok"}'), "the next answer follows at once"
 
 
+@pytest.mark.parametrize("response_store", ["memory"])
 async def test_head_does_not_read_a_file(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     form = {"file": ("a", b"x" * 3_000_000)}
     file = (await running.http.post("/v1/files", files=form, data={"purpose": "batch"})).json()["id"]

@@ -26,6 +26,11 @@ FULL = {
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
+@pytest.fixture
+def response_store() -> str:
+    return "memory"
+
+
 @pytest.fixture(scope="module")
 def files(files: ModelFiles) -> ModelFiles:
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{# </think> <tool_call> #}"

@@ -137,6 +137,7 @@ def group(name: str, *tools: Any) -> dict[str, Any]:
     return {"type": "namespace", "name": name, "description": "a group", "tools": [*tools]}
 
 
+@pytest.mark.parametrize("response_store", ["memory"])
 async def test_a_namespace_is_a_group_of_functions(start: Any, tools: Any) -> None:
     """A call names the namespace of its function, and comes back with it."""
     running = await start(tools.Engine(text=OTHER, eos_after=len(OTHER)))
@@ -200,6 +201,7 @@ async def test_log_probabilities(running: Any) -> None:
         assert [token for event in deltas for token in event["logprobs"]] == whole
 
 
+@pytest.mark.parametrize("response_store", ["memory"])
 async def test_fields_reach_the_workers_and_come_back(running: Any) -> None:
     fields = {
         "temperature": 0.5, "top_p": 0.9, "max_output_tokens": 20, "instructions": "Be brief.", "store": True,

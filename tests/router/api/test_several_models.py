@@ -259,6 +259,7 @@ async def test_every_model_forgets_its_prefixes(several: Start) -> None:
     assert (found.small.num_resets, found.large.num_resets) == (1, 1)
 
 
+@pytest.mark.parametrize("response_store", ["memory"])
 async def test_a_response_in_the_background_counts_for_its_model_until_it_ends(several: Start, tools: Any) -> None:
     found = await several(small={"limits": Limits(concurrent_requests=1)})
     found.small.hold_after = 1

@@ -21,6 +21,11 @@ CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 TOOLS: Any = [{"type": "function", "name": "now", "parameters": {"type": "object"}, "strict": False}]
 
 
+@pytest.fixture
+def response_store() -> str:
+    return "memory"
+
+
 async def post(running: Any, **fields: Any) -> Any:
     return await running.http.post("/v1/responses", json={"input": "hi", "max_output_tokens": 9, **fields})
 

@@ -176,6 +176,7 @@ async def chunks_of(start: Any, engine: Any) -> Any:
 BEHIND = f"I look. {CALL}\nDone. {OTHER}\n\nBye."
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.slow_cases("chat-sizes0", "responses-sizes0", "responses-sizes2", "responses-sizes3", "messages-*")
 @pytest.mark.parametrize("sizes", [(1,), (3,), (7,), (40,), (1000,)])
 @pytest.mark.parametrize("api", APIS)
@@ -291,6 +292,7 @@ async def test_a_complete_call_is_complete_wherever_the_next_one_is_cut_off(aski
 IN_MARKUP = ("days", "Paris", '"', "\n", "</tool_call>", "<", "get_weather", "}")
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_calls_have_no_stop_strings(asking: Any, engine: Any, api: str, stream: bool) -> None:
@@ -304,6 +306,7 @@ async def test_calls_have_no_stop_strings(asking: Any, engine: Any, api: str, st
         assert await asking.ask(api, stream=stream, required=True, max_tokens=max_tokens, stops=IN_MARKUP) == cut
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_content_around_calls_has_stop_strings(asking: Any, engine: Any, api: str, stream: bool) -> None:

@@ -56,6 +56,7 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize("endpoint", ["completion", "chat"])
 @pytest.mark.parametrize(("fields", "good", "bad"), ASKED)
 async def test_workers_get_the_grammar(

@@ -47,6 +47,7 @@ def say(running: Any, pipeline: TextPipeline, text: str, per_event: int) -> None
     running.engine.script, running.engine.eos_after, running.engine.per_event = script, len(script), per_event
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize("per_event", [1, 3, 1000])
 @pytest.mark.parametrize(
     ("text", "fields", "shown"),
@@ -90,6 +91,7 @@ def marked(files: ModelFiles, tmp_path_factory: pytest.TempPathFactory) -> Itera
     made.close()
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "fields", [{}, {"stop": ["h"]}, {"tools": [{"type": "function", "function": {"name": "now"}}]}]

@@ -22,6 +22,7 @@ async def test_allowed_tokens_and_bad_words_reach_the_workers(running: Any, endp
     assert set(params(running).bad_words) == set(map(BadWord.of, [(97, 98), (32, 97, 98), (32, 99), (99,)]))
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize(
     ("fields", "kept"),
     [

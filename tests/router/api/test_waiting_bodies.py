@@ -34,6 +34,11 @@ ASKED = {
 }
 
 
+@pytest.fixture
+def response_store() -> str:
+    return "memory"
+
+
 def num_parsed() -> int:
     """Messages and parts that exist."""
     gc.collect()

@@ -21,6 +21,12 @@ ASKED = [
 ]
 
 
+@pytest.fixture
+def response_store() -> str:
+    return "memory"
+
+
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize("headers", [EVIL, REBOUND, {"host": "evil.example"}], ids=["another site", "rebound", "host"])
 @pytest.mark.parametrize(("method", "path", "sent"), ASKED, ids=lambda value: str(value))
 async def test_another_sites_page_gets_nothing(

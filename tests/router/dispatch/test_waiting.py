@@ -17,6 +17,8 @@ from router.dispatch.client import GenerationRequest
 from router.dispatch.request_state import RequestState
 from router.dispatch.waiting import AGE_CAP_S, PLACEMENTS_PER_OLDEST, WaitingRequests
 
+from ...examples import examples
+
 
 def request(
     name: str, *, key: str = "", priority: int = 0, num_tokens: int = 10, ttft_s: float = 0.0, at: float = 0.0,
@@ -248,7 +250,7 @@ steps = st.lists(
 
 
 @given(steps)
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(derandomize=True, deadline=None, max_examples=examples(50))
 def test_every_request_is_there_once_until_it_is_placed(steps: list[tuple[str, int, int, int, float]]) -> None:
     queue, here, now = WaitingRequests(), dict[str, RequestState](), 0.0
     for number, (key, priority, num_tokens, num_placed, share) in enumerate(steps):

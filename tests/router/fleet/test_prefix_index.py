@@ -11,6 +11,8 @@ from common.blocks.block_hash import block_hashes
 from common.blocks.window import Window
 from router.fleet.prefix_index import PrefixIndex
 
+from ...examples import examples
+
 
 def hits(index: PrefixIndex, address: str, hashes: Sequence[bytes]) -> int:
     return index.hits(hashes).num_blocks(address)
@@ -125,7 +127,7 @@ def test_the_workers_with_the_longest_hits_come_first() -> None:
 changes = st.tuples(st.sampled_from("abc"), st.sampled_from(["store", "remove", "expect", "clear"]), st.integers(1, 6))
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, deadline=None, max_examples=examples(60))
 @given(st.lists(st.tuples(changes, st.lists(st.integers(0, 1), max_size=5)), max_size=30))
 def test_hits_are_what_a_plain_scan_finds(acts: list[tuple[tuple[str, str, int], list[int]]]) -> None:
     index, model = PrefixIndex(expected_s=100.0), {address: (set(), set()) for address in "abc"}

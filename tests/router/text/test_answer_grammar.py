@@ -20,6 +20,7 @@ from router.text.answer_grammar import (
     regex_grammar,
 )
 
+from ...examples import examples
 from ..answers import checked, is_answer
 
 
@@ -171,7 +172,7 @@ PATTERNS = st.builds(
 WORDS = st.lists(st.text("ab]^-&|~[{}0_/<, \n\r\0A\u00e9\u0663+*", max_size=4), min_size=6, max_size=12)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(PATTERNS, WORDS)
 def test_regular_expressions_match_what_python_says(pattern: str, texts: list[str]) -> None:
     with warnings.catch_warnings():

@@ -16,6 +16,8 @@ from common.model_files.tokenizer import Tokenizer
 from router.text import known_prefixes
 from router.text.known_prefixes import KnownHeads, KnownPrefixes
 
+from ...examples import examples
+
 MARKS = ("<s>", "<e>", "<|longer|>")
 
 
@@ -77,7 +79,7 @@ texts = st.lists(st.lists(pieces, max_size=14).map("".join), min_size=1, max_siz
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(turns=texts, other=texts)
 def test_tokens_are_those_of_the_whole_text(kind: str, turns: list[str], other: list[str]) -> None:
     tokenizer = Tokenizer(KINDS[kind]())
@@ -164,7 +166,7 @@ def test_the_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(prompts=st.lists(texts.map("".join), min_size=1, max_size=3), heads=texts)
 def test_tokens_behind_a_known_head_are_those_of_the_whole_text(
     kind: str, prompts: list[str], heads: list[str]

@@ -13,6 +13,8 @@ from common.engine.kv.block_pool import BlockPool
 from common.wire.codec import decode, encode
 from common.wire.messages import MAX_SHORT_HASHES, BlockEvents, BlockSnapshot
 
+from ....examples import examples
+
 
 def digest(number: int) -> bytes:
     return number.to_bytes(8, "big") + bytes(8)
@@ -132,7 +134,7 @@ ACTS = st.one_of(
 
 
 @pytest.mark.slow
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(derandomize=True, deadline=None, max_examples=examples(150))
 @given(st.lists(ACTS, max_size=30), st.integers(2, 20))
 def test_a_follower_always_holds_what_the_pool_does(acts: list[tuple[str, list[int]]], max_changes: int) -> None:
     log, follower = BlockLog(max_changes=max_changes), Follower()

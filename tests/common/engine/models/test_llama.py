@@ -59,6 +59,7 @@ def test_tokens_and_logits_equal_transformers(make_folder: Callable[[str], Path]
     assert float((logits_along(Pool(model), prompt(90), tokens) - logits).abs().max()) < 1e-3
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.slow_cases("16-1", "64-64")
 @pytest.mark.parametrize("chunk", [1, 16, 64, 512])
 @pytest.mark.parametrize("block_size", [16, 64])

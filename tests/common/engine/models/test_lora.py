@@ -83,6 +83,7 @@ def mixed_steps(runner: ModelRunner, adapters: list[int]) -> list[Tensor]:
     return list(torch.stack(steps, 1))
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.slow_cases("False-bfloat16-none")
 @pytest.mark.parametrize(
     ("dtype", "quantization"), [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8"), ("float32", "int4")]

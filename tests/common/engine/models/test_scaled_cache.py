@@ -43,6 +43,7 @@ def expected_of(folder: Path, scales: tuple[KVScales, ...]) -> list[list[int]]:
     return [generate(model, one, GREEDY, kv_dtype=FP8, kv_scales=scales) for one in PROMPTS]
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize("way", ["program", "operations", "plain torch"])
 def test_tokens_of_the_plain_loop(folder: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, and in batches and chunks; Gemma's prompts leave its window."""

@@ -169,7 +169,7 @@ def test_a_host_that_dies_before_all_are_there_makes_room() -> None:
 
 
 def test_connections_that_say_nothing_delay_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "ADMISSION_S", 3.0)
+    monkeypatch.setattr(admission, "ADMISSION_S", 1.5)
     with meeting() as one:
         silent = [dial(one.address) for _ in range(8)]
         one.channels += silent
@@ -214,12 +214,12 @@ def test_garbage_is_closed(said: bytes) -> None:
 
 
 def test_who_is_missing_is_said() -> None:
-    with meeting(num_others=2, timeout_s=4.0) as both:
+    with meeting(num_others=2, timeout_s=2.0) as both:
         both.join()
         both.thread.join(WAIT_S)
         host, _, port = both.address.rpartition(":")
         assert both.problem == (
-            f"1 of 2 other hosts have joined at {host}:{port} within 4 s: start `diptych rank-host --leader` with "
+            f"1 of 2 other hosts have joined at {host}:{port} within 2 s: start `diptych rank-host --leader` with "
             "this address on each of them"
         )
         assert all(channel.is_cut(5.0) for channel in both.channels)

@@ -104,6 +104,7 @@ def test_weights_of_16_bits_are_not_counted_as_32(tiny_folder: Path, tmp_path: P
     check_estimate(files_of(tmp_path), "bfloat16", "none")
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize("quantization", ["auto", "none", "int8", "int4"])
 @pytest.mark.parametrize("name", ["gptq int4", "gptq int8", "gptq act order", "awq", "w4a16", "w8a16", "fp8 by block"])
 def test_quantised_checkpoints(tiny_folder: Path, tmp_path: Path, name: str, quantization: str) -> None:

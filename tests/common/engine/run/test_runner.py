@@ -30,6 +30,7 @@ def alone(model: Decoder) -> list[list[int]]:
     return [Pool(model).greedy(one, 16) for one in PROMPTS]
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize(("chunk", "block_size"), [(1, 16), (16, 64), (50, 16), (512, 64)])
 def test_a_mixed_batch_changes_nothing(model: Decoder, alone: list[list[int]], chunk: int, block_size: int) -> None:
     assert Pool(model, block_size=block_size).greedy_batch(PROMPTS, 16, chunk=chunk) == alone

@@ -63,6 +63,7 @@ def test_ranks_of_a_host_share_its_memory(size: int) -> None:
     assert "steps and the rest 0.50 GiB" in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_kernel_that_does_not_fit_is_a_sentence() -> None:
     """And a worker that is started by itself says where it runs."""
     ended = start(program=TOO_LARGE)

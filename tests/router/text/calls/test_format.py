@@ -91,6 +91,7 @@ def check_of(vocabulary: Vocabulary, form: CallFormat, **wanted: Any) -> Check:
     return lambda text: vocabulary.accepts(grammar, text)
 
 
+@pytest.mark.quick_cover(2)
 @pytest.mark.parametrize(
     "wanted",
     [{"required": True}, {"required": True, "several": False}, {}, {"several": False}, {"answer": {"type": "object"}}],
@@ -113,6 +114,7 @@ def test_calls_match_their_functions(vocabulary: Vocabulary, form: CallFormat, w
     assert accepts(f"I look. {form.written(GOOD[1])}") is is_free
 
 
+@pytest.mark.quick_cover(1)
 def test_with_auto_what_begins_as_a_call_becomes_one(vocabulary: Vocabulary, form: CallFormat) -> None:
     accepts = check_of(vocabulary, form)
     whole = form.written(GOOD[1])
@@ -120,6 +122,7 @@ def test_with_auto_what_begins_as_a_call_becomes_one(vocabulary: Vocabulary, for
     assert accepts(f"{whole} Done.") and accepts(f"a {whole}\nb {form.written(GOOD[0])} c")
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize("several", [True, False])
 def test_a_thought_whose_marks_are_special_tokens_may_come_first(
     vocabulary: Vocabulary, form: CallFormat, several: bool
@@ -137,6 +140,7 @@ def test_a_thought_whose_marks_are_special_tokens_may_come_first(
     assert not check_of(vocabulary, form, required=True, thought=(bos, end))(f"hm<|im_start|>{call}")
 
 
+@pytest.mark.quick_cover(1)
 def test_an_answer_of_one_call_has_no_text_behind_it(vocabulary: Vocabulary, form: CallFormat) -> None:
     accepts = check_of(vocabulary, form, several=False)
     assert not accepts(f"{form.written(GOOD[0])} Done.")
@@ -261,6 +265,7 @@ def test_channels(vocabulary: Vocabulary) -> None:
         assert schema(answer) is (text == '{"a": 1}')
 
 
+@pytest.mark.quick_cover(1)
 def test_what_schemas_have_that_is_not_known_is_left_out(vocabulary: Vocabulary, form: CallFormat) -> None:
     odd = Function("odd", None, {"properties": {"a": {"not": {}}, "b-c": {"minLength": 1}}, "if": {}, "type": "string"})
     empty = Function("empty.one", None, {})

@@ -318,6 +318,7 @@ def read_calls(scanner: CallScanner, pieces: list[str]) -> list[tuple[str, Any]]
     return [(name, json.loads(arguments)) for name, arguments in calls.values()]
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.slow_except("text-hermes-a reference *", "text-pythonic-*", "text-qwen3-*")
 @pytest.mark.parametrize(("kind", "name", "schema"), CASES)
 def test_arguments_match_the_schema_and_read_back(

@@ -19,6 +19,7 @@ from common.model_files.resolve import resolve_model
 from router.text.answer_grammar import json_grammar
 from router.text.schema.keywords import Unenforceable
 
+from ....examples import examples
 from ....random_documents import Documents
 from .validity import Validity
 
@@ -100,7 +101,7 @@ def is_huge(text: bytes) -> bool:
     return re.search(rb"[eE][+-]?\d{3}", text) is not None
 
 
-LIMITS = settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+LIMITS = settings(deadline=None, max_examples=examples(150), suppress_health_check=list(HealthCheck))
 
 
 @LIMITS

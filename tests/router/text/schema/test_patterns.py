@@ -74,7 +74,7 @@ def test_what_is_written(pattern: str, expected: str) -> None:
     assert portable(expected) == expected  # once is enough
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(CLASSES, st.lists(TEXTS, min_size=1, max_size=6))
 def test_a_class_matches_what_python_says(inside: str, texts: list[str]) -> None:
     with warnings.catch_warnings():

@@ -60,6 +60,7 @@ def test_logits_are_those_of_the_formula(heads: Heads, kind: str) -> None:
     check_formula(heads.plain(kind), lambda: heads.load(kind))
 
 
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["deepseek-v3", "glm4-moe", "eagle"])
 def test_the_models_logits_keep_every_bit(heads: Heads, kind: str, dtype: str) -> None:
