@@ -8,8 +8,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 PACKAGES = ("kernels", "common", "prefill_worker", "decode_worker", "router", "benchmarks")
 HEAVY = ("torch", "triton", "transformers", "safetensors")
 

@@ -172,12 +172,12 @@ def located(
             return error.located(as_flag(name, error.value))
     if place := sources.place(cls, error.field, error.value):
         return error.located(place)
-    return with_flag(error)
+    return with_flag(error, (cls,))
 
 
-def with_flag(error: ConfigError) -> ConfigError:
+def with_flag(error: ConfigError, classes: Iterable[type[Config]] = CONFIG_CLASSES) -> ConfigError:
     """Return an error of a setting with its flag in place of the field's name."""
-    if error.is_located or not any(field.name == error.field for cls in CONFIG_CLASSES for field in fields_of(cls)):
+    if error.is_located or not any(field.name == error.field for cls in classes for field in fields_of(cls)):
         return error
     if error.value in ("", (), None):
         return error.located(f"missing --{error.field.replace('_', '-')}")

@@ -128,7 +128,11 @@ def test_a_model_is_named_once() -> None:
         (["serve", "--model"], "option --model needs a value"),
     ],
 )
-def test_errors_are_one_sentence(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_one_sentence(
+    argv: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module in (COMMANDS[argv[0]].module, f"{COMMANDS[argv[0]].module}.__main__"):
+        monkeypatch.delitem(sys.modules, module, raising=False)  # as in a new process
     with pytest.raises(SystemExit) as ended:
         raise SystemExit(main(argv))
     assert ended.value.code == 2

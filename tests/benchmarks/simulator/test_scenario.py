@@ -72,11 +72,11 @@ def test_a_bad_scenario_is_refused(values: dict[str, Any], words: str) -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a file that can be read"):
+    with pytest.raises(ConfigError, match="a readable file"):
         read_scenario(tmp_path / "none.toml")
     for name in ("a.toml", "a.json"):
         (tmp_path / name).write_text("[[[")
-        with pytest.raises(ConfigError, match="a TOML or JSON file"):
+        with pytest.raises(ConfigError, match="a valid TOML or JSON file"):
             read_scenario(tmp_path / name)
 
 

@@ -73,7 +73,7 @@ def test_a_router_in_a_cluster_starts(tmp_path: Path, monkeypatch: pytest.Monkey
     assert config.cluster.url == "https://[fd00::1]:6443"
     assert config.cluster.namespace("", "discovery_namespace") == "serving"
     (tmp_path / "namespace").unlink()
-    with pytest.raises(ConfigError, match="missing --discovery-namespace: must be a namespace, where"):
+    with pytest.raises(ConfigError, match="missing --discovery-namespace: must be a namespace, because"):
         read(RouterConfig, flags, environ={})
     read(RouterConfig, [*flags, "--discovery-namespace", "other"], environ={})
 

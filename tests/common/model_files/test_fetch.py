@@ -147,7 +147,7 @@ def test_the_command_line(
 ) -> None:
     model = downloaded
     assert main(["no-such-model"]) == 1
-    assert "diptych fetch: no model 'no-such-model'" in capsys.readouterr().err
+    assert "diptych fetch: unknown model 'no-such-model'" in capsys.readouterr().err
     monkeypatch.setitem(BUILTIN_MODELS, model.name, model)
     assert main([model.name, "--force"]) == 1
     assert "is not a GGUF file" in capsys.readouterr().err  # fetched, whole, and then not a model

@@ -86,7 +86,7 @@ def test_a_router_of_one_process_has_no_copy(file: Path) -> None:
     assert names(keys) == ["alice"] and not keys.look()
     file.unlink()
     assert not keys.look() and keys.look()
-    with pytest.raises(ConfigError, match="a file that can be read"):
+    with pytest.raises(ConfigError, match="a readable file"):
         keys.read()
     assert names(keys) == ["alice"]
     assert KeySource(RouterConfig(decode=("tcp://a:1",))).ring is None

@@ -245,7 +245,7 @@ async def test_a_changed_key_file_holds_within_two_seconds(start: Any, tools: An
         await until_status(running.http, bearer(ALICE), 401)
         assert (await running.http.get("/v1/models", headers=bearer("alices-other-key-2"))).status_code == 200
         write(keys, entry("alice", "alices-other-key-2"), '[[key]]\nname = "x y"\nkey = "hush-hush-hush-hush"\n')
-        await tools.until(lambda: "refused" in caplog.text)
+        await tools.until(lambda: "rejected" in caplog.text)
         assert "line 5" in caplog.text and "hush" not in caplog.text
         assert (await running.http.get("/v1/models", headers=bearer("alices-other-key-2"))).status_code == 200
         assert await running.metric('diptych_reloads_total{engine="router",model_name="tiny-random",result="ok"') == 1

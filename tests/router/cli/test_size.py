@@ -89,7 +89,7 @@ def test_the_kv_of_a_token_by_a_config(
     assert capsys.readouterr().out == known
     with pytest.raises(SystemExit):
         main([*rest, "--config", str(tmp_path / "none.json")])
-    assert "has no none.json" in capsys.readouterr().err
+    assert "none.json is missing" in capsys.readouterr().err
 
 
 def test_a_window_bounds_what_a_sequence_takes_and_sends() -> None:

@@ -61,11 +61,11 @@ def test_a_file_of_models(tmp_path: Path) -> None:
         ("[[model]]\nmodel='a'\n[[split]]\nname='s'\nweights={a=inf}", "split 1: weights.a must be a number from 0"),
         ("[[model]]\nmodel='a'\nslo_ttft_ms='1 s'", "model 1: slo_ttft_ms must be 0 .* milliseconds"),
         ("[[model]]\nmodel='a'\nslo_tpot_ms=nan", "model 1: slo_tpot_ms must be 0 .* milliseconds"),
-        ("[[model]]\nmodel='a'\nmin_decode=1.5", "model 1: min_decode must be a whole number from 0 to 1024"),
-        ("[[model]]\nmodel='a'\nprice_prefill=0", "model 1: price_prefill must be a number from 0.001"),
+        ("[[model]]\nmodel='a'\nmin_decode=1.5", "model 1: min_decode must be 0 to 1024"),
+        ("[[model]]\nmodel='a'\nprice_prefill=0", "model 1: price_prefill must be 0.001 to"),
         (
             "[[model]]\nmodel='a'\ndecode_deployment='Not/A/Name'",
-            "model 1: decode_deployment must be a name as Kubernetes",
+            "model 1: decode_deployment must be a valid Kubernetes name",
         ),
         ("[[model]]\nmodel='a'\nmax_cost=3", "model 1: max_cost must be one of the fields model, name"),
         ("[[model]\n", "a valid TOML file"),
@@ -104,7 +104,7 @@ def test_one_model_is_what_it_was() -> None:
 def test_several_models_are_named_by_a_file_only() -> None:
     with pytest.raises(ConfigError, match=r"option --model is given 2 times \(a, b\): use --models-file"):
         router_of("--model", "a", "--model=b")
-    with pytest.raises(ConfigError, match="given once: a worker serves one model"):
+    with pytest.raises(ConfigError, match="option --model is given 2 times"):
         read(PrefillWorkerConfig, ["--model", "a", "--model", "b"], environ={})
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 PROGRAM = """
 import asyncio, sys
 from common.config import RouterConfig

@@ -142,7 +142,7 @@ def fields_of(config: ModelConfig) -> dict[str, Any]:
             "Llama",
             {},
             4,
-            "invalid tensor_parallel_size=4: must be 1 or 2 for this model: 6 heads, 2 KV heads and MLPs of 160",
+            "invalid tensor_parallel_size=4: must be 1 or 2 for this model: 6 heads, 2 KV heads and MLP widths 160",
         ),
         (
             *CASES["deepseek-v3"],

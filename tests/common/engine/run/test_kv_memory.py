@@ -80,7 +80,9 @@ def test_steps_are_tried_with_as_many_rows_as_may_be_sampled(tiny: Any, monkeypa
 
 
 def test_no_room_is_refused_with_the_numbers(tiny: Any) -> None:
-    words = r"gpu_memory_utilization=0.5: must be more, .* of 8.00 GiB this worker uses 3.90 GiB, its steps take 0.50"
+    words = (
+        r"gpu_memory_utilization=0.5: must be higher, .* of 8.00 GiB, this worker uses 3.90 GiB, its steps take 0.50"
+    )
     with pytest.raises(ConfigError, match=words):
         found(tiny, PrefillWorkerConfig(**SMALL, max_num_batched_tokens=40), used=3.9)
 
@@ -90,7 +92,9 @@ def test_steps_beyond_the_memory_are_refused_with_the_numbers(tiny: Any, monkeyp
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB\nmore words")
 
     monkeypatch.setattr("common.engine.run.kv_memory.run_every_kind", too_much)
-    words = r"=0.5: must be smaller steps: of 8.00 GiB 7.00 are free .* a step of 40 tokens .*allocate 9 GiB\)$"
+    words = (
+        r"=0.5: must be higher, or use smaller steps: a step of 40 tokens .* 7.00 GiB of 8.00 GiB .*allocate 9 GiB\)$"
+    )
     with pytest.raises(ConfigError, match=words):
         found(tiny, PrefillWorkerConfig(**SMALL, max_num_batched_tokens=40))
 

@@ -67,5 +67,5 @@ def test_too_large_a_cache_is_refused(settings: dict[str, Any], field: str) -> N
     def make() -> ModelRunner:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore words")
 
-    with pytest.raises(ConfigError, match=rf"{field}: must be less.*512 tokens .*2.00 GiB\.\)$"):
+    with pytest.raises(ConfigError, match=rf"{field}: must be lower.*512 tokens .*2.00 GiB\.\)$"):
         warmed_up(make, PrefillWorkerConfig(**settings))

@@ -67,8 +67,8 @@ def test_groups_that_ranks_would_cut_are_refused_where_integers_are_kept(tmp_pat
     with pytest.raises(ConfigError) as refused:
         load_shard(files, shard, Sums(), dtype="float32", device="cpu", quantization="auto")
     assert str(refused.value) == (
-        "invalid tensor_parallel_size=2: must be a number of ranks by which the 96 inputs of "
-        "model.layers.0.mlp.down_proj.weight fall into whole groups of 32; or --quantization none"
+        "invalid tensor_parallel_size=2: must be a number of ranks that divides the 96 inputs of "
+        "model.layers.0.mlp.down_proj.weight into whole groups of 32; or --quantization none"
     )
     config, source = open_model(files)
     as_on_gpus = ShardedSource(source, config, shard, Quantization.NONE)
