@@ -287,9 +287,9 @@ def test_names_are_looked_up(pods: Pods) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--discovery", "kubernetes", "--decode-services", "d"], "kubernetes_api='': must be"),
-        (["--discovery", "dns", "--decode-services", "d"], "decode_services='d': must be HOST:PORT"),
-        (["--decode-services", "d"], "discovery='static': must be"),
+        (["--discovery", "kubernetes", "--decode-services", "d"], "missing --kubernetes-api: must be"),
+        (["--discovery", "dns", "--decode-services", "d"], "invalid --decode-services d: must be HOST:PORT"),
+        (["--decode-services", "d"], "invalid --discovery static: must be"),
     ],
 )
 def test_a_discovery_that_cannot_work_is_refused(flags: list[str], said: str, tmp_path: Path) -> None:
