@@ -64,6 +64,16 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog=prog, allow_abbrev=False, **options)
 
+    def format_help(self) -> str:
+        """Return the help with a usage line of positional arguments only, because options are listed below it."""
+        if self.usage is None:
+            names = (
+                f" [{one.metavar or one.dest}]" if one.nargs == "?" else f" {one.metavar or one.dest}"
+                for one in self._get_positional_actions()
+            )
+            self.usage = "%(prog)s [options]" + "".join(names)
+        return super().format_help()
+
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: {usage_error(message, self._option_string_actions, self.prog)}", file=sys.stderr)
         raise SystemExit(2)

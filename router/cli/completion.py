@@ -29,7 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="\n".join(("Usage:", *(f"  {line}" for line in lines.values()))),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("shell", choices=SHELLS, help="shell that evaluates the code")
+    parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
     return parser
 
 

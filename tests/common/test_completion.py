@@ -53,7 +53,7 @@ def test_each_shell_gets_its_code(shell: str, capsys: pytest.CaptureFixture[str]
 def test_another_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["tcsh"])
-    assert capsys.readouterr().err == "diptych completion: invalid shell tcsh: must be one of bash, zsh, fish\n"
+    assert capsys.readouterr().err == "diptych completion: invalid SHELL tcsh: must be one of bash, zsh, fish\n"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
