@@ -19,7 +19,7 @@ class RankHostConfig(ProcessConfig):
     section: ClassVar[str] = "rank_host"
     env_prefix: ClassVar[str] = "RANK_HOST"
     about: ClassVar[str] = (
-        "Run the processes of a worker with --rank-hosts on an additional host, with the devices and paths of the worker. "
+        "Run the processes of a worker with --rank-hosts on an additional host. "
         "After the worker exits, this process waits for the next one at the same address."
     )
     examples: ClassVar[tuple[tuple[str, str], ...]] = (
