@@ -102,6 +102,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	$(BIN)/python tests/phrases.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -26,8 +26,8 @@ from decode_worker.drafting.drafter import DraftCache, Drafter
 from decode_worker.drafting.head_drafter import HeadDrafter
 from decode_worker.drafting.model_drafts import TokenDrafter
 from decode_worker.engine import DecodeEngine, DecodeLimits
-from decode_worker.grants import IncomingTransfers, TransferEnds
 from decode_worker.handover import HANDOVER_TIMEOUT_S
+from decode_worker.incoming_transfers import IncomingTransfers, TransferEndpoints
 from decode_worker.pipeline import DecodeModel, Launcher
 from decode_worker.scheduler import DecodeScheduler
 
@@ -110,7 +110,7 @@ class DecodeDuty(Duty):
             ),
             scheduler,
             self._model(loaded, hidden),
-            TransferEnds(transfers, sender),
+            TransferEndpoints(transfers, sender),
             self.parts.metrics,
             EngineParts(grammars, tiers, loaded.adapters, peers, hidden),
         )

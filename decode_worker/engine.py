@@ -12,13 +12,13 @@ from common.engine.sampling import UNSAMPLED, separate
 from common.engine.sequences import NO_PARTS, EngineParts, RequestEngine
 from common.engine.transfer import TransferAdvanced, TransferCompleted, TransferEnded, TransferFailed, TransferOpened
 from common.engine.worker import EngineConfig, EngineStatus, RequestReceived, Send, WorkerMetrics
-from common.grammar import unsampled
+from common.grammar import sampling_failure
 from common.latency import Links, StepShape
 from common.wire import SampledToken
 from common.wire.messages import DecodeRequest, HandOver, Message, ResetPrefixCache
-from decode_worker.drafting.model_drafts import DraftBounds
-from decode_worker.grants import TransferEnds
+from decode_worker.drafting.model_drafts import DraftLimits
 from decode_worker.handover import HANDOVER_TIMEOUT_S, Handovers
+from decode_worker.incoming_transfers import TransferEndpoints
 from decode_worker.pace import StepPace, TokenGaps
 from decode_worker.pipeline import DecodeModel, Pipeline, StepInFlight, by_chunk
 from decode_worker.remote_prefill import RemotePrefills
@@ -48,8 +48,7 @@ class DecodeLimits:
 
 
 class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
-    """Decode engine. Owns the block pool (through its scheduler) and the model. The KV receiver writes only lent
-    blocks."""
+    """Decode engine. Owns the model, and the block pool through its scheduler. The KV receiver borrows blocks."""
 
     role = "decode"
     scheduler: DecodeScheduler
@@ -63,7 +62,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         limits: DecodeLimits,
         scheduler: DecodeScheduler,
         model: DecodeModel,
-        transfers: TransferEnds,
+        transfers: TransferEndpoints,
         metrics: WorkerMetrics,
         parts: EngineParts = NO_PARTS,
     ) -> None:
@@ -93,7 +92,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         )
         self._pipeline = Pipeline(scheduler, model.launcher, parts.hidden)
         self._masks = StepMasks(rules, self._grammars)
-        bounds = DraftBounds(limits.max_draft_tokens, scheduler.max_num_seqs, scheduler.goal)
+        bounds = DraftLimits(limits.max_draft_tokens, scheduler.max_num_seqs, scheduler.goal)
         self._speculation = Speculation(rules, bounds, model.drafter)
         self._pace, self._gaps = StepPace(scheduler.goal), TokenGaps(scheduler.goal)
         self._completed_at = 0.0
@@ -368,7 +367,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
                 if place:  # report the preceding tokens first
                     self._reports.add(sequence)
                     self._reports.flush()
-                self._fail(sequence, *unsampled(sequence.params, sequence.constraint, "decode"), retryable=False)
+                self._fail(sequence, *sampling_failure(sequence.params, sequence.constraint, "decode"), retryable=False)
                 return place
             if place:
                 self.scheduler.accept(sequence)

@@ -123,11 +123,10 @@ class Handovers:
                 self._pause(handover, now)
 
     def stepped(self) -> None:
-        """After a step, pass full blocks to the sender, and end hand-overs that outgrew their blocks without a
-        grant."""
+        """After a step, send full blocks, and end hand-overs that outgrew their blocks without a grant."""
         for handover in list(self._by_key.values()):
             sequence = handover.sequence
-            if not handover.granted and self._outruns(handover):
+            if not handover.granted and self._exceeds_room(handover):
                 self._stay(handover, f"the target granted no blocks before the request outgrew {handover.room} blocks")
             elif sequence.status is RequestStatus.RUNNING and self._num_full(sequence) > handover.num_ready:
                 handover.num_ready = self._num_full(sequence)
@@ -164,7 +163,7 @@ class Handovers:
         self.cancel(sequence, "superseded by another hand-over")
         room = self._scheduler.blocks_for(num_known + order.num_reserved_tokens)
         handover = Handover(sequence, order, num_known, room, now, self._num_full(sequence))
-        if self._outruns(handover):
+        if self._exceeds_room(handover):
             return f"the request has {sequence.num_tokens} tokens, more than fit in {room} blocks"
         self._by_key[handover.key], self._keys[order.request_id] = handover, handover.key
         first_block = self._scheduler.window.first_block(sequence.num_computed - sequence.num_pending)
@@ -214,7 +213,7 @@ class Handovers:
         log.info(
             "request %s stays on this worker, hand-over to %s failed: %s",
             handover.order.request_id,
-            handover.order.target,
+            handover.order.target.worker_id,
             reason,
         )
         sequence = handover.sequence
@@ -236,7 +235,7 @@ class Handovers:
         handover = self._by_key.get(self._keys.get(sequence.request_id, ("", 0)))
         return handover if handover is not None and handover.sequence is sequence else None
 
-    def _outruns(self, handover: Handover) -> bool:
+    def _exceeds_room(self, handover: Handover) -> bool:
         """Whether the sequence, including steps in flight, has more tokens than the target's blocks."""
         return handover.sequence.num_at_most > handover.room * self._scheduler.block_size
 

@@ -135,8 +135,7 @@ class Pipeline:
             step.sample(self._rows(chunks, masks))
 
     def complete(self, step: StepInFlight) -> list[Sequence[SampledToken]]:
-        """Wait for a step. Return the tokens of each chunk's rows, none for ended sequences. Raises the device's
-        error."""
+        """Wait for a step. Return the tokens by chunk, none for ended sequences. Raises the device's error."""
         if self.in_flight is step:
             self.in_flight = None
         try:

@@ -90,8 +90,7 @@ class DecodeReports(Reports):
         sequence.num_reported += len(new)
 
     def report_prompt_logits(self, sequence: DecodeSequence, start: int, logits: Tensor) -> None:
-        """Queue log probabilities of the prompt tokens after `start`. `logits` are those of the tokens from `start`
-        on."""
+        """Queue log probabilities of the prompt tokens after `start`, from the `logits` of those from `start` on."""
         prompt = sequence.token_ids[: sequence.num_request_tokens]
         found = chunk_logprobs(logits, prompt, start, sequence.params.prompt_logprobs)
         self.report_prompt_logprobs(sequence, start, found)
@@ -108,8 +107,8 @@ class DecodeReports(Reports):
             decode_s=now - sequence.first_token_at,
             num_preemptions=sequence.num_preemptions,
             transfer_bytes=sequence.transfer_bytes,
-            num_drafts=sequence.tally.num_drafts,
-            num_draft_tokens=sequence.tally.num_tokens,
-            accepted_places=tuple(sequence.tally.accepted),
+            num_drafts=sequence.draft_stats.num_drafts,
+            num_draft_tokens=sequence.draft_stats.num_tokens,
+            accepted_places=tuple(sequence.draft_stats.accepted),
         )
         self.add(sequence, reason, timeline)

@@ -101,8 +101,7 @@ class DecodeRules(RequestRules):
     def received_tokens(
         self, sequence: DecodeSequence, done: KVDone, *, num_blocks: int, window: Window
     ) -> list[SampledToken]:
-        """Return the tokens that came with `num_blocks` blocks of KV, which must cover the window except the last
-        token.
+        """Return the tokens received with `num_blocks` blocks, which must cover the window except the last token.
 
         Raises WireError.
         """

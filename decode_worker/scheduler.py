@@ -29,8 +29,7 @@ class DecodeChunk(NamedTuple):
     """Compute `num_tokens` tokens of `sequence` from `start` on, and sample if they include its last token.
 
     With `all_logits`, logits of all tokens are kept for prompt log probabilities. A single token may have a `draft`:
-    the
-    step computes its tokens as if they were the sequence's, and samples after each.
+    the step computes its tokens as if they were the sequence's, and samples after each.
     """
 
     sequence: DecodeSequence
@@ -209,10 +208,8 @@ class DecodeScheduler(DecodeQueue):
         """Return the next step. Granted sequences own blocks for their whole prompt from now on.
 
         `model` predicts step times for the order of prompts (`prompt_order`). `withdraw` revokes the blocks of a
-        sequence
-        from any transfer or read before it is preempted. `restore` may start to read blocks of a prompt that is
-        computed
-        here; none of it is computed while its `read` is in progress.
+        sequence from any transfer or read before it is preempted. `restore` may start to read blocks of a prompt that
+        is computed here; none of it is computed while its `read` is in progress.
         """
         self._now = now
         self.batch_cap = batch_cap(model, self._mean_context, self.goal, self.max_num_seqs, self._usual_num_seqs)
@@ -353,7 +350,7 @@ class DecodeScheduler(DecodeQueue):
         Preempts the lowest priority first, and the youngest among equals.
         """
         preempted: list[DecodeSequence] = []
-        for sequence in sorted(filter(self._num_missing, self.running), key=_last_to_go):
+        for sequence in sorted(filter(self._num_missing, self.running), key=_preemption_key):
             while sequence.status is RequestStatus.RUNNING:
                 missing = self._num_missing(sequence)
                 if not missing:
@@ -361,7 +358,7 @@ class DecodeScheduler(DecodeQueue):
                 if missing <= self.pool.num_available:
                     sequence.blocks += self.pool.allocate(missing)
                     break
-                victim = max(self.running, key=_last_to_go)
+                victim = max(self.running, key=_preemption_key)
                 withdraw(victim)
                 self._preempt(victim)
                 preempted.append(victim)
@@ -416,6 +413,6 @@ def _position(sequence: DecodeSequence) -> int:
     return sequence.num_computed - sequence.num_pending
 
 
-def _last_to_go(sequence: DecodeSequence) -> tuple[int, float]:
+def _preemption_key(sequence: DecodeSequence) -> tuple[int, float]:
     """Sort key of preemption: highest priority first, and oldest first among equals. The last is preempted."""
     return (-sequence.priority, sequence.accepted_at)

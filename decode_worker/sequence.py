@@ -12,12 +12,12 @@ from common.engine.sequences import WorkerSequence
 from common.engine.transfer import SenderMemory
 from common.wire import SampledToken, TokenLogprobs
 from common.wire.messages import DecodeRequest, KVOpen
-from decode_worker.drafting.draft_tokens import DraftTally, Lookup
+from decode_worker.drafting.draft_tokens import DraftStats, PromptLookup
 
 if TYPE_CHECKING:  # loads torch, which simulations do not need
     from common.engine.sampling import TokenCounts
 
-AGE_OF_A_LEVEL_S = 2.0
+PRIORITY_LEVEL_S = 2.0
 """Seconds of waiting that one level of priority is worth. Every sequence eventually gets its turn."""
 
 
@@ -43,15 +43,12 @@ class DecodeSequence(WorkerSequence):
     """A request from reservation to its last token.
 
     Steps in flight are sampling `num_pending` more tokens. Their KV counts as computed, because only later steps read
-    it.
-    Such a step may yield `num_drafted` more tokens. A step in flight that `deferred` the sequence samples nothing for
-    it;
-    its last token is computed again. Rows from `plain_from` tokens on are sampled from parameters and position only
-    (infinity: never).
+    it. Such a step may yield `num_drafted` more tokens. A step in flight that `deferred` the sequence samples nothing
+    for it; its last token is computed again. Rows from `plain_from` tokens on are sampled from parameters and position
+    only (infinity: never).
 
     Announced KV starts with block `first_block`; earlier blocks are outside of the model's window. Younger requests
-    that
-    were admitted while it waits for blocks own `num_passing_blocks`.
+    that were admitted while it waits for blocks own `num_passing_blocks`.
 
     With prompt log probabilities, the router has those of the first `num_logprobs_sent` tokens. Output token i (from
     `num_prompt_tokens` on) is reported to the router once; `num_reported` counts those of the current attempt.
@@ -83,8 +80,8 @@ class DecodeSequence(WorkerSequence):
     transfer_bytes: int = 0
     clock_offset_s: float = 0.0
     counts: TokenCounts | None = None
-    lookup: Lookup | None = None
-    tally: DraftTally = field(default_factory=DraftTally)
+    lookup: PromptLookup | None = None
+    draft_stats: DraftStats = field(default_factory=DraftStats)
 
     def __post_init__(self) -> None:
         WorkerSequence.__post_init__(self)  # `super()` fails in a dataclass with slots
@@ -95,12 +92,11 @@ class DecodeSequence(WorkerSequence):
     @property
     def rank(self) -> float:
         """Sort key in the queue for blocks, lowest first: arrival time, minus a bonus for priority."""
-        return self.accepted_at - AGE_OF_A_LEVEL_S * self.priority
+        return self.accepted_at - PRIORITY_LEVEL_S * self.priority
 
     @property
     def num_announced_tokens(self) -> int:
-        """Tokens whose KV may arrive. In a hand-over, includes tokens that the other worker samples during the
-        transfer."""
+        """Tokens whose KV may arrive. In a hand-over, includes those that the other worker samples until then."""
         return self.num_request_tokens + self.request.num_reserved_tokens
 
     @property
@@ -170,8 +166,7 @@ class DecodeSequence(WorkerSequence):
         return self.num_tokens > self.num_request_tokens
 
     def is_continued_by(self, request: DecodeRequest) -> bool:
-        """Whether `request` is another attempt at the same work. Never with prompt log probabilities, which would be
-        lost."""
+        """Whether `request` is another attempt at this one. False with prompt logprobs, which would be lost."""
         mine = self.request
         if mine.params.prompt_logprobs >= 0:
             return False

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from common.engine.kv import BlockCounts
 from common.engine.sequences import Knob
-from decode_worker.drafting.draft_tokens import FORCED, NOTHING, Draft, HitRates, Lookup, num_accepted
-from decode_worker.drafting.model_drafts import MOST_SEQUENCES, DraftBounds, ModelDrafts
-from decode_worker.drafting.row_costs import LEAST_CHANCE, RowCosts
+from decode_worker.drafting.draft_tokens import FORCED, NOTHING, AcceptanceRates, Draft, PromptLookup, num_accepted
+from decode_worker.drafting.model_drafts import MAX_MODEL_SEQUENCES, DraftLimits, ModelDrafts
+from decode_worker.drafting.row_costs import MIN_CHANCE, RowCosts
 from decode_worker.rules import DecodeRules
 from decode_worker.scheduler import DecodeChunk
 from decode_worker.sequence import DecodeSequence
@@ -27,15 +27,15 @@ MAX_SEQUENCES = 32
 class Speculation:
     """Drafts tokens for the sequences of one engine, and learns their acceptance rates."""
 
-    def __init__(self, rules: DecodeRules, bounds: DraftBounds, drafter: TokenDrafter | None = None) -> None:
+    def __init__(self, rules: DecodeRules, bounds: DraftLimits, drafter: TokenDrafter | None = None) -> None:
         self._rules, self._goal = rules, bounds.goal
         self._max_tokens, self._max_rows = bounds.max_tokens, bounds.max_rows
-        self._rates, self._costs = HitRates(), RowCosts()
+        self._rates, self._costs = AcceptanceRates(), RowCosts()
         self._knob = Knob(0, "cost" if bounds.max_tokens else "bound")
         self._model: ModelDrafts | None = None
         if drafter is not None and bounds.max_tokens:
             self._model = ModelDrafts(drafter, rules, bounds, self._rates, self._costs)
-        self._most_sequences = MAX_SEQUENCES if self._model is None else MOST_SEQUENCES
+        self._most_sequences = MAX_SEQUENCES if self._model is None else MAX_MODEL_SEQUENCES
 
     @property
     def knobs(self) -> Mapping[str, Knob]:
@@ -62,8 +62,7 @@ class Speculation:
         return self._model.counts if self._model is not None else BlockCounts(0, 0, 0)
 
     def wants_tokens(self, running: Sequence[DecodeSequence]) -> bool:
-        """Whether the next step should start from known tokens, because a model may draft or a grammar may force
-        some."""
+        """Whether the next step should start from known tokens, so that a model drafts or a grammar forces some."""
         if self._model is not None and self._model.wants_tokens(running):
             return True
         is_possible = self._max_tokens and len(running) <= min(MAX_SEQUENCES, self._max_rows - 1)
@@ -97,7 +96,7 @@ class Speculation:
             (-chance, place, index)
             for index, draft in enumerate(drafts)
             for place, chance in enumerate(self._rates.chances(draft))
-            if chance >= LEAST_CHANCE
+            if chance >= MIN_CHANCE
         )
         del candidates[self._max_rows - len(chunks) :]
         taken = [0] * len(chunks)
@@ -118,7 +117,7 @@ class Speculation:
         draft = chunk.draft
         count = num_accepted(draft, sampled)
         if draft.token_ids:
-            chunk.sequence.tally.add(len(draft.token_ids), count)
+            chunk.sequence.draft_stats.add(len(draft.token_ids), count)
             seen = chunk.sequence.token_ids[chunk.start + 1 - len(draft.unseen) : chunk.start + 1]
             self._rates.learn(draft, [*seen, *sampled[: count + 1]])
         return count
@@ -181,7 +180,7 @@ class Speculation:
         if forced:
             draft = Draft(tuple(forced), (), (FORCED,) * len(forced))
         else:
-            sequence.lookup = sequence.lookup or Lookup()
+            sequence.lookup = sequence.lookup or PromptLookup()
             draft = sequence.lookup.draft_for(sequence.token_ids, sequence.num_pending, num_tokens)
             draft = draft.first(self._rules.num_possible(sequence, draft.token_ids))
         return draft.first(room(sequence, len(draft.token_ids))) if draft.token_ids else NOTHING

@@ -1,32 +1,32 @@
-"""Tensors in, tensors out: the operations that models are made of, chosen by the device that the tensors are on.
+"""Tensor operations of models, dispatched by the device of their tensors.
 
-    QuerySpan, KVLayout, plan_attention     once a step: what every layer's attention shares
-    StepPlan, fill_rows                     the same of a recorded step, whose rows the device fills
+    QuerySpan, KVLayout, plan_attention     attention plan of a step, shared by all layers
+    StepPlan, fill_rows                     plan of a recorded step, whose rows are filled on the device
     rotate_and_write                        q/k norm, rotary embedding, new keys and values into the cache
     write_latents                           latents into the cache, and whole queries for attention over them
-    HeadLinear                              what takes each head's rows into the latents' space, and out of it
+    HeadLinear                              per-head projections to and from latents
     paged_attention                         softmax(scale * q.k) v over the blocks of the cache
     sample                                  from logits to tokens, without leaving the device
     gather_blocks, scatter_blocks           KV blocks to and from a transfer buffer, in 8 bits if wanted
     block_sums                              checksums of KV blocks by their device
     rms_norm, add_rms_norm, gated           the element-wise steps between the matrix products
     Linear, GatedLinear, QuantisedWeight    matrix products with fixed weights, dense or of 8 to 4 bits
-    LoraSite, LoraRows, LoraChange          what the adapters of rows add to such products
-    route, Experts                          which MLPs a row uses, and their products, grouped by MLP
-    Embedding                               rows of a table, which the head of a tied model may hold
+    LoraSite, LoraRows, LoraChange          LoRA adapters for such products
+    route, Experts                          expert routing, and products grouped by expert
+    Embedding                               table lookup; may share the packed table of a tied head
     record, ProgramRecorder, Program        a whole forward pass as one native call
-    share_cores                             how many threads that call may use while others compute too
+    share_cores                             limits the threads of that call while other workers compute
 
 KV caches are `[num_blocks, num_layers, num_kv_heads, block_size, 2 (K, V), head_dim]`, contiguous, with 1 in place of 2
 where they hold latents.
 
-    interface   the operations with their shapes, and the data that they take
-    plain       every device: torch, where there is nothing faster; `reference`, slow and obvious, for tests
-    cpu         C++ that reads blocks in place, from `native`: a wheel's for this CPU, or compiled at first use
+    interface   operations, their shapes and data types
+    plain       plain torch for every device, used if there is nothing faster; `reference`: slow versions for tests
+    cpu         C++ kernels from `native` that read blocks in place; shipped in wheels, or compiled at first use
     gpu         Triton kernels for CUDA devices
-    agreement   every kernel of a device beside plain torch, at the shapes of one model; nothing else imports it
+    agreement   comparison of a device's kernels with plain torch at the shapes of one model; not imported elsewhere
 
-A backend for another device implements `backends.Backend` and is named in `backends.look_up`.
+To add a backend, implement `backends.Backend` and select it in `backends.look_up`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which backend computes on a type of device. Nothing else chooses one, or asks for Triton or the native kernels."""
+"""Selection of the backend for a device type. No other module checks for Triton or the native kernels."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ logger = logging.getLogger(__name__)
 
 
 class Backend(Kernels, Protocol):
-    """All that a type of device computes with: its operations, and the products for weights that it keeps its own way.
+    """Backend of a device type: operations, and products with weights in a device-specific form.
 
-    Where it has neither kind of products, torch multiplies.
+    Without either kind of products, torch is used.
     """
 
     @property
     def packing(self) -> NativeBackend | None:
-        """Products with weights in the order in which its kernels read them: a CPU's."""
+        """Products with packed weights, on a CPU; else None."""
         ...
 
     @property
     def products(self) -> HeldProducts | None:
-        """Products with weights as they are held: a GPU's, whose steps run by themselves and can be recorded."""
+        """Products with stored weights, on a GPU whose steps run asynchronously and can be captured; else None."""
         ...
 
 
 FOUND: dict[str, Backend] = {}
-"""By device type, once looked up. Tests and dry runs put others here before anything is computed."""
+"""Backends by device type, cached. Tests and dry runs insert others before the first computation."""
 
 
 def backend(kind: str) -> Backend:
@@ -43,7 +43,7 @@ def backend(kind: str) -> Backend:
 
 
 def look_up(kind: str) -> Backend:
-    """Native on "cpu", Triton on "cuda", plain torch elsewhere or where these cannot run."""
+    """Return the native backend for "cpu", Triton for "cuda", and plain torch otherwise or if these cannot run."""
     if kind == "program":
         return RecordedKernels()
     if kind == "cpu":
@@ -56,22 +56,22 @@ def look_up(kind: str) -> Backend:
     except ImportError as error:
         missing = f"Triton ({error})"
     if missing:
-        logger.warning("kernels of %s: plain torch, several times slower, for want of %s", kind, missing)
+        logger.warning("kernels of %s: plain torch (several times slower), missing %s", kind, missing)
         return plain_backend
     logger.info("kernels of %s: Triton", kind)
     return found
 
 
 def prepare(kind: str) -> None:
-    """Compiles or loads the kernels of a device type; else the first call of one does."""
+    """Compile or load the kernels of a device type, which otherwise happens at the first call."""
     backend(kind)
 
 
 def has_own_kernels(kind: str) -> bool:
-    """Whether this device type has more than plain torch."""
+    """Return whether this device type has a backend other than plain torch."""
     return backend(kind) is not plain_backend
 
 
 def has_device_kernels(kind: str) -> bool:
-    """Whether its kernels run by themselves, behind the host, and steps of them can be recorded."""
+    """Return whether the kernels run asynchronously to the host, and steps can be captured."""
     return backend(kind).products is not None

@@ -1,18 +1,18 @@
-"""KV blocks into and out of a contiguous transfer buffer, as they are or as 8-bit numbers.
+"""Copies of KV blocks to and from a contiguous transfer buffer, either unchanged or quantised to 8 bits.
 
-A block in a buffer is one row of bytes. As it is, those are the block's own. Quantised, they are
+A block in a buffer is one row of bytes. Without quantisation, these are the bytes of the block. Quantised, they are
 
     e4m3 [layer][kv_head][slot][K|V][head_dim], float32 scales [layer][kv_head][K|V], zeros up to a multiple of 16 bytes
 
-(of latents there is one kind of numbers and one scale in place of K|V)
+(latents have no K|V dimension)
 
-and a number is its e4m3 times its scale. A scale is the largest magnitude that it serves / 448, and at least 2^-100.
-All backends write the same bytes. Every number of a block must be finite, those in unused slots included.
+and an element's value is its e4m3 times its scale. A scale is the largest magnitude in its range / 448, and at least
+2^-100. All backends write the same bytes. All elements of a block must be finite, including those in unused slots.
 
-A block's sum is that of its words of 8 bytes, each with its place mixed into all 64 bits (degski's mixing of 64 bits:
-two rounds of x ^= x >> 32, x *= 0xD6E8FEB86659FD93, and one more shift; the word at place i begins as
-w + (i + 1) * 0x9E3779B97F4A7C15). Additions may come in any order, so a GPU takes it in parallel, to the same number as
-a processor. It finds bytes that chance or another request wrote; it is no defence against someone who looks for others.
+The sum of a block is the sum of its 8-byte words, each mixed with its index (degski's 64-bit mixer: two rounds of
+x ^= x >> 32, x *= 0xD6E8FEB86659FD93, and a final shift; the word at index i starts as
+w + (i + 1) * 0x9E3779B97F4A7C15). Additions commute, so a GPU computes the same sum in parallel as a CPU. The sum
+detects accidental corruption, such as writes by another request; it does not protect against deliberate collisions.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from kernels.backends import backend
 from kernels.interface.host_copies import ALIGN_BYTES
 
 WORD_BYTES = 8
-"""Of the words that a block's sum adds up."""
+"""Size of the words that a block sum adds."""
 
 
 def wire_bytes(kv: Tensor, *, quantised: bool = False) -> int:
-    """Bytes that one block of this cache takes in a transfer buffer."""
+    """Return the size of one block of this cache in a transfer buffer, in bytes."""
     shape = kv.shape[1:]
     if not quantised:
         return math.prod(shape) * kv.dtype.itemsize
@@ -74,7 +74,7 @@ def block_sums(kv: Tensor, block_ids: Tensor, *, out: Tensor | None = None) -> T
 
 
 def _check(buffer: Tensor, kv: Tensor, block_ids: Tensor, quantised: bool) -> None:
-    """ValueError unless `buffer` is contiguous uint8 [n, wire_bytes] and kv can be quantised, if it is to be."""
+    """Raise ValueError unless `buffer` is contiguous uint8 [n, wire_bytes] and `kv` supports `quantised`."""
     expected = [block_ids.shape[0], wire_bytes(kv, quantised=quantised)]
     if buffer.dtype != torch.uint8 or list(buffer.shape) != expected or not buffer.is_contiguous():
         raise ValueError(f"the buffer is {buffer.dtype} {list(buffer.shape)}, expected contiguous uint8 {expected}")

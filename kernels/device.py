@@ -52,7 +52,7 @@ def unsupported(index: int) -> str:
 
 
 def missing_to_launch() -> str:
-    """What this machine lacks for Triton to build its launchers, or "": Triton itself fails only in the first step."""
+    """Return what is missing to build Triton's launchers, or "". Triton itself would fail only in the first step."""
     try:
         import triton
     except ImportError as error:
@@ -73,7 +73,7 @@ def too_large(error: BaseException) -> str:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Makes `device` the current one of this thread, which kernels are launched on."""
+    """Make `device` the current device of this thread, on which kernels are launched."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

@@ -1,4 +1,4 @@
-"""The public operations, each sent to the backend of the device that its tensors are on."""
+"""Public operations, dispatched to the backend of their tensors' device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of a table for token ids; a tied model's head may hold the table in an order of its own."""
+"""Embedding lookup. The head of a tied model may store the table in packed form."""
 
 from __future__ import annotations
 

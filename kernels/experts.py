@@ -1,4 +1,4 @@
-"""Gated MLPs of which each row uses a few: routing, and the products grouped by expert."""
+"""Mixture of experts: routing, and products grouped by expert."""
 
 from __future__ import annotations
 
@@ -26,24 +26,23 @@ class Expert(NamedTuple):
 
 
 def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """The experts of each row of float32 logits [T, experts], the best first, int64, and their shares, float32.
+    """Select the experts of each row of float32 logits [T, experts].
 
-    Both are [T, per_token].
+    Returns expert ids, int64, best first, and their shares (weights), float32. Both are [T, per_token].
     """
     return backend(logits.device.type).route(logits, routing)
 
 
 def add_gated(x: Tensor, other: Tensor, gates: Tensor | None) -> Tensor:
-    """x + other * sigmoid(gates) of [T, width] and gates float32 [T, 1]; without gates x + other."""
+    """Return x + other * sigmoid(gates), or x + other without gates. x, other [T, width]; gates float32 [T, 1]."""
     return backend(x.device.type).add_gated(x, other, gates)
 
 
 class Experts:
     """out[t] = sum of shares[t, j] * expert chosen[t, j] of x[t].
 
-    On a CPU each expert's matrices are packed as `Linear` packs them, so a row's result is the same in every batch.
-    On a GPU with kernels quantised weights stay so, where those of all experts are alike; `batch_invariant` as `Linear`
-    has it.
+    On a CPU, each expert's matrices are packed as in `Linear`, and results do not depend on the batch. On a GPU with
+    kernels, weights stay quantised if all experts use the same format. `batch_invariant` as in `Linear`.
     """
 
     def __init__(self, experts: Sequence[Expert], *, dtype: torch.dtype, batch_invariant: bool = False) -> None:
@@ -72,16 +71,16 @@ class Experts:
 
     @property
     def by_device(self) -> bool:
-        """Whether the device's own kernels multiply by them."""
+        """Whether the device kernels perform the products."""
         return self._products is not None
 
     @property
     def kind(self) -> str:
-        """How the weights of gate and up are kept, in words, where they are used `by_device`."""
+        """Describe the format of the gate and up weights. Only available if `by_device`."""
         return self._gate_up.kind if isinstance(self._gate_up, HeldWeight) else "floats"
 
     def expert(self, index: int) -> Expert:
-        """The weights of one expert in the model's dtype, where they are used `by_device`."""
+        """Return the weights of one expert in the model's dtype. Only available if `by_device`."""
         gate_up, down = (_one_of(stack, index, self.dtype) for stack in (self._gate_up, self._down))
         gate_up_bias, down_bias = (None if b is None else b[index] for b in (self._gate_up_bias, self._down_bias))
         return Expert(gate_up, down, gate_up_bias, down_bias)
@@ -103,7 +102,7 @@ class Experts:
 
 
 def _stacked(parts: Sequence[Weight], dtype: torch.dtype) -> Tensor | HeldWeight:
-    """The weights of all experts as one: quantised where all are, and alike."""
+    """Stack the weights of all experts. The result is quantised if all use the same quantised format."""
     first = parts[0]
     if isinstance(first, QuantisedWeight):
         alike = [part for part in parts if isinstance(part, QuantisedWeight) and part.matches(first)]
@@ -114,7 +113,7 @@ def _stacked(parts: Sequence[Weight], dtype: torch.dtype) -> Tensor | HeldWeight
 
 
 def _biases(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Those of all experts as one; None where there are none."""
+    """Stack the biases of all experts; None without biases."""
     found = [part for part in parts if part is not None]
     return torch.stack(found).contiguous() if found else None
 

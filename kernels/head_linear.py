@@ -1,4 +1,4 @@
-"""Products of each head's rows with weights of its own: they take queries to latents, and sums of latents to values."""
+"""Per-head matrix products, which map queries to latents, and sums of latents to values."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kernels.linear import Linear
 class HeadLinear:
     """y[h] = x[h] W[h]^T for each head h, of W [heads, out, in] in the model's dtype.
 
-    On a CPU each head's weights are packed as `Linear` packs them: a row's result is the same in every batch. So it is
-    on a GPU with kernels if it is to be `batch_invariant`.
+    On a CPU, each head's weights are packed as in `Linear`, and results do not depend on the batch. On a GPU with
+    kernels, `batch_invariant` has the same effect.
     """
 
     def __init__(self, weight: Tensor, *, batch_invariant: bool = False) -> None:
@@ -34,17 +34,17 @@ class HeadLinear:
 
     @property
     def by_device(self) -> bool:
-        """Whether the device's own kernels multiply by it."""
+        """Whether the device kernels perform the product."""
         return self._products is not None
 
     @property
     def weight(self) -> Tensor:
-        """[heads, out, in], where the device's own kernels multiply by it."""
+        """Weights [heads, out, in]. Only available if `by_device`."""
         assert self.by_device and self._stacked is not None
         return self._stacked
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, heads * n] to [T, heads * out], of the first `in` of each head's n numbers."""
+        """Multiply the first `in` of each head's n elements of x [T, heads * n]. Returns [T, heads * out]."""
         if isinstance(x, Slot):
             return x.recorder.head_linear(x, self._packed, self.num_heads)
         if self._products is not None and self._stacked is not None:

@@ -27,8 +27,8 @@ from kernels.interface.held_weight import HeldWeight
 from kernels.interface.quantised_weight import QuantisedWeight
 from kernels.lora import LoraChange
 
-# By AMX oneDNN sums a row in an order that depends on the rows beside it (torch 2.13, Sapphire Rapids), by AVX-512 it
-# does not. It reads this once, before its first product.
+# With AMX, oneDNN's summation order depends on the other rows (torch 2.13, Sapphire Rapids); with AVX-512 it does not.
+# oneDNN reads this variable once, before its first product.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 PACKED_FOR_ROWS = 32  # any number serves all batch sizes; this one picks oneDNN's blocked layout
@@ -38,14 +38,14 @@ Weight = Tensor | QuantisedWeight
 class Linear:
     """y = x W^T + b for W [out, in] in the model's dtype, or quantised to 8 to 4 bits.
 
-    On a CPU it packs the weights for our own kernels, or for oneDNN where those cannot be built: a row's result is the
-    same in every batch. It keeps only the packed copy, which `weight` unpacks. On a GPU with kernels quantised weights
-    stay `held`, and are widened as they are read. Where no kernel multiplies them it dequantises them to `dtype`. There
-    `batch_invariant` makes a row's result the same in every batch, as on a CPU, at the price of slower products.
+    On a CPU, weights are packed for the native kernels, or for oneDNN if these cannot be built, and results do not
+    depend on the batch. Only the packed copy is kept; `weight` unpacks it. On a GPU with kernels, quantised weights
+    stay quantised in `held` and are widened when read. Without kernels for them, they are dequantised to `dtype`. On a
+    GPU, `batch_invariant` makes results independent of the batch, at the cost of slower products.
     """
 
     alternates: ClassVar[bool] = False
-    """Whether rows of both halves of W lie side by side where they are packed."""
+    """Whether packing interleaves the rows of both halves of W."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""Low-rank changes of matrix products: y += B (A x), by the adapter that a row uses.
+"""LoRA: y += B (A x) with the adapter of each row.
 
-Each adapter has a place, which rows name by its number. A row without adapter keeps its bits, and a row's result does
-not depend on the adapters of others.
+Each adapter has a numbered slot, which rows refer to. Rows without an adapter are unchanged, bit for bit, and a row's
+result does not depend on the adapters of other rows.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from kernels.interface.lora import GroupedRows, LoraStack
 
 NO_ADAPTER = -1
 LEAST_COLUMNS = 16
-"""Of a tile of the GPU's product, which has outputs of one part alone."""
+"""Minimum tile width of the GPU product. Tiles must not cross parts."""
 
 
 class LoraPart(NamedTuple):
-    """Outputs first .. first + len(b) grow by b (a x): a [rank, in], b [outputs, rank], which is scaled already."""
+    """Adds b (a x) to outputs first .. first + len(b). a [rank, in]; b [outputs, rank], already scaled."""
 
     first: int
     a: Tensor
@@ -36,27 +36,27 @@ class LoraPart(NamedTuple):
 
 @dataclass(slots=True)
 class LoraRows:
-    """The adapters of a step's rows, int64 [T], NO_ADAPTER for none. Kernels of a GPU group them when first asked."""
+    """Adapters of a step's rows, int64 [T], NO_ADAPTER for none. Grouped lazily for GPU kernels."""
 
     adapters: Tensor
     _grouped: GroupedRows | None = None
 
     def select(self, rows: Tensor) -> LoraRows:
-        """Those of some rows, int64 [n]."""
+        """Select rows, int64 [n]."""
         return LoraRows(self.adapters.index_select(0, rows))
 
     def grouped(self, max_loras: int) -> GroupedRows:
-        """The rows in the order of their adapters."""
+        """Return the rows grouped by adapter."""
         if self._grouped is None:
             self._grouped = GroupedRows.of(self.adapters, max_loras)
         return self._grouped
 
 
 class LoraSite:
-    """What adapters change at one matrix: up to `max_loras` of them, each in a place of its own.
+    """LoRA adapters of one weight matrix, with one slot for each of up to `max_loras` adapters.
 
-    `parts`: by first output, how many outputs each part of the matrix has, such as q, k and v. With `panels` outputs
-    lie as in the panels of a packed gated product. `batch_invariant` as `Linear` has it.
+    `parts`: number of outputs of each part of the matrix, such as q, k and v, in order. With `panels`, outputs are in
+    the panel order of a packed gated product. `batch_invariant` as in `Linear`.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class LoraSite:
             self._stack = LoraStack.empty(in_features, self.parts, max_loras, max_rank, dtype, device)
 
     def set(self, place: int, parts: Sequence[LoraPart]) -> int:
-        """Put an adapter in a place; without parts it changes nothing here. Returns the bytes that it takes."""
+        """Load an adapter into slot `place`. An adapter without parts has no effect. Returns its size in bytes."""
         if self._stack is not None:
             self._stack.set(place, [(self._number(part.first), part.a, part.b) for part in parts])
         elif self._packing is not None:
@@ -96,7 +96,7 @@ class LoraSite:
         return sum(part.a.numel() + part.b.numel() for part in parts) * self.dtype.itemsize
 
     def add(self, x: Tensor, y: Tensor, rows: LoraRows | None) -> Tensor:
-        """y [T, out], in place, plus what the rows' adapters make of x [T, in]. A slot's rows are the step's own."""
+        """Add the adapter products of x [T, in] to y [T, out] in place. A recorded `Slot` uses the rows of its step."""
         if isinstance(y, Slot):
             if self._changes is None:
                 raise NotRecordable("adapters of this size or type")
@@ -113,7 +113,7 @@ class LoraSite:
         return y
 
     def _add_plain(self, x: Tensor, y: Tensor, rows: LoraRows) -> None:
-        """Row by row: products of several rows at once may depend on how many there are."""
+        """Compute row by row, because products of several rows may depend on the number of rows."""
         for row, place in enumerate(rows.adapters.tolist()):
             for first, a, b in self._held[place] if place >= 0 else ():
                 low = (a.float() * x[row].float()).sum(1)
@@ -121,7 +121,7 @@ class LoraSite:
                 y[row, columns] = (y[row, columns].float() + (b.float() * low).sum(1)).to(y.dtype)
 
     def _columns(self, first: int, count: int) -> Tensor:
-        """Where outputs lie, int64 [count]."""
+        """Return the column indices of outputs, int64 [count]."""
         places = torch.arange(count, device=self.device)
         if not self.panels:
             return places + first
@@ -132,14 +132,14 @@ class LoraSite:
         return weight.to(device=self.device, dtype=self.dtype).contiguous()
 
     def _number(self, first: int) -> int:
-        """Which part of the matrix begins with this output."""
+        """Return the index of the part that starts at output `first`."""
         return [sum(self.parts[:i]) for i in range(len(self.parts))].index(first)
 
     def _point(self, place: int, held: Sequence[LoraPart], ranks: Sequence[int], joined: Tensor) -> None:
-        """Tell the native kernels of an adapter; `held` has B transposed, [rank, outputs]."""
+        """Set the native struct of an adapter. B in `held` is transposed: [rank, outputs]."""
         assert self._changes is not None
         change = self._changes[place]
-        change.num_parts = 0  # of an adapter that no row uses: nothing reads it meanwhile
+        change.num_parts = 0  # not read concurrently, because no row uses the adapter yet
         for struct, part, rank in zip(change.parts, held, ranks, strict=False):
             struct.first = self._number(part.first) * panel_size() // 2 if self.panels else part.first
             struct.count, struct.rank, struct.b = part.b.shape[1], rank, part.b.data_ptr()
@@ -147,7 +147,7 @@ class LoraSite:
 
 
 class LoraChange(NamedTuple):
-    """What a product adds for the adapters of its rows; `rows` is None while a program is recorded."""
+    """Adapters of a product and its rows. `rows` is None while a program is being recorded."""
 
     site: LoraSite
     rows: LoraRows | None

@@ -1,4 +1,4 @@
-"""From logits to tokens."""
+"""Token sampling."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kernels.interface.draws import SamplingTensors
 def sample(
     logits: Tensor | Sequence[Tensor], rows: SamplingTensors, allowed: Sequence[Tensor | None] | None = None
 ) -> Tensor:
-    """Token ids int64 [n] of logits float32 [n, vocab], or of n rows [vocab]; on a GPU nothing waits for them.
+    """Sample token ids, int64 [n], from logits float32 [n, vocab] or n rows [vocab]. Asynchronous on a GPU.
 
-    A row is divided by its temperature, then min_p, top_k and top_p drop tokens, in this order, by a threshold on
-    probability: tokens of equal probability stay or go together. The token is the inverse of what is left of the
-    cumulative distribution, in the order of ids, at the row's noise. A row depends on nothing but itself.
+    Logits are divided by the row's temperature. Then min_p, top_k and top_p filter tokens, in this order, with a
+    threshold on probability, so tokens of equal probability are treated alike. The token is drawn by inverting the
+    remaining cumulative distribution, in order of ids, at the row's noise. Rows are independent of each other.
 
     `allowed`, one for each row, has the bits of 32 tokens in each int32 [ceil(vocab / 32)], on the host; None: every
     token may come. A row without one that may, or with a NaN among these, gets an id that is no token.

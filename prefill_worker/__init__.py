@@ -1,1 +1,1 @@
-"""Computes the KV cache of prompts, ships it, and samples first tokens."""
+"""Prefill worker: computes the KV cache of prompts, sends it to decode workers, and samples first tokens."""

@@ -1,4 +1,4 @@
-"""`python -m prefill_worker`: one prefill worker."""
+"""Entry point of a prefill worker: `python -m prefill_worker`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from common.engine.worker import run_role
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run until SIGTERM; 0 after a clean end, 2 when the configuration or the model is refused."""
+    """Run until SIGTERM. Returns 0 after a clean shutdown, 2 if the configuration or the model is refused."""
     return run_role("prefill", argv)
 
 

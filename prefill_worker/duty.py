@@ -1,4 +1,4 @@
-"""The duty of computing prompts: builds scheduler, KV sender and engine from settings and model."""
+"""Prefill duty: builds scheduler, KV sender and engine from settings and model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from prefill_worker.scheduler import PrefillScheduler
 
 
 class PrefillDuty(Duty):
-    """Computes the KV cache of prompts and ships it, or pools their hidden states."""
+    """Duty that computes the KV cache of prompts and sends it, or pools their hidden states."""
 
     role = "prefill"
 
@@ -63,5 +63,5 @@ class PrefillDuty(Duty):
 
 
 def prefill_offer(config: PrefillWorkerConfig) -> DutyOffer:
-    """What lets a process compute prompts with these settings."""
+    """Return the offer of a process to compute prompts with these settings."""
     return DutyOffer("prefill", config, lambda parts: PrefillDuty(config, parts))

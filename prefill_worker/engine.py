@@ -1,4 +1,4 @@
-"""The prefill worker's engine: prompts in; KV blocks and first tokens out, or one vector for each prompt."""
+"""Engine of a prefill worker: receives prompts, and returns KV blocks and first tokens, or a vector per prompt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.engine.sampling import UNSAMPLED, SamplingRow
 from common.engine.sequences import NO_PARTS, EngineParts, Reports, RequestEngine, RequestRules
 from common.engine.transfer import KVSender, TransferEnded
 from common.engine.worker import EngineConfig, EngineStatus, RequestReceived, Send, WorkerMetrics
-from common.grammar import unsampled
+from common.grammar import sampling_failure
 from common.latency import StepShape
 from common.wire import SampledToken
 from common.wire.messages import KVDone, PrefillRequest, Timeline, TokenDelta
@@ -21,7 +21,7 @@ from prefill_worker.scheduler import PrefillChunk, PrefillScheduler, PrefillSequ
 
 
 class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
-    """Owns the block pool (through its scheduler) and the model; the KV sender only reads blocks."""
+    """Prefill engine. Owns the model, and the block pool through its scheduler. The KV sender only reads blocks."""
 
     role = "prefill"
     scheduler: PrefillScheduler
@@ -36,7 +36,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         metrics: WorkerMetrics,
         parts: EngineParts = NO_PARTS,
     ) -> None:
-        """All requests are for tokens, or, if the `launcher` pools prompts, all for vectors."""
+        """If the `launcher` pools prompts, all requests are for vectors, otherwise for tokens."""
         rules = RequestRules(
             config.eos_token_ids,
             vocab_size=launcher.vocab_size,
@@ -63,7 +63,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         return super().is_empty and self._pipeline.in_flight is None
 
     def hold_s(self, now: float) -> float:
-        """While a step computes, the next one waits for prompts that may come, until shortly before the end."""
+        """While a step runs, wait for more prompts until shortly before its end."""
         return self._pipeline.hold_s(now, self.step_fit.model)
 
     def apply(self, command: object) -> None:
@@ -101,7 +101,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         self._pipeline.launch(chunks, shape, rows, now)
 
     def _complete(self, step: PromptStep) -> None:
-        """Wait for a step that was launched, and process what it made. Only then may others read its blocks."""
+        """Wait for a launched step, and process its outputs. Others may read its blocks only afterwards."""
         self._in_step = [*(chunk.sequence for chunk in step.chunks), *self._in_step]
         computed, ended_at, step_s = self._pipeline.complete(step, time.monotonic)
         for chunk, output in computed:
@@ -113,20 +113,20 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         self._note_knobs({}, ended_at)
 
     def _drain(self) -> None:
-        """Complete the step in flight, if there is one."""
+        """Complete the step in flight, if any."""
         if self._pipeline.in_flight is not None:
             self._complete(self._pipeline.in_flight)
 
     def expire(self, now: float) -> None:
         if self._sender.failure is not None:
-            raise RuntimeError("the KV sender died") from self._sender.failure
+            raise RuntimeError("the KV sender thread has died") from self._sender.failure
         self._expire_requests(now)
         if self._pipeline.in_flight is None:
             self._free_adapters()
 
     def tell_progress(self, *, has_stepped: bool) -> None:
         if not has_stepped:
-            return  # no prompt is further: some wait for decode workers, the others for room
+            return  # no prompt has advanced: they wait for decode workers or blocks
         for sequence in self.scheduler:
             if not sequence.computed:
                 delta = TokenDelta(sequence.request_id, sequence.attempt, sequence.request.num_output_tokens, ())
@@ -134,7 +134,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         self._reports.flush()
 
     def snapshot(self) -> EngineStatus:
-        """The base class's, less the part of the step in flight that is over: what waits begins behind that step."""
+        """Return the status. The completed part of the step in flight is subtracted from the waiting time."""
         status = super().snapshot()
         elapsed_s = self._pipeline.elapsed_s(time.monotonic(), status.step_model)
         return replace(status, waiting_s=max(0.0, status.waiting_s - elapsed_s))
@@ -142,7 +142,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
     def close(self) -> None:
         try:
             self._pipeline.close()
-        finally:  # even if a step in flight failed: threads that run on would keep the process from ending
+        finally:  # even if a step failed, otherwise their threads would keep the process alive
             self._sender.stop()
             self._grammars.close()
             self._restores.close()
@@ -153,7 +153,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
 
     def _overload(self) -> str:
         is_full = self.scheduler.num_waiting >= self._max_waiting
-        return f"{self._max_waiting} prompts wait already" if is_full else ""
+        return f"the queue of this worker is full ({self._max_waiting} prompts)" if is_full else ""
 
     def _add(
         self, router: bytes, request: PrefillRequest, token_ids: list[int], hasher: BlockHasher, now: float
@@ -185,12 +185,12 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
             self._progress(sequence, sequence.num_computed // self.scheduler.block_size)
 
     def _progress(self, sequence: PrefillSequence, num_ready: int, done: KVDone | None = None) -> None:
-        """Let the sender ship the blocks that are computed. In a window the table has got new ones meanwhile."""
+        """Let the sender send the computed blocks. With a window, pass the table, which has new blocks."""
         table = self.scheduler.whole_table(sequence) if self.scheduler.window else None
         self._sender.progress(sequence.request_id, sequence.attempt, num_ready, done, table)
 
     def _clear_unused(self, chunks: Sequence[PrefillChunk]) -> None:
-        """The scale of an 8-bit block counts all its slots, also those that an earlier prompt wrote."""
+        """Clear unused slots of last blocks: the scale of an 8-bit block covers all slots, including stale ones."""
         for chunk in chunks:
             num_used = chunk.sequence.num_tokens % self.scheduler.block_size
             if chunk.sample and num_used and chunk.sequence.request.decode is not None:
@@ -210,7 +210,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
 
     def _on_pooled(self, sequence: PrefillSequence, values: bytes) -> None:
         if not values:
-            why = "its hidden states are not finite numbers: nothing can be made of them"
+            why = "the model's hidden states are not finite, no vector can be computed"
             self._fail(sequence, "prefill", why, retryable=False)
             return
         self._reports.report_pooled(sequence, values)
@@ -226,12 +226,12 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
             self._fail(sequence, "sampling", sequence.problems[0], retryable=False)
             return
         if sampled.token_id >= self._launcher.vocab_size:
-            self._fail(sequence, *unsampled(sequence.params, sequence.constraint, "prefill"), retryable=False)
+            self._fail(sequence, *sampling_failure(sequence.params, sequence.constraint, "prefill"), retryable=False)
             return
         reason = self._rules.finish_reason(sequence, sampled.token_id, num_more=1)
         self._report_result(sequence, sampled, reason)
         if sequence.request.decode is not None:
-            # Also for a finished request: the decode worker finishes it by the same rule, and has no failure to report.
+            # Also for a finished request: the decode worker finishes it by the same rule, and reports no failure.
             done = KVDone(
                 request_id=sequence.request_id,
                 attempt=sequence.attempt,
@@ -265,10 +265,12 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         metrics.skipped_blocks.inc(event.num_skipped)
         metrics.count_transfer(event.transport)
         metrics.count_finished("transferred")
-        self._drop(sequence, "acknowledged")  # even if it was still computing: the decode worker needs nothing more
+        self._drop(
+            sequence, "acknowledged"
+        )  # even if it is still computing, because the decode worker needs nothing more
 
     def _report_result(self, sequence: PrefillSequence, sampled: SampledToken | None, reason: str) -> None:
-        """Tell of the first token, if there is one, and of the end of a request that has no more."""
+        """Report the first token, if any, and the end of a request without further tokens."""
         delta = TokenDelta(
             sequence.request_id,
             sequence.attempt,
@@ -299,7 +301,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         )
 
     def _fail(self, sequence: PrefillSequence, phase: str, why: str, *, retryable: bool) -> None:
-        if sequence.lent and not retryable:  # the decode worker must not ask for another try
+        if sequence.lent and not retryable:  # the decode worker must not request a retry
             self._sender.cancel(sequence.request_id, sequence.attempt, why, phase)
             sequence.lent = False
         super()._fail(sequence, phase, why, retryable=retryable)

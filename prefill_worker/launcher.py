@@ -1,7 +1,7 @@
-"""Launches steps of prompts, with all that is made of them: first tokens, log-probabilities of prompts, or vectors.
+"""Launcher of prompt steps with all their outputs: first tokens, prompt log probabilities, or vectors.
 
-On a GPU a launched step runs by itself, and nothing here waits for it before its outputs are read. On a CPU it has
-ended when `launch` returns.
+On a GPU, launched steps run asynchronously until their outputs are read. On a CPU, a step has ended when `launch`
+returns.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from prefill_worker.scheduler import PrefillChunk
 
 
 class Pooler:
-    """Pools by `pooling`; with `score`, float32 [labels, hidden_size], the vector is what this head makes of it."""
+    """Pools hidden states by `pooling`. With a `score` head, float32 [labels, hidden_size], returns its outputs."""
 
     def __init__(self, pooling: Pooling, score: Linear | None = None) -> None:
         self.pooling, self._score = pooling, score
@@ -39,10 +39,10 @@ class Pooler:
     def launch(
         self, chunks: Sequence[PrefillChunk], last: Tensor, rows_of_chunks: Sequence[Tensor | None]
     ) -> Tensor | None:
-        """The vectors of the n prompts that end with these chunks, [n, width], on their way to the host; else None.
+        """Start to copy the vectors [n, width] of the n prompts that end with these chunks to the host. None if n is 0.
 
-        `last` are the hidden states [n, hidden_size] of the last tokens of these prompts, and `rows_of_chunks` those of
-        all tokens of each chunk, for the mean.
+        `last` are the hidden states of the last tokens of these prompts, [n, hidden_size]. `rows_of_chunks` are those
+        of all tokens of each chunk, for the mean.
         """
         ended = [chunk.sequence for chunk in chunks if chunk.sample]
         if self.pooling == "mean":
@@ -58,7 +58,7 @@ class Pooler:
 
 
 def packed(vectors: Tensor) -> list[bytes]:
-    """Vectors that are on the host, as float32 in little-endian bytes; b"" for one that is not of finite numbers."""
+    """Return host vectors as little-endian float32 bytes, or b"" for vectors that are not finite."""
     finite = torch.isfinite(vectors).all(1).tolist()
     rows = (row.astype("<f4").tobytes() for row in vectors.numpy())
     return [row if is_finite else b"" for row, is_finite in zip(rows, finite, strict=True)]
@@ -66,8 +66,7 @@ def packed(vectors: Tensor) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class ChunkOutput:
-    """What a chunk made: log-probabilities of its prompt's tokens if they are wanted, and at its prompt's end the first
-    token, or the vector."""
+    """Output of a chunk: requested log probabilities, and at the end of a prompt its first token or vector."""
 
     logprobs: Sequence[TokenLogprobs] = ()
     sampled: SampledToken | None = None
@@ -75,19 +74,19 @@ class ChunkOutput:
 
 
 class LaunchedPrompts(Protocol):
-    """A step that a device runs."""
+    """A launched step."""
 
     @property
     def is_done(self) -> bool:
-        """Whether it has ended, or failed: then `read` does not wait."""
+        """Whether it has ended or failed, so that `read` does not wait."""
 
     def read(self) -> Sequence[ChunkOutput]:
-        """Wait for the step: what each of its chunks made. Raises the device's error."""
+        """Wait for the step and return the output of each chunk. Raises the device's error."""
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePrompts:
-    """Implements `LaunchedPrompts`. `mark` is reached on a GPU when the step has ended; a CPU needs none."""
+    """Implementation of `LaunchedPrompts`. On a GPU, `mark` is the event at the end of the step; None on a CPU."""
 
     runner: ModelRunner
     ends: Sequence[bool]
@@ -101,7 +100,7 @@ class DevicePrompts:
         try:
             return self.mark is None or bool(self.mark.query())  # type: ignore[no-untyped-call]
         except RuntimeError:
-            return True  # the device has failed, as `read` says
+            return True  # the device has failed, `read` raises the error
 
     def read(self) -> Sequence[ChunkOutput]:
         if self.mark is not None:
@@ -118,7 +117,7 @@ class DevicePrompts:
 
 
 class PromptLauncher:
-    """A runner, and a sampler or, for a model that makes no tokens, a pooler. Steps run in the order of launches."""
+    """Launcher with a runner and a sampler, or a pooler for models that embed or score. Steps run in launch order."""
 
     def __init__(
         self, runner: ModelRunner, sampler: Sampler, pooler: Pooler | None = None, hidden: HiddenPlaces | None = None
@@ -131,7 +130,7 @@ class PromptLauncher:
 
     @property
     def pooling(self) -> Pooling:
-        """How prompts are pooled, or "" where they end with a token."""
+        """Pooling of prompts, or "" if they end with a token."""
         return "" if self._pooler is None else self._pooler.pooling
 
     @property
@@ -140,13 +139,13 @@ class PromptLauncher:
         return self._runner.kv.device.type == "cuda"
 
     def clear_slots(self, block: int, first: int) -> None:
-        """Zeros the slots of a block from `first` on, before the next step runs."""
+        """Zero the slots of a block from `first` on, before the next step runs."""
         self._runner.kv.clear_slots(block, first)
 
     def launch(self, chunks: Sequence[PrefillChunk], rows: Sequence[SamplingRow]) -> LaunchedPrompts:
-        """Starts a step. `rows` say how the first tokens of the prompts are sampled that end with it.
+        """Start a step. `rows` are the sampling rows of the prompts that end with it.
 
-        Errors as `ModelRunner.forward`; after any error `close` must follow before blocks are given to others.
+        Raises the errors of `ModelRunner.forward`. After any error, call `close` before blocks are reused.
         """
         with on_device(self._runner.kv.device), torch.inference_mode():
             asked = [self._model_chunk(chunk) for chunk in chunks]
@@ -160,7 +159,7 @@ class PromptLauncher:
             return DevicePrompts(self._runner, ends, logprobs, tokens, None, self._mark())
 
     def close(self) -> None:
-        """Waits for all that was launched, unless the device has failed: nothing writes to blocks afterwards."""
+        """Wait for all launched steps, unless the device has failed. Afterwards nothing writes to blocks."""
         self._runner.finish()
 
     def _mark(self) -> torch.cuda.Event | None:

@@ -1,11 +1,11 @@
-"""Steps of prompts in flight: on a GPU step N+1 is launched shortly before step N ends.
+"""Prompt steps in flight: on a GPU, step N+1 is launched shortly before step N ends.
 
     device   step N                    │ step N+1                        │ ...
     engine   commands ...  launch N+1  │ outputs of N, commands ...  launch N+2  │ ...
 
-Nothing of step N+1 depends on what step N samples. It is launched late, because a prompt that comes while step N runs
-then still gets into step N+1. On a CPU each step ends in the turn that launched it: the host's part takes a hundredth
-of such a step, whose kernels want all cores, and a step that is fixed ahead makes later prompts wait for it.
+Step N+1 does not depend on what step N samples. It is launched late, so that prompts that arrive during step N are
+included. On a CPU, each step ends in the iteration that launched it: the host's work takes a hundredth of such a step,
+whose kernels use all cores, and fixing steps ahead would delay later prompts.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from prefill_worker.launcher import ChunkOutput, LaunchedPrompts, PromptLauncher
 from prefill_worker.scheduler import PrefillChunk, PrefillScheduler
 
 LEAD_S = 0.02
-"""How long before the predicted end of a step the next one is launched: a launch takes milliseconds of many kernels."""
+"""Time before the predicted end of a step at which the next is launched, in seconds. Launching takes milliseconds."""
 LEAD_SHARE = 0.1
-"""The lead is at least this share of the step, because predictions err."""
+"""Minimum lead as a share of the step, because predictions are inexact."""
 LOOK_S = 0.005
-"""How often the engine looks whether a step has ended before it was predicted to."""
+"""Interval at which the engine checks whether a step has ended earlier than predicted, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class PromptStep:
 
 
 class PromptPipeline:
-    """At most one step is in flight between two turns of the engine; during a launch there are two."""
+    """Pipeline of steps. Between iterations of the engine, at most one step is in flight; during a launch, two."""
 
     def __init__(self, scheduler: PrefillScheduler, launcher: PromptLauncher) -> None:
         self._scheduler, self._launcher = scheduler, launcher
@@ -51,11 +51,11 @@ class PromptPipeline:
         return self._launcher.runs_ahead
 
     def launch(self, chunks: Sequence[PrefillChunk], shape: StepShape, rows: Sequence[SamplingRow], now: float) -> None:
-        """Start a step of that shape behind the one in flight. Raises its error, with none of it left on the device."""
+        """Start a step after the one in flight. If it raises an error, nothing of it is left on the device."""
         try:
             launched = self._launcher.launch(chunks, rows)
         except RankLost:
-            raise  # no further step can run, and this one would never end
+            raise  # no step can follow, and this one would never end
         except BaseException:
             self._launcher.close()
             raise
@@ -66,9 +66,9 @@ class PromptPipeline:
     def complete(
         self, step: PromptStep, clock: Callable[[], float]
     ) -> tuple[list[tuple[PrefillChunk, ChunkOutput]], float, float]:
-        """Wait for a step: the chunks whose prompts are still here, when it ended, and how long it took.
+        """Wait for a step. Return the outputs of chunks whose prompts still exist, its end time, and its duration.
 
-        Raises the device's error; then nothing of the step counts as computed.
+        Raises the device's error. Nothing of the step counts as computed then.
         """
         if self.in_flight is step:
             self.in_flight = None
@@ -83,7 +83,7 @@ class PromptPipeline:
         return computed, self._ended_at, self._ended_at - began_at
 
     def hold_s(self, now: float, model: StepModel) -> float:
-        """How long the next step should still wait for prompts that come while the one in flight computes."""
+        """Return how long the next step should wait for more prompts while the one in flight runs."""
         step = self.in_flight
         if step is None or not model.knows_prompts or step.launched.is_done:
             return 0.0
@@ -92,12 +92,12 @@ class PromptPipeline:
         return min(LOOK_S, left_s - max(LEAD_S, LEAD_SHARE * step_s))
 
     def elapsed_s(self, now: float, model: StepModel) -> float:
-        """How much of the time that the step in flight is predicted to take is over."""
+        """Return the elapsed part of the predicted time of the step in flight."""
         step = self.in_flight
         return 0.0 if step is None else min(now - self._began_at(step), model.seconds(step.shape))
 
     def close(self) -> None:
-        """Wait for the steps in flight and drop what they made. No step writes to a block afterwards."""
+        """Wait for the steps in flight and drop their outputs. Afterwards no step writes to a block."""
         self._launcher.close()
 
     def _began_at(self, step: PromptStep) -> float:

@@ -1,25 +1,26 @@
-"""Which prompt tokens a prefill worker computes next. Pure: no clocks, sockets or tensors.
+"""Scheduler of a prefill worker. Pure: no clocks, sockets or tensors.
 
-One order (`prompt_order`) decides which prompts are admitted and which admitted ones share the token budget of a step:
-a long prompt comes in chunks, and others pass it between two of them. While prompts have goals, steps are as small as
-they can be without losing tokens a second (`step_budget.py`). An admitted prompt owns all blocks that it needs, so
-those that are passed always come to their end. A prompt is admitted only when it is about to be computed: those that
-wait own no blocks that a more urgent one could lack.
+One order (`prompt_order`) determines which prompts are admitted, and which admitted ones share the token budget of a
+step: a long prompt is computed in chunks, and other prompts may overtake it between them. While prompts have goals,
+steps are as small as possible without losing throughput (`step_budget.py`). An admitted prompt owns all blocks that it
+needs, so overtaken prompts can always finish. Prompts are admitted only when they are about to be computed, so that
+waiting ones own no blocks that a more urgent one might need.
 
-Where the model looks back through a window, an admitted prompt owns as many blocks as it ever needs at once. After each
-chunk it gives those back that are out of the window, and gets as many for the next chunk in the same moment. Blocks
-that several prompts share count for each of them there: what one gives back may still be another's.
+If the model has a sliding window, an admitted prompt owns the maximum number of blocks that it needs at once. After
+each chunk it releases those that are out of the window, and immediately reallocates that number for the next chunk.
+Blocks that several prompts share are counted for each of them, because a released block may still belong to another
+prompt.
 
-A prompt that does not fit is passed by others that do. But once the oldest that waits did not fit, others get only as
-many blocks as it needs itself. Then nothing else is admitted before it.
+Prompts that fit may overtake one that does not. Once the oldest waiting prompt did not fit, others get at most the
+number of blocks that it needs. Then nothing else is admitted before it.
 
-A step may be planned while the one before is in flight: a prompt's next chunk follows what is in flight. Three things
-wait for the end of that step. Blocks of a prompt that ends meanwhile linger until then. A prompt whose next block the
-step computes for another one is admitted afterwards, when it can share it. And in a window a prompt gets its next
-chunk afterwards, in the room that the chunk before it gives back.
+A step may be planned while the previous one is in flight, and continues after its chunks. Three things wait for the end
+of that step. Blocks of a prompt that ends during the step linger. A prompt whose next block the step computes for
+another prompt is admitted afterwards, to share the block. With a window, a prompt gets its next chunk afterwards, in
+the blocks that the previous chunk releases.
 
-A computed prompt keeps its blocks until its decode worker has room. So that a flood of batch prompts for full decode
-workers does not leave others without blocks, prompts of a lower priority own a share of them at most.
+A computed prompt keeps its blocks until its decode worker has free blocks. Prompts of lower priority may own only a
+share of all blocks, so that many batch prompts for busy decode workers do not exhaust them.
 """
 
 from __future__ import annotations
@@ -42,20 +43,22 @@ if TYPE_CHECKING:
 
 
 STEPS_AHEAD = 2
-"""A prompt is admitted when its turn comes within so many steps: the decode worker grants blocks during the first."""
+"""Prompts are admitted when they start within this number of steps. Decode workers grant blocks during the first."""
 MAX_TRIES = 16
-"""How many prompts that do not fit a step tries, so that a long queue does not slow it down."""
+"""Maximum number of prompts that do not fit tried per step, so that a long queue does not slow it down."""
 
 LOW_SHARE = 0.75
-"""The share of all blocks that prompts of a low priority own at most, unless one of them alone needs more. A priority
-below 0 is low, and so is one below the highest that came so far."""
+"""Maximum share of all blocks for prompts of low priority, unless a single one needs more. Priorities below 0, or below
+the highest seen so far, are low."""
 
 
 @dataclass(slots=True, eq=False)
 class PrefillSequence(WorkerSequence):
-    """`blocks` covers the whole prompt from admission on. Before, while it was the oldest that waited and did not fit,
-    `num_passing_blocks` went to others. A step in flight computes the `num_in_flight` tokens behind those computed.
-    `hidden_sum`, float64 [hidden_size], is that of all these tokens, for a mean.
+    """A prompt. From admission on, `blocks` covers it completely.
+
+    `num_passing_blocks` are the blocks that others got while it was the oldest waiting prompt and did not fit. A step
+    in flight computes the `num_in_flight` tokens after the computed ones. `hidden_sum`, float64 [hidden_size], is the
+    sum of the hidden states of all computed tokens, for mean pooling.
 
     accepted_at ─ admitted_at ─ computed_at ─ released        (engine clock, seconds)
          queue        prefill        hold
@@ -83,10 +86,9 @@ class PrefillSequence(WorkerSequence):
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Compute `num_tokens` tokens of `sequence` from `start` on; the chunk that ends the prompt samples.
+    """Compute `num_tokens` tokens of `sequence` from `start` on. The last chunk of a prompt samples.
 
-    With `all_logits`, what the model makes of every token is kept: logits for log-probabilities of the prompt, hidden
-    states for their mean.
+    With `all_logits`, outputs of all tokens are kept: logits for prompt log probabilities, or hidden states for a mean.
     """
 
     sequence: PrefillSequence
@@ -114,14 +116,14 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """Chunks to compute, and prompts that were admitted for them."""
+    """Chunks to compute, and prompts admitted in this step."""
 
     chunks: Sequence[PrefillChunk]
     admitted: Sequence[PrefillSequence]
 
 
 class PrefillScheduler(Scheduler[PrefillSequence]):
-    """Keeps each prompt of the worker: `unready`, `waiting`, `running`, or `held` until its KV is acknowledged."""
+    """Scheduler of a worker's prompts: `unready`, `waiting`, `running`, or `held` until their KV is acknowledged."""
 
     def __init__(
         self,
@@ -139,9 +141,11 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
             max_prompt_logprobs=max_prompt_logprobs,
             window=window,
         )
-        self.waiting: list[PrefillSequence] = []  # the oldest first
+        self.waiting: list[PrefillSequence] = []  # oldest first
         self.held: dict[str, PrefillSequence] = {}
-        self._in_flight: dict[PrefillChunk, frozenset[bytes]] = {}  # and the hashes of the blocks that each fills
+        self._in_flight: dict[
+            PrefillChunk, frozenset[bytes]
+        ] = {}  # with the hashes of the blocks that each chunk fills
         self._top_priority = 0
         self._owned: Counter[int] = Counter()  # blocks of prompts, by priority
 
@@ -165,7 +169,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         return in_flight + StepShape.sum(s.remaining_shape for s in (*self.unready, *self.waiting, *self.running))
 
     def add(self, sequence: PrefillSequence) -> None:
-        """Accept a prompt; it owns no blocks yet."""
+        """Add a prompt without blocks."""
         self._by_id[sequence.request_id] = sequence
         self._top_priority = max(self._top_priority, sequence.priority)
         self._enqueue(sequence)
@@ -173,12 +177,13 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
     def schedule(
         self, now: float, model: StepModel, restore: Callable[[PrefillSequence], None] = lambda sequence: None
     ) -> SchedulerOutput:
-        """The next step. Admitted prompts own their blocks from here on. `model` predicts the times that order them.
+        """Return the next step. Admitted prompts own their blocks from now on. `model` predicts times for their order.
 
-        `restore` may begin to read blocks of an admitted prompt; nothing of it is computed while its `read` lasts.
+        `restore` may start to read blocks of an admitted prompt; none of it is computed while its `read` is in
+        progress.
         """
         prompts = [*(sequence for sequence in self.running if sequence.num_remaining), *self.waiting]
-        self.step_tokens = self._size_of_step(prompts, model)
+        self.step_tokens = self._step_size(prompts, model)
         order = prompt_order(prompts, now, model, self.max_step_tokens)
         admitted = self._admit(order, now, restore)
         ready = [sequence for sequence in order.prompts if sequence.blocks and self._is_ready(sequence)]
@@ -189,16 +194,16 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         return SchedulerOutput(chunks, admitted)
 
     def launched(self, chunk: PrefillChunk) -> None:
-        """Record that a step in flight computes `chunk`: the next step goes on behind it."""
+        """Record that a step in flight computes `chunk`. The next step continues after it."""
         sequence, size = chunk.sequence, self.block_size
         hashes = sequence.hasher.extend(sequence.token_ids)
         self._in_flight[chunk] = frozenset(hashes[chunk.start // size : chunk.end // size])
         sequence.num_in_flight += chunk.num_tokens
 
     def ended(self, chunk: PrefillChunk) -> bool:
-        """Record that the step in flight of `chunk` has ended, or failed; False when its prompt has ended before.
+        """Record that the step of `chunk` has ended or failed. Return False if its prompt has ended before.
 
-        `advance` must follow for what it has computed.
+        Call `advance` for computed chunks afterwards.
         """
         sequence = chunk.sequence
         del self._in_flight[chunk]
@@ -211,7 +216,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         return False
 
     def advance(self, chunk: PrefillChunk, now: float) -> int:
-        """Record a computed chunk and publish its full blocks; how many blocks of the prompt are complete."""
+        """Record a computed chunk and publish its full blocks. Return the number of complete blocks of the prompt."""
         sequence = chunk.sequence
         sequence.num_computed = chunk.end
         self.pool.wrote(sequence.blocks, chunk.start, sequence.num_computed)
@@ -225,7 +230,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         return len(sequence.blocks)
 
     def whole_table(self, sequence: PrefillSequence) -> Sequence[int]:
-        """The blocks of an admitted prompt, and holes for those that it gets later."""
+        """Return the blocks of an admitted prompt, with holes for those that it gets later."""
         missing = self.blocks_for(sequence.num_tokens) - len(sequence.blocks)
         return [*sequence.blocks, *[HOLE] * missing] if missing else sequence.blocks
 
@@ -236,7 +241,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         sequence.num_restored += num_blocks * self.block_size
 
     def remove(self, sequence: PrefillSequence) -> None:
-        """Forget a prompt in any state and release its blocks, once no step in flight writes to them."""
+        """Forget a prompt in any state and release its blocks once no step in flight writes to them."""
         if not self.has(sequence):
             return
         self._check_not_lent(sequence)
@@ -258,7 +263,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         self._owned[sequence.priority] -= sequence.num_owned
         self._release(sequence)
 
-    def _size_of_step(self, prompts: Sequence[PrefillSequence], model: StepModel) -> Knob:
+    def _step_size(self, prompts: Sequence[PrefillSequence], model: StepModel) -> Knob:
         start = max((sequence.num_computed for sequence in self.running), default=0)
         has_goals = any(sequence.due_at < math.inf for sequence in prompts)
         return prefill_step(model, start, self.most_step_tokens, has_goals=has_goals)
@@ -272,7 +277,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
     def _admit(
         self, order: PromptOrder[PrefillSequence], now: float, restore: Callable[[PrefillSequence], None]
     ) -> list[PrefillSequence]:
-        """Admit the prompts whose turn comes in one of the next steps."""
+        """Admit the prompts that start in one of the next steps."""
         admitted: list[PrefillSequence] = []
         num_tokens = num_misfits = 0
         for sequence in order.prompts:
@@ -286,7 +291,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
                 restore(sequence)
                 admitted.append(sequence)
             if not self._is_ready(sequence):
-                continue  # it fills no step yet
+                continue  # does not use the step's budget yet
             in_a_step = order.most_tokens(sequence, self.max_step_tokens)
             num_tokens += min(sequence.num_remaining, STEPS_AHEAD * in_a_step)
         return admitted
@@ -303,7 +308,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         self.running.append(sequence)
 
     def _slide(self, sequence: PrefillSequence) -> None:
-        """Give back the blocks that left the window, and get those of the next chunk: never more than were given."""
+        """Release the blocks that left the window, and reallocate up to that number for the next chunk."""
         num_before, position = sequence.num_owned, sequence.num_computed
         self._give_back_before(sequence, self.window.first_block(position))
         wanted = self._table_end(position, sequence.num_tokens) - len(sequence.blocks)
@@ -312,47 +317,47 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         self._owned[sequence.priority] += sequence.num_owned - num_before
 
     def _num_new(self, sequence: PrefillSequence, prefix: CachedPrefix) -> int:
-        """Blocks that the prompt takes at once beside those of `prefix`."""
+        """Return the number of blocks to allocate at admission in addition to `prefix`."""
         return self._table_end(prefix.end * self.block_size, sequence.num_tokens) - prefix.end
 
-    def _room_beside(self, prefix: CachedPrefix) -> int:
-        """Blocks that a prompt may take beside those of `prefix`."""
+    def _num_allocatable(self, prefix: CachedPrefix) -> int:
+        """Return the number of blocks that a prompt may allocate in addition to `prefix`."""
         if not self.window:
             return self._num_available(prefix.blocks)
         return self.pool.num_blocks - self._owned.total() - len(prefix.blocks)
 
     def _plan(self, sequence: PrefillSequence) -> CachedPrefix | None:
-        """The cached blocks that `sequence` starts from, or None if it must wait, whatever its place in the order."""
-        if self._has_no_place or not self.pool.num_available:
+        """Return the cached blocks that `sequence` starts with, or None if it cannot be admitted now."""
+        if self._is_at_capacity or not self.pool.num_available:
             return None
         prefix = self._cached_prefix(sequence)
-        if self._is_coming(sequence, prefix.end):
+        if self._is_in_flight(sequence, prefix.end):
             return None
         num_new = self._num_new(sequence, prefix)
-        if num_new > self._room_beside(prefix) or self._exceeds_share(sequence):
+        if num_new > self._num_allocatable(prefix) or self._exceeds_share(sequence):
             return None
         oldest = self.waiting[0]
         if sequence is oldest or self._exceeds_share(oldest) or not self._counts_passing(oldest):
             return prefix
-        return prefix if num_new <= self._most_of(oldest) - oldest.num_passing_blocks else None
+        return prefix if num_new <= self._max_owned(oldest) - oldest.num_passing_blocks else None
 
     @property
-    def _has_no_place(self) -> bool:
-        """Whether as many prompts as may run are admitted and not yet computed, or about to be by a step in flight."""
+    def _is_at_capacity(self) -> bool:
+        """Whether the maximum number of prompts is admitted and not yet computed, or in a step in flight."""
         if len(self.running) < self.max_num_seqs:
             return False
         return sum(sequence.num_remaining > 0 for sequence in self.running) >= self.max_num_seqs
 
-    def _is_coming(self, sequence: PrefillSequence, index: int) -> bool:
-        """Whether a step in flight computes block `index` of a waiting prompt, which may then start from it."""
+    def _is_in_flight(self, sequence: PrefillSequence, index: int) -> bool:
+        """Whether a step in flight computes block `index` of a waiting prompt, which can then share it."""
         is_shared = self.pool.enable_prefix_caching and index < sequence.num_cacheable // self.block_size
         if not self._in_flight or not is_shared:
             return False
         block_hash = sequence.hasher.hashes[index]
         return any(block_hash in hashes for hashes in self._in_flight.values())
 
-    def _most_of(self, sequence: PrefillSequence) -> int:
-        """The most blocks that a prompt owns at once."""
+    def _max_owned(self, sequence: PrefillSequence) -> int:
+        """Return the maximum number of blocks that a prompt owns at once."""
         return min(self._most_owned, self.blocks_for(sequence.num_tokens))
 
     def _exceeds_share(self, sequence: PrefillSequence) -> bool:
@@ -360,9 +365,9 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         if sequence.priority >= self._top_priority:
             return False
         owned = sum(num_blocks for priority, num_blocks in self._owned.items() if priority < self._top_priority)
-        return owned > 0 and owned + self._most_of(sequence) > LOW_SHARE * self.pool.num_blocks
+        return owned > 0 and owned + self._max_owned(sequence) > LOW_SHARE * self.pool.num_blocks
 
     def _counts_passing(self, oldest: PrefillSequence) -> bool:
-        """Whether blocks that others get are counted: the oldest waiting prompt does not fit, or did not before."""
+        """Whether to count blocks that others get: the oldest waiting prompt does not fit, or did not before."""
         prefix = self._cached_prefix(oldest)
-        return oldest.num_passing_blocks > 0 or self._num_new(oldest, prefix) > self._room_beside(prefix)
+        return oldest.num_passing_blocks > 0 or self._num_new(oldest, prefix) > self._num_allocatable(prefix)

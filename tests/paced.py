@@ -34,7 +34,7 @@ from benchmarks.stack import Stack, StackProcess, StackSettings
 from common.config import WorkerConfig
 from common.engine.kv.cache import KVCache
 from common.engine.models.batch import ForwardBatch, SequenceChunk, check_chunk
-from common.engine.run.loaded import LoadedModel, Makers
+from common.engine.run.loaded import LoadedModel, ModelFactories
 from common.engine.run.runner import ModelRunner
 from common.engine.worker.command import run_role
 from common.engine.worker.duty import DutyOffer
@@ -273,8 +273,8 @@ def load_paced(
     files = resolve_model(config.model, progress=False)
     assert files.config is not None  # a folder has one
     model = PacedModel(files.config.parent)
-    makers = Makers(runner=lambda kv: PacedRunner(model, kv, coefficients, role))
-    return files, LoadedModel.of(lambda: model, files, config, makers)
+    factories = ModelFactories(runner=lambda kv: PacedRunner(model, kv, coefficients, role))
+    return files, LoadedModel.of(lambda: model, files, config, factories)
 
 
 class PacedWorker(WorkerProcess):

@@ -155,7 +155,7 @@ class Constraint:
                 matcher.consume_token(token_id)
 
 
-def unsampled(params: SamplingParams, constraint: Constraint | None, phase: str) -> tuple[str, str]:
+def sampling_failure(params: SamplingParams, constraint: Constraint | None, phase: str) -> tuple[str, str]:
     """Return the phase and the reason of the error for a request whose sampler had no valid token."""
     if constraint is not None and constraint.problem:
         return "grammar", constraint.problem

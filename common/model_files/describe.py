@@ -150,7 +150,7 @@ def _end_tokens(ids: Sequence[object], vocab_size: int, folder: Path) -> tuple[i
     """
     given = [token_id for token_id in ids if isinstance(token_id, int) and not isinstance(token_id, bool)]
     if unknown := [token_id for token_id in given if not 0 <= token_id < vocab_size]:
-        log.warning("%s: ignored eos_token_id %s: the vocabulary has %d tokens", folder, unknown, vocab_size)
+        log.warning("model %s: ignored eos_token_id %s: the vocabulary has %d tokens", folder, unknown, vocab_size)
     return _unique(token_id for token_id in given if 0 <= token_id < vocab_size)
 
 

@@ -36,7 +36,7 @@ class Quantization(StrEnum):
         return self is not Quantization.NONE
 
     def takes(self, bits: int) -> bool:
-        """Whether integers of `bits` bits are kept as they are in the file."""
+        """Whether integers of `bits` bits are kept as stored in the file."""
         return {Quantization.INT8: bits == 8, Quantization.INT4: bits == 4}.get(self, True)
 
     def bits(self, quantised_in_file: bool) -> int:

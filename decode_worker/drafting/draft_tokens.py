@@ -27,9 +27,9 @@ MODEL, MODEL_PLACES = FORCED + 1, 8
 share."""
 MODEL_AT_FIRST = 0.8
 """Initial acceptance rate of a draft model's token, given that all tokens before it are accepted."""
-MOST_SEARCHED = 32_768
+MAX_SEARCHED = 32_768
 """Maximum number of searched tokens, counted from the end."""
-MOST_COMPARED = 1024
+MAX_COMPARED = 1024
 """Maximum number of compared occurrences of the last token, starting with the most recent."""
 
 
@@ -69,7 +69,7 @@ def model_kinds(count: int) -> tuple[int, ...]:
 
 
 @dataclass(slots=True)
-class DraftTally:
+class DraftStats:
     """Statistics of a sequence's drafts. `accepted[i]` counts drafts whose token i was accepted."""
 
     num_drafts: int = 0
@@ -85,7 +85,7 @@ class DraftTally:
             self.accepted[place] += 1
 
 
-class Lookup:
+class PromptLookup:
     """Finds draft tokens in a growing text."""
 
     def __init__(self) -> None:
@@ -113,11 +113,10 @@ class Lookup:
         self._length = length
 
     def _best_match(self) -> tuple[int, int]:
-        """Return (end, length) of the longest earlier match with the end of the text, the last if equal. Length 0 if
-        none."""
+        """Return (end, length) of the longest and latest earlier match with the text's end. Length 0 if none."""
         text = self._text[: self._length]
-        first = max(0, self._length - MOST_SEARCHED)
-        ends = np.flatnonzero(text[first:-1] == text[-1])[-MOST_COMPARED:] + (first + 1)
+        first = max(0, self._length - MAX_SEARCHED)
+        ends = np.flatnonzero(text[first:-1] == text[-1])[-MAX_COMPARED:] + (first + 1)
         if not len(ends):
             return 0, 0
         match = 1
@@ -130,7 +129,7 @@ class Lookup:
         return int(ends[-1]), match
 
 
-class HitRates:
+class AcceptanceRates:
     """Acceptance rates of draft tokens by kind."""
 
     SMOOTHING = 0.05

@@ -1,9 +1,8 @@
 """Draft model and its KV: drafts the next tokens of sequences, and computes the KV that this needs.
 
 Draft KV has its own block pool. It is never sent to other workers, so sequences have none after a transfer, hand-over
-or
-preemption. Blocks of certain tokens are published by their hashes, like those of the served model, and are reused for
-prompts with the same prefix and later turns of a conversation.
+or preemption. Blocks of certain tokens are published by their hashes, like those of the served model, and are reused
+for prompts with the same prefix and later turns of a conversation.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from decode_worker.rules import DecodeRules
     from decode_worker.sequence import DecodeSequence
 
-MOST_BEHIND = 8
+MAX_BEHIND = 8
 """Maximum number of tokens without draft KV at which a sequence may draft. They are rows of the first draft step."""
 SMOOTHING = 0.1
 """Weight of a new chunk in the average time of a token when catching up."""
@@ -57,8 +56,7 @@ class DraftCache:
         return len(self._held)
 
     def num_behind(self, sequence: DecodeSequence) -> int:
-        """Return the number of the sequence's tokens without KV. It is at least 1: a draft starts with the last
-        token."""
+        """Return the number of tokens without KV, at least 1: a draft starts with the last token."""
         held = self._held.get(sequence)
         if held is None:
             return sequence.num_tokens - self.pool.block_size * len(self._cached_prefix(sequence))
@@ -172,8 +170,7 @@ class Drafter:
         token_s: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`step_s` and `token_s` are the measured times of a step of one row and of a token of a small chunk (0:
-        unknown)."""
+        """`step_s` and `token_s`: measured times of a step of one row and a token of a small chunk (0: unknown)."""
         self.cache, self.costs = cache, RowCosts()
         if step_s:
             self.costs.add(1, step_s)
@@ -188,7 +185,7 @@ class Drafter:
 
     def is_ready(self, sequence: DecodeSequence) -> bool:
         """Whether it can draft for the sequence immediately."""
-        return sequence not in self._foreign and self.cache.num_behind(sequence) <= MOST_BEHIND
+        return sequence not in self._foreign and self.cache.num_behind(sequence) <= MAX_BEHIND
 
     def num_behind(self, sequence: DecodeSequence) -> int:
         """Return the number of tokens to catch up before drafting, or 0 if it is ready or can never draft."""
@@ -213,8 +210,7 @@ class Drafter:
     def draft(
         self, wanted: Sequence[tuple[DecodeSequence, int]], rules: DecodeRules
     ) -> dict[DecodeSequence, tuple[int, ...]]:
-        """Draft up to the given number of tokens for each sequence, whose tokens must all be known. Some may get
-        none."""
+        """Draft up to the given number of tokens per sequence. All their tokens must be known. Some may get none."""
         chains = [chain for sequence, limit in wanted if (chain := self._chain(sequence, limit)) is not None]
         active = chains
         while active:

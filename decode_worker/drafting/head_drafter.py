@@ -40,8 +40,7 @@ class _HeadChain:
     token_ids: list[int] = field(default_factory=list)
 
     def next_chunk(self, hidden: HiddenPlaces) -> SequenceChunk:
-        """Return the chunk of the newest token, with the slot of the hidden state before it for the first draft
-        token."""
+        """Return the chunk of the newest token. The first one has the slot of the hidden state before it."""
         sequence, place = self.sequence, self.sequence.num_tokens - 1 + len(self.token_ids)
         before = NO_PLACE if self.token_ids else hidden.at(sequence, place - 1)
         newest = self.token_ids[-1] if self.token_ids else sequence.token_ids[-1]

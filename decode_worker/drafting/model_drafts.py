@@ -18,7 +18,7 @@ from common.engine.kv import BlockCounts
 from common.engine.sequences import TokenGoal
 from common.errors import BlockError
 from common.observe import Ewma
-from decode_worker.drafting.draft_tokens import FORCED, NOTHING, Draft, HitRates, of_model
+from decode_worker.drafting.draft_tokens import FORCED, NOTHING, AcceptanceRates, Draft, of_model
 from decode_worker.drafting.row_costs import Depth, RowCosts, StepSize, best_depth, longest
 
 if TYPE_CHECKING:
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-MOST_SEQUENCES = 64
+MAX_MODEL_SEQUENCES = 64
 """Maximum batch size with drafts. In larger batches, a row costs as much as a token gains."""
 IDLE_CHUNK_S = 0.02
 """Duration of one catch-up on an idle worker, in seconds. An arriving request waits for its end."""
-LEAST_AT_ONCE, MOST_AT_ONCE = 16, 512
+MIN_IDLE_TOKENS, MAX_IDLE_TOKENS = 16, 512
 """Limits of the tokens per catch-up on an idle worker."""
-LEAST_BESIDE = 8
+MIN_STEP_TOKENS = 8
 """Minimum tokens per catch-up between steps. Each step adds at least one token."""
-MOST_WAITING = 16
+MAX_WAITING_TRIED = 16
 """Maximum number of waiting sequences considered for catching up."""
-NO_ROOM_S = 1.0
+NO_BLOCKS_PAUSE_S = 1.0
 """Pause after a catch-up without free blocks, in seconds."""
-USUAL_ANSWER = 128
+DEFAULT_ANSWER_TOKENS = 128
 """Assumed number of tokens of an answer before any has ended."""
 ANSWER_SMOOTHING = 0.05
 """Weight of a new answer in the average length."""
@@ -76,8 +76,7 @@ class TokenDrafter(Protocol):
     def draft(
         self, wanted: Sequence[tuple[DecodeSequence, int]], rules: DecodeRules
     ) -> dict[DecodeSequence, tuple[int, ...]]:
-        """Draft up to the given number of tokens for each sequence, whose tokens must all be known. Some may get
-        none."""
+        """Draft up to the given number of tokens per sequence. All their tokens must be known. Some may get none."""
 
     def retain(self, is_here: Callable[[DecodeSequence], bool]) -> None:
         """Forget sequences for which `is_here` is False."""
@@ -90,7 +89,7 @@ class TokenDrafter(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class DraftBounds:
+class DraftLimits:
     """Limits of drafts: `max_tokens` per sequence (0: none), `max_rows` per step, and the `goal` for its duration."""
 
     max_tokens: int
@@ -102,12 +101,12 @@ class ModelDrafts:
     """Draft tokens of a draft model or head, for the sequences of one engine. Not thread-safe."""
 
     def __init__(
-        self, drafter: TokenDrafter, rules: DecodeRules, bounds: DraftBounds, rates: HitRates, steps: RowCosts
+        self, drafter: TokenDrafter, rules: DecodeRules, bounds: DraftLimits, rates: AcceptanceRates, steps: RowCosts
     ) -> None:
         """`rates` (acceptance) and `steps` (costs of rows) are shared, and updated by the caller."""
         self._drafter, self._rules, self._bounds = drafter, rules, bounds
         self._rates, self._steps = rates, steps
-        self._answer_tokens = Ewma(ANSWER_SMOOTHING, start=USUAL_ANSWER)
+        self._answer_tokens = Ewma(ANSWER_SMOOTHING, start=DEFAULT_ANSWER_TOKENS)
         self._has_failed = False
         self._no_room_until = 0.0
         self.spent_s = self.total_s = 0.0
@@ -120,14 +119,14 @@ class ModelDrafts:
     def wants_tokens(self, running: Sequence[DecodeSequence]) -> bool:
         """Whether the next step should start from known tokens, to draft after them or to catch up."""
         decoding = [each for each in running if each.num_remaining == 1]
-        if self._has_failed or not 0 < len(decoding) <= MOST_SEQUENCES:
+        if self._has_failed or not 0 < len(decoding) <= MAX_MODEL_SEQUENCES:
             return False
         num_ready = sum(self._drafter.is_ready(each) for each in decoding)
         if self._depth(len(decoding), num_ready).num_tokens:
             return True
         self._rates.forget_model()
         self._drafter.costs.relax()
-        return self._lagging(decoding) is not None
+        return self._catch_up_candidate(decoding) is not None
 
     def extend(
         self,
@@ -140,7 +139,7 @@ class ModelDrafts:
 
         `other_rate` is the expected rate of the step with `drafts`, in tokens per second, or 0 if they do not pay.
         """
-        if self._has_failed or not 0 < len(chunks) <= MOST_SEQUENCES:
+        if self._has_failed or not 0 < len(chunks) <= MAX_MODEL_SEQUENCES:
             return drafts
         able = [index for index, chunk in enumerate(chunks) if self._may(chunk, drafts[index])]
         whole = self._depth(len(chunks), len(able)).num_tokens
@@ -177,12 +176,12 @@ class ModelDrafts:
             self._catch_up_idle(idle)
             return
         decoding = [each for each in running if each.num_remaining == 1]
-        if self._has_failed or not decoding or (sequence := self._lagging(decoding)) is None:
+        if self._has_failed or not decoding or (sequence := self._catch_up_candidate(decoding)) is None:
             return
         plain_s = self._steps.seconds(len(decoding))
         budget_s = longest(plain_s, self._bounds.goal) - plain_s
         token_s = self._drafter.token_s
-        self._compute(sequence, max(LEAST_BESIDE, int(budget_s / token_s)) if token_s else LEAST_AT_ONCE)
+        self._compute(sequence, max(MIN_STEP_TOKENS, int(budget_s / token_s)) if token_s else MIN_IDLE_TOKENS)
 
     def next_idle(self, sequences: Iterable[DecodeSequence]) -> DecodeSequence | None:
         """Return the sequence to catch up with while the worker is idle, or None."""
@@ -190,12 +189,12 @@ class ModelDrafts:
             return None
         if self._steps.seconds(1) and not self._depth(1, 1).num_tokens:
             return None  # it would not draft for a single sequence
-        waiting = islice((each for each in sequences if each.waits_to_run), MOST_WAITING)
+        waiting = islice((each for each in sequences if each.waits_to_run), MAX_WAITING_TRIED)
         return next((each for each in waiting if self._drafter.num_behind(each)), None)
 
     def _catch_up_idle(self, sequence: DecodeSequence) -> None:
         token_s = self._drafter.token_s
-        most = min(MOST_AT_ONCE, max(LEAST_AT_ONCE, int(IDLE_CHUNK_S / token_s))) if token_s else LEAST_AT_ONCE
+        most = min(MAX_IDLE_TOKENS, max(MIN_IDLE_TOKENS, int(IDLE_CHUNK_S / token_s))) if token_s else MIN_IDLE_TOKENS
         self._compute(sequence, most)
 
     def answered(self, num_tokens: int) -> None:
@@ -237,7 +236,7 @@ class ModelDrafts:
         possible = self._rules.num_possible(sequence, token_ids)
         return of_model(token_ids[:possible]) if possible else NOTHING
 
-    def _lagging(self, decoding: Sequence[DecodeSequence]) -> DecodeSequence | None:
+    def _catch_up_candidate(self, decoding: Sequence[DecodeSequence]) -> DecodeSequence | None:
         """Return the sequence to catch up with first, if drafting for it gains more than catching up costs."""
         behind = [(num, each) for each in decoding if (num := self._drafter.num_behind(each))]
         if not behind or time.monotonic() < self._no_room_until:
@@ -260,7 +259,7 @@ class ModelDrafts:
 
     def _compute(self, sequence: DecodeSequence, most_tokens: int) -> None:
         if not self._timed(lambda: self._drafter.catch_up(sequence, most_tokens), 0):
-            self._no_room_until = time.monotonic() + NO_ROOM_S
+            self._no_room_until = time.monotonic() + NO_BLOCKS_PAUSE_S
 
     def _timed(self, compute: Callable[[], T], nothing: T) -> T:
         """Run `compute` and record its time. If it fails, disable the draft model."""
@@ -270,9 +269,7 @@ class ModelDrafts:
         except BlockError:
             raise  # block ownership is corrupt
         except Exception:
-            log.exception(
-                "the draft model failed, this worker continues without draft tokens from it until it is restarted"
-            )
+            log.exception("draft model failed, this worker decodes without it until it is restarted")
             self._has_failed = True
             return nothing
         finally:

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 from common.engine.sequences import TokenGoal
 
-LEAST_CHANCE = 0.1
+MIN_CHANCE = 0.1
 """Minimum acceptance probability of a draft token."""
-LEAST_GAIN = 1.05
+MIN_GAIN = 1.05
 """Minimum gain in tokens per second by draft tokens, because the following step cannot be launched ahead."""
-SLOWEST = 1.5
+MAX_SLOWDOWN = 1.5
 """Maximum duration of a step with draft tokens, relative to one without: sequences without drafts wait for it too. If
 there is a goal for the time per token that a plain step keeps, the limit is the goal instead."""
 NO_GOAL = TokenGoal()
@@ -80,7 +80,7 @@ class RowCosts:
         if not plain:
             return 0
         longest_s = patience * longest(plain, goal)
-        count, tokens, best = 0, float(num_rows), LEAST_GAIN * num_rows / plain
+        count, tokens, best = 0, float(num_rows), MIN_GAIN * num_rows / plain
         for extra, chance in enumerate(chances, 1):
             tokens += chance
             seconds = self.seconds(num_rows + extra)
@@ -93,7 +93,7 @@ class RowCosts:
 
 def longest(plain_s: float, goal: TokenGoal) -> float:
     """Return the maximum duration of a step with draft tokens that takes `plain_s` without."""
-    return goal.limit_s if goal.is_set and plain_s <= goal.limit_s else SLOWEST * plain_s
+    return goal.limit_s if goal.is_set and plain_s <= goal.limit_s else MAX_SLOWDOWN * plain_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +140,11 @@ def best_depth(
         return Depth(0, 0.0)
     plain_rate = size.sequences / plain_s
     best = Depth(0, max(other_rate, plain_rate))
-    least, longest_s = max(other_rate, LEAST_GAIN * plain_rate), longest(plain_s, goal)
+    least, longest_s = max(other_rate, MIN_GAIN * plain_rate), longest(plain_s, goal)
     gained, drafting_s = 0.0, 0.0
     for count, chance in enumerate(chances, 1):
         num_rows = size.rows + num_drafting * count
-        if chance < LEAST_CHANCE or not num_drafting or num_rows > most_rows:
+        if chance < MIN_CHANCE or not num_drafting or num_rows > most_rows:
             break
         gained += chance
         drafting_s += draft_steps.seconds(num_drafting)

@@ -1,4 +1,4 @@
-"""Do the kernels of this device compute what plain torch does, at one model's shapes? On memory full of NaN."""
+"""Compare a device's kernels with plain torch at the shapes of one model. Memory is filled with NaN beforehand."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Decode and prefill attention beside plain torch, over blocks in which every key that must not be read is NaN.
+"""Compare decode and prefill attention with plain torch. Keys that must not be read are NaN.
 
-The values at both ends of what a row sees weigh more than the others, so that a mask that is off by one shows.
+Values at both ends of a row's visible range are larger than the others, which exposes off-by-one errors in masks.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from kernels.interface import QuerySpan
 from kernels.plain import backend as plain
 
 QUERY_SCALE = 2.0
-"""Of random queries: scores of some spread, so that a wrong scale changes the weights."""
+"""Scale of random queries. Spreads the scores, so that a wrong attention scale changes the weights."""
 SPLIT = 515
-"""Tokens of a sequence that decode attention cuts into two."""
+"""Length of a sequence that decode attention splits in two."""
 SPLIT_CHUNK = 2109
-"""Tokens of a sequence at whose end a chunk of a few rows has its keys split."""
+"""Length of a sequence for which prefill attention splits the keys of a small last chunk."""
 FEW_ROWS = 9
-"""So few that each model's heads make few programs of them."""
+"""Rows of a small chunk: few programs for every model's number of heads."""
 
 
 class Size(NamedTuple):
-    """`rows` tokens of a step behind `start` others."""
+    """A chunk of `rows` tokens from position `start`."""
 
     rows: int
     start: int
 
 
 def decode_sizes(block_size: int, window: int, most: int) -> list[Size]:
-    """One new token each: a lone one, whole and begun blocks, two splits, beyond a window."""
+    """Return sizes of one new token each: first token, full and partial blocks, two splits, and past a window."""
     lengths = {1, block_size, block_size + 1, 131, SPLIT, window + 2 if window else SPLIT}
     return [Size(1, length - 1) for length in sorted({min(length, most) for length in lengths})]
 
 
 def prefill_sizes(block_size: int, window: int, most: int) -> list[Size]:
-    """A prompt that ends inside of a block; a chunk behind a prefix, in which a window begins to leave keys out, and
-    one whose keys are split. Through a window of as many keys that chunk's are."""
+    """Return the sizes of a prompt that ends within a block, a chunk after a prefix during which the window starts to
+    exclude keys, and, without a window, a small chunk with split keys."""
     rows = max(2, min(block_size + 13, most))
     start = max(0, min(max(SPLIT - rows // 2, window - 10), most - 2 * rows - block_size))
     split = [Size(FEW_ROWS, SPLIT_CHUNK - FEW_ROWS)] if most >= SPLIT_CHUNK and not window else []
@@ -53,7 +53,7 @@ def prefill_sizes(block_size: int, window: int, most: int) -> list[Size]:
 
 
 def attention_checks(shape: CheckedShape, cache: PoisonedCache) -> Iterator[Check]:
-    """Both kinds for each rule of the model."""
+    """Yield decode and prefill checks for each attention rule of the model."""
     size, most = cache.layout.block_size, min(shape.longest, cache.num_tokens)
     for kind in shape.rules:
         yield partial(attention, "decode attention", shape, kind, cache, decode_sizes(size, kind.rule.window, most))
@@ -61,7 +61,7 @@ def attention_checks(shape: CheckedShape, cache: PoisonedCache) -> Iterator[Chec
 
 
 def attention(kernel: str, shape: CheckedShape, kind: LayerRule, cache: PoisonedCache, sizes: list[Size]) -> Finding:
-    """The rows of `sizes` in one step, as far as there are blocks, through one plan."""
+    """Compare attention for chunks of `sizes` in one step. Chunks for which no blocks are left are dropped."""
     rule, device = kind.rule, cache.kv.device
     cache.give_back()
     cache.poison()
@@ -78,7 +78,7 @@ def attention(kernel: str, shape: CheckedShape, kind: LayerRule, cache: Poisoned
 
 
 def placed(cache: PoisonedCache, kind: LayerRule, sizes: list[Size]) -> list[QuerySpan]:
-    """Spans with blocks of their own, written as far as their rows may see. Sizes without blocks are left out."""
+    """Allocate blocks for each chunk and write its visible keys and values. Chunks without free blocks are dropped."""
     spans: list[QuerySpan] = []
     row = 0
     for rows, start in sizes:
@@ -98,9 +98,9 @@ def placed(cache: PoisonedCache, kind: LayerRule, sizes: list[Size]) -> list[Que
 
 
 def values(cache: PoisonedCache, rows: int, count: int) -> Tensor:
-    """Keys and values float32 [count, kv_heads, parts, head_dim]; the first and the last `rows` values are larger.
+    """Return random keys and values, float32 [count, kv_heads, parts, head_dim].
 
-    Latents, which are both, are larger there.
+    The first and last `rows` values, or latents, are larger than the others.
     """
     layout = cache.layout
     made = torch.randn(count, layout.num_kv_heads, cache.parts, layout.head_dim, generator=cache.random)

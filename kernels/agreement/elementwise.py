@@ -1,4 +1,4 @@
-"""What lies around attention beside plain torch: rotary embedding with the KV write, norms, gates, sampling, copies."""
+"""Compare operations other than attention with plain torch: rotary embedding, norms, gates, sampling and copies."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from kernels.plain import sample_by_sorting
 from kernels.sampling import sample
 
 ROWS = 19
-"""Odd: no multiple of what programs take together."""
+"""Odd, so not a multiple of the rows per program."""
 MAX_DIFFERENT_DRAWS = 1
-"""Of the rows that draw: rounding may move the border between two tokens, with the noise beside it."""
+"""Maximum number of random draws that may differ: rounding may move a token boundary across the noise value."""
 
 
 def elementwise_checks(shape: CheckedShape, cache: PoisonedCache) -> Iterator[Check]:
@@ -46,7 +46,7 @@ def elementwise_checks(shape: CheckedShape, cache: PoisonedCache) -> Iterator[Ch
 
 
 def rotary(shape: CheckedShape, cache: PoisonedCache) -> Finding:
-    """Keys and values into the cache, and rotated queries."""
+    """Compare cache writes and rotated queries."""
     layout, device = cache.layout, cache.kv.device
     dim, kv_heads = layout.head_dim, layout.num_kv_heads
     heads = (shape.num_heads, kv_heads) if shape.wide_qk_norm else (1, 1)
@@ -65,7 +65,7 @@ def rotary(shape: CheckedShape, cache: PoisonedCache) -> Finding:
 
 
 def latents(shape: CheckedShape, cache: PoisonedCache) -> Finding:
-    """Latents into the cache, and queries that meet them."""
+    """Compare latent cache writes and the matching queries."""
     rank, dim, device = shape.latent_dim, cache.layout.head_dim, cache.kv.device
     norm = LatentNorm(_weight(rank, cache), shape.eps)
     kernel = backend(device.type).write_latents
@@ -89,9 +89,9 @@ def _written(
     rotated: int,
     kernels: tuple[Callable[..., Tensor], Callable[..., Tensor]],
 ) -> Finding:
-    """Rows scattered over slots of all blocks, the last of them padding; every other slot must stay NaN.
+    """Compare writes to random slots of all blocks. The last row is padding; all other slots must stay NaN.
 
-    The kernel and plain torch each take rows of `widths`, angles of `rotated` numbers, cache, layer and slots.
+    `kernels` (tested, reference) take rows of `widths`, angles of `rotated` elements, cache, layer and slots.
     """
     layout, device = cache.layout, cache.kv.device
     layer, size = layout.num_layers - 1, layout.block_size
@@ -113,9 +113,9 @@ def _written(
     moved = torch.tensor([place[int(slot) // size] * size + int(slot) % size for slot in slots[:written]])
     plain_q = kernels[1]([one[:written].float() for one in inputs], angles[:written], expected, 0, moved.to(device))
     if not torch.equal(found.isnan(), expected.isnan()):
-        problem = "it wrote slots that are not its own, or left its own unwritten"
+        problem = "wrote to slots that were not requested, or did not write all requested slots"
         return Finding(kernel, words, float("inf"), 0.0, problem)
-    if cache.kv.dtype == torch.float8_e4m3fn:  # small scales make numbers beyond its largest
+    if cache.kv.dtype == torch.float8_e4m3fn:  # with small scales, values may exceed its range
         expected = expected.clamp(-LARGEST_FP8, LARGEST_FP8)
     pairs = [("queries", q, plain_q, shape.dtype)]
     pairs += [("keys and values", found.nan_to_num(), expected.nan_to_num(), cache.kv.dtype)]
@@ -123,7 +123,7 @@ def _written(
 
 
 def norms(shape: CheckedShape, cache: PoisonedCache) -> Finding:
-    """Alone, and of a sum, which is rounded before it is normed."""
+    """Compare the norm, and the fused add and norm, which rounds the sum before normalising."""
     x, delta = (_random(shape, cache, ROWS, shape.hidden_size) for _ in range(2))
     weight = (torch.rand(shape.hidden_size, generator=cache.random) + 0.5).to(x.device)
     total, normed = dispatch.add_rms_norm(x, delta, weight, shape.eps)
@@ -144,7 +144,7 @@ def gate(shape: CheckedShape, cache: PoisonedCache, width: int) -> Finding:
 
 
 def sampling(shape: CheckedShape, cache: PoisonedCache) -> Finding:
-    """Greedy and random rows beside a sort; a row with a NaN must yield no token, whatever the others are."""
+    """Compare greedy and random draws with sampling by sorting. A row that contains NaN must not yield a token."""
     device, vocab = cache.kv.device, shape.vocab_size
     kinds = [Draw(), Draw(0.8), Draw(1.0, 20), Draw(1.0, 0, 0.7), Draw(0.7, 50, 0.9, 0.02)]
     draws = [kinds[i % len(kinds)]._replace(seed=i, position=100 + i) for i in range(2 * len(kinds))]
@@ -158,9 +158,9 @@ def sampling(shape: CheckedShape, cache: PoisonedCache) -> Finding:
     words = f"{len(draws)} x {vocab}"
     problem = ""
     if len(differ) > MAX_DIFFERENT_DRAWS or any(not draw.temperature for draw in differ):
-        problem = f"{len(differ)} of {len(draws)} rows draw another token, {MAX_DIFFERENT_DRAWS} random one may"
+        problem = f"{len(differ)} of {len(draws)} rows draw a different token ({MAX_DIFFERENT_DRAWS} random draw may)"
     elif min(tokens) < vocab:
-        problem = f"{sum(token < vocab for token in tokens)} of {len(tokens)} rows with a NaN yield a token"
+        problem = f"{sum(token < vocab for token in tokens)} of {len(tokens)} rows with NaN yield a token"
     return Finding("sampling", words, float(len(differ)), float(MAX_DIFFERENT_DRAWS), problem)
 
 
@@ -170,7 +170,7 @@ def _drawn(logits: Tensor, draws: list[Draw]) -> list[int]:
 
 
 def copies(cache: PoisonedCache, quantised: bool) -> Finding:
-    """Blocks to a transfer buffer and back, to the byte; a block beside them must not change."""
+    """Compare, byte for byte, copying blocks to a transfer buffer and back. Other blocks must not change."""
     kv, device = cache.kv, cache.kv.device
     cache.give_back()
     cache.poison()
@@ -194,8 +194,8 @@ def copies(cache: PoisonedCache, quantised: bool) -> Finding:
     scatter_blocks(buffer, kv, ids, quantised=quantised)
     there = torch.stack([kv[block] for block in chosen]).view(torch.uint8)
     off = int((there != back.view(torch.uint8)).sum())
-    beside = any(not cache.read(0, [block]).isnan().all() for block in cache.blocks if block not in chosen)
-    problem = f"{off} of {there.numel()} bytes differ" if off else "it wrote a block beside its own" if beside else ""
+    others = any(not cache.read(0, [block]).isnan().all() for block in cache.blocks if block not in chosen)
+    problem = f"{off} of {there.numel()} bytes differ" if off else "wrote to an unrelated block" if others else ""
     return Finding("gather and scatter blocks", words, float(off), 0.0, problem)
 
 
@@ -209,7 +209,7 @@ def _random(shape: CheckedShape, cache: PoisonedCache, rows: int, width: int) ->
 
 
 def sums(cache: PoisonedCache) -> Finding:
-    """The sums of blocks that hold anything, NaN included."""
+    """Compare the sums of blocks with arbitrary contents, including NaN."""
     kv, device = cache.kv, cache.kv.device
     ids = torch.arange(kv.shape[0], device=device).flip(0)
     expected = torch.empty_like(ids)

@@ -1,4 +1,4 @@
-"""Experts beside plain products of a few of them, with a model's own weights."""
+"""Compare experts with plain products, using a model's weights."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kernels.interface import QuantisedWeight
 from kernels.plain import backend as plain
 
 EXPERT_ROWS = 5
-"""Odd: no multiple of what programs take together."""
+"""Odd, so not a multiple of the rows per program."""
 ROWS_TOGETHER = 80
-"""Of the batch in which a row's bits are looked at."""
+"""Batch size for the check of batch invariance."""
 
 
 def experts_check(
     experts: Experts, per_token: int, hidden_size: int, activation: str, device: torch.device, random: torch.Generator
 ) -> Finding:
-    """Rows that go to different experts, and two that share all of theirs."""
+    """Compare rows with different experts, including two rows with the same experts."""
     x = torch.randn(EXPERT_ROWS, hidden_size, generator=random).to(device=device, dtype=experts.dtype)
     order = torch.randperm(experts.count, generator=random)
     chosen = torch.stack([order.roll(i // 2 * per_token)[:per_token] for i in range(EXPERT_ROWS)])

@@ -1,4 +1,4 @@
-"""Is a kernel right? Outputs that it must write hold NaN before, and a plain reference stands beside it."""
+"""Compare kernel outputs with a reference. Output memory is filled with NaN beforehand."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ TOLERANCE = {
     **{torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3},
     **{torch.float8_e4m3fn: 0.13, torch.int8: 4e-2},
 }
-"""By the type that holds the result: in each number, and of the norm of all. In 8 bits the last
-bit may fall either way: an eighth of an e4m3 number, a step of 1/127 of the largest of a key in int8."""
+"""Tolerance by result type, both per element and relative to the norm of the whole result. With 8 bits, the last bit
+may round either way: 1/8 of an e4m3 number, or 1/127 of the largest element of an int8 key."""
 NEW_MEMORY = (torch.empty, torch.empty_like, torch.Tensor.new_empty)
 
 
 class Poisoned(TorchFunctionMode):
-    """Fills what this thread makes with `torch.empty` with NaN, so that an unwritten output shows."""
+    """Fills tensors that this thread creates with `torch.empty` with NaN, to detect unwritten outputs."""
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -33,7 +33,11 @@ class Poisoned(TorchFunctionMode):
 
 
 class Difference(NamedTuple):
-    """largest: of any number, as a share of the tolerance's unit; share: of the norm of all. wrong: in words, or ""."""
+    """Result of a comparison.
+
+    largest: largest absolute difference. share: norm of the difference relative to the norm of the expected result.
+    wrong: description of the error, or "".
+    """
 
     largest: float
     share: float
@@ -42,7 +46,7 @@ class Difference(NamedTuple):
 
 
 def compared(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> Difference:
-    """How far `actual`, which `dtype` held, lies from `expected`, of a wider type."""
+    """Compare `actual`, computed in `dtype`, with `expected`, of a wider type."""
     tolerance = TOLERANCE[dtype]
     if actual.shape != expected.shape:
         found = f"shape {list(actual.shape)}, not {list(expected.shape)}"
@@ -56,7 +60,7 @@ def compared(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> Difference
         return Difference(0.0, 0.0, tolerance)
     off = (actual - expected).abs()
     largest = float(off.max())
-    # Attention over many keys yields small numbers, of which a limit for each would not notice a large missing part.
+    # Attention over many keys yields small elements. A limit per element would not detect that a large part is missing.
     norm = float(expected.norm())
     share = float((actual - expected).norm()) / norm if norm else 0.0
     limit = tolerance * max(1.0, float(expected.abs().mean()))
@@ -69,12 +73,12 @@ def compared(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> Difference
 
 
 def difference(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> str:
-    """The error of `actual` in words, or ""."""
+    """Describe the error of `actual`; "" if it is within the tolerance."""
     return compared(actual, expected, dtype).wrong
 
 
 class Finding(NamedTuple):
-    """One kernel at one shape. `largest` is the largest difference found; `problem` says what is wrong, or ""."""
+    """Result for one kernel at one shape. `largest` is the largest difference; `problem` describes the error, or ""."""
 
     kernel: str
     shape: str
@@ -84,7 +88,7 @@ class Finding(NamedTuple):
 
     @classmethod
     def of_failure(cls, kernel: str, error: Exception) -> Finding:
-        """Of a kernel that does not compile, or does not end."""
+        """Create the finding of a kernel that does not compile or raises an error."""
         words = (str(error).strip().splitlines() or ["no message"])[0]
         problem = too_large(error) or f"{type(error).__name__}: {words[:300]}"
         return cls(kernel, "the first failed shape", float("inf"), 0.0, problem)
@@ -96,7 +100,7 @@ class Finding(NamedTuple):
 
 
 def finding(kernel: str, shape: str, pairs: Sequence[tuple[str, Tensor, Tensor, torch.dtype]]) -> Finding:
-    """The first of (name, actual, expected, type) that differs, or the one that differs most."""
+    """Compare pairs (name, actual, expected, type). Reports the first failure, or else the largest difference."""
     found = [(name, compared(actual, expected, dtype)) for name, actual, expected, dtype in pairs]
     name, worst = next(((n, d) for n, d in found if d.wrong), max(found, key=lambda pair: pair[1].largest))
     problem = f"{name}: {worst.wrong}" if worst.wrong else ""

@@ -1,4 +1,4 @@
-"""Blocks of a KV cache that no sequence owns yet, full of NaN but for the slots that a check writes."""
+"""KV cache blocks for checks, filled with NaN except for the slots that a check writes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from kernels.interface import KVLayout, QuerySpan, head_dim_of, packed, unpacked
 
 FREED = 0
-"""The block that padding of block tables names: no check's sequence owns it."""
+"""Block used as padding in block tables. Never allocated to a sequence."""
 
 
 class PoisonedCache:
-    """Up to `num_blocks` blocks of `kv`, from its first to its last, so that wide addresses are among them."""
+    """Up to `num_blocks` blocks of `kv`, spread evenly from the first to the last to cover large addresses."""
 
     def __init__(self, kv: Tensor, num_blocks: int, random: torch.Generator, latent_dim: int = 0) -> None:
         self.kv, self.random = kv, random
@@ -29,35 +29,36 @@ class PoisonedCache:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that sequences of a check may have together, if each but one fills its last block."""
+        """Capacity in tokens."""
         return len(self.blocks[1:]) * self.layout.block_size
 
     def numbers(self, blocks: int, layers: int) -> Tensor:
-        """Random keys and values float32 [blocks, layers, kv_heads, block_size, parts, head_dim], on its device."""
+        """Return random keys and values, float32 [blocks, layers, kv_heads, block_size, parts, head_dim]."""
         layout = self.layout
         sizes = (blocks, layers, layout.num_kv_heads, layout.block_size, self.parts, layout.head_dim)
         made = torch.randn(*sizes, generator=self.random)
         return made.to(self.kv.device)
 
     def poison(self) -> None:
-        """NaN into every slot of these blocks."""
+        """Fill all slots with NaN."""
         self._each(self._nothing)
 
     def clear(self) -> None:
-        """Zeros, as a new cache has them."""
+        """Fill all slots with zeros, as in a new cache."""
         self._each(torch.zeros_like(self._nothing))
 
     def take(self, num_tokens: int) -> list[int]:
-        """Blocks for a sequence: fewer where there are not as many."""
+        """Allocate blocks for a sequence; fewer than needed if not enough are free."""
         count = min(-(-num_tokens // self.layout.block_size), len(self._free))
         return [self._free.pop() for _ in range(count)]
 
     def give_back(self) -> None:
-        """All blocks are free again; their slots keep what they hold."""
+        """Free all blocks without changing their contents."""
         self._free = self.blocks[1:]
 
     def write(self, layer: int, table: Sequence[int], first: int, values: Tensor) -> None:
-        """values float32 [n, kv_heads, parts, head_dim] into slots `first` .. of a sequence; NaN in all its others."""
+        """Write values, float32 [n, kv_heads, parts, head_dim], from slot `first` of a sequence, and NaN to its other
+        slots."""
         size, each = self.layout.block_size, (self.layout.num_kv_heads, self.parts, self.layout.head_dim)
         dense = torch.full((len(table) * size, *each), float("nan"), device=self.kv.device)
         dense[first : first + len(values)] = values
@@ -67,13 +68,13 @@ class PoisonedCache:
             raw[block, layer] = made[index]
 
     def read(self, layer: int, blocks: Sequence[int]) -> Tensor:
-        """What blocks of one layer stand for, float32 [blocks, 1, kv_heads, block_size, parts, head_dim]."""
+        """Read blocks of one layer, float32 [blocks, 1, kv_heads, block_size, parts, head_dim]."""
         raw = self.kv.view(torch.uint8)
         found = torch.stack([raw[block, layer] for block in blocks]).view(self.kv.dtype)
         return unpacked(found).float()[:, None]
 
     def plain(self, layer: int, spans: Sequence[QuerySpan]) -> tuple[Tensor, KVLayout, list[QuerySpan]]:
-        """One layer of the blocks of `spans` as a small cache of float32, and the spans over that."""
+        """Copy one layer of the blocks of `spans` to a small float32 cache. Also returns its layout and spans."""
         used = sorted({block for span in spans for block in self._seen(span)})
         place = {block: index for index, block in enumerate(used)}
         moved = [span._replace(block_table=[place[block] for block in self._seen(span)]) for span in spans]

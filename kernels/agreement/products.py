@@ -1,4 +1,4 @@
-"""Products with a model's own matrices beside plain torch; where they are to be so, a row's bits in several batches."""
+"""Compare products with a model's matrices with plain torch, and check batch invariance where it is required."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kernels.head_linear import HeadLinear
 from kernels.linear import Linear
 
 ROWS = (1, 70, 260)
-"""Of a lone sequence, of a batch, and of a prompt, whose tiles are other ones, or whose matrix is widened first."""
+"""Row counts of a single sequence, a batch, and a prompt, which use different tiles or a widened matrix."""
 COUNTS = (1, 2, 17, 64, 65)
-"""Of rows that are multiplied apart from the others."""
+"""Row counts whose results are compared with those of the whole batch."""
 PIECE = 4096
-"""Outputs whose weights are float32 at a time."""
+"""Number of outputs whose weights are converted to float32 at a time."""
 
 
 def product_check(linear: Linear, device: torch.device, random: torch.Generator) -> Finding:
-    """A matrix that the device's own kernels multiply by: one that stays quantised, or a product by rows."""
+    """Compare products with a quantised or batch-invariant matrix that uses the device kernels."""
     x = torch.randn(max(ROWS), linear.in_features, generator=random).to(device=device, dtype=linear.dtype)
     weight, bias = linear.weight, linear.bias
     expected = torch.cat([x.float() @ part.float().T for part in torch.split(weight, PIECE)], dim=1)
@@ -35,7 +35,7 @@ def product_check(linear: Linear, device: torch.device, random: torch.Generator)
 
 
 def heads_check(linear: HeadLinear, device: torch.device, random: torch.Generator) -> Finding:
-    """Matrices of heads, by rows."""
+    """Compare per-head products, also for different row counts."""
     heads, inputs = linear.num_heads, linear.in_features
     x = torch.randn(max(ROWS), heads * inputs, generator=random).to(device=device, dtype=linear.dtype)
     expected = torch.einsum("rhi,hoi->rho", x.view(-1, heads, inputs).float(), linear.weight.float()).flatten(1)
@@ -45,7 +45,7 @@ def heads_check(linear: HeadLinear, device: torch.device, random: torch.Generato
 
 
 def by_rows(found: Finding, multiply: Callable[[Tensor], Tensor], *inputs: Tensor) -> Finding:
-    """The finding, of which it is a problem too if rows of `inputs` have other bits apart than among all of them."""
+    """Extend a finding: report a problem if results for part of the rows differ bitwise from those for all rows."""
     if found.problem:
         return found
     together, rows = multiply(*inputs), len(inputs[0])

@@ -1,4 +1,4 @@
-"""Every kernel that a model's steps and transfers use, one after the other."""
+"""Run the checks of all kernels that a model's steps and transfers use."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from kernels.agreement.shape import CheckedShape
 from kernels.device import on_device
 
 SEED = 20_251_125
-"""Any number: a check that fails must fail again."""
+"""Arbitrary, but fixed, so that failures are reproducible."""
 TOKENS_BESIDE = 1200
-"""Of the shorter sequences of a check, beside its longest."""
+"""Total tokens of a check's sequences other than the longest one."""
 HOST_TOKENS = 192
-"""Of a check on a CPU, where every block that it touches takes memory from then on, and kernels cut no splits."""
+"""Tokens of a check on a CPU. Small, because touching a block commits its memory, and CPU kernels do not split keys."""
 
 
 def check_kernels(shape: CheckedShape, kv: Tensor, more: Iterable[Check] = ()) -> list[Finding]:
-    """What each kernel makes of random inputs beside plain torch, at the shapes of `kv` and of `shape`.
+    """Compare each kernel with plain torch on random inputs, at the shapes of `kv` and `shape`.
 
-    Uses blocks of `kv`, a KV cache that holds nothing yet, and leaves zeros in them. A kernel that fails is
-    the last finding, and the cache of no use. The inputs are the same each time.
+    Uses blocks of `kv`, which must be an unused KV cache, and zeroes them afterwards. If a kernel raises, its finding
+    is the last one, and the cache must not be used any more. The inputs are the same in every run.
     """
     random = torch.Generator().manual_seed(SEED)
     windows = [kind.rule.window for kind in shape.rules]
@@ -46,6 +46,6 @@ def check_kernels(shape: CheckedShape, kv: Tensor, more: Iterable[Check] = ()) -
 
 
 def name_of(check: Check) -> str:
-    """Of the kernel that a check is about."""
+    """Return the name of the kernel that a check tests."""
     arguments, function = getattr(check, "args", ()), getattr(check, "func", check)
     return arguments[0] if arguments and isinstance(arguments[0], str) else function.__name__

@@ -1,4 +1,4 @@
-"""The rows of a decode step, as the device fills them from where their sequences sit, beside plain torch."""
+"""Compare filling decode steps from seats with plain torch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from kernels.plain import seats as plain
 
 FillRows = Callable[[Tensor, SeatLayout, Tensor, int, StepRows], None]
 UNWRITTEN = -77
-"""No token, position or block has it."""
+"""Marker that is not a valid token, position or block."""
 MOST_BLOCKS = 1 << 24
-"""So many that slots need 64 bits."""
+"""Number of blocks for which slot indices need 64 bits."""
 NUM_SEATS, NUM_TAKEN = 21, 18
-"""Odd, and not all taken: rows of free seats must stay as they are."""
+"""Odd, and not all in use: rows of free seats must not change."""
 
 
 def seats_check(
     fill: FillRows, block_size: int, longest: int, device: torch.device, random: torch.Generator
 ) -> Finding:
-    """`fill` is the device's. Of sequences of up to `longest` tokens, some fed by the step before, and of padding."""
+    """Check the device function `fill` with padding and sequences of up to `longest` tokens, some of which continue
+    from the previous step."""
     positions = [min(position, longest - 1) for position in (0, block_size - 1, block_size, longest)]
     positions += torch.randint(longest, (NUM_SEATS - len(positions),), generator=random).tolist()
     layout, vocab = SeatLayout(NUM_SEATS, -(-longest // block_size), block_size), 1000
@@ -42,7 +43,7 @@ def seats_check(
 
 
 def random_seats(layout: SeatLayout, taken: Sequence[int], positions: Sequence[int], random: torch.Generator) -> Tensor:
-    """Seats full of random numbers, at these positions; row i of a step has the seat `taken[i]`."""
+    """Return random seats at the given positions. Row i of a step uses seat `taken[i]`."""
     memory = torch.randint(-(2**62), 2**62, (layout.num_words,), generator=random)
     memory[: layout.num_seats] = torch.tensor([*taken, *[-1] * (layout.num_seats - len(taken))])
     words = memory[layout.num_seats :].view(layout.num_seats, layout.seat_words)
@@ -54,7 +55,7 @@ def random_seats(layout: SeatLayout, taken: Sequence[int], positions: Sequence[i
 
 
 def unwritten_rows(layout: SeatLayout, size: int, device: torch.device) -> StepRows:
-    """What a step of `size` rows writes, before it does."""
+    """Return the unwritten outputs of a step of `size` rows."""
     wide = torch.full((NUM_WIDE * size,), UNWRITTEN, device=device)
     narrow = torch.full((NUM_NARROW * size,), UNWRITTEN, dtype=torch.int32, device=device)
     spans = torch.full((size, 3), UNWRITTEN, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""What a model asks of the kernels: the sizes at which they are checked."""
+"""Model parameters that determine the shapes at which kernels are checked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kernels.interface import UNSCALED, AttentionRule, KVScales
 
 
 class LayerRule(NamedTuple):
-    """A layer that stands for all that attend by the same rule."""
+    """A layer that represents all layers with the same attention rule."""
 
     layer: int
     rule: AttentionRule

@@ -41,7 +41,7 @@ INT8_DOTS, BF16_PAIRS, FP16_WIDENING = 1, 2, 4
 TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2, torch.int8: 3}
 """Activations are of the first two; a KV cache is of the activations' type or of one of the last two."""
 OUTLIER_SHARE: Final = 512
-"""At most one weight in so many may be an outlier of the 12-bit format: more would cost time."""
+"""Maximum share of outliers in the 12-bit format: one in OUTLIER_SHARE weights. More would be too slow."""
 
 
 POINTER, INTEGER, NUMBER, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float

@@ -1,4 +1,4 @@
-"""How the C++ of `native/` becomes a library. Imports nothing of ours and no torch: setup.py reads it as it is."""
+"""Compilation of the C++ library in `native/`. Must not import project modules or torch: used by setup.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kinds of CPU for which a wheel brings compiled kernels. Imports nothing of ours: setup.py reads it as it is."""
+"""Instruction sets for which a wheel contains compiled kernels. Must not import project modules: used by setup.py."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ INSTRUCTION_SETS: Final = (
     _arm("neon-dotprod", "armv8.2-a+dotprod", "asimd asimddp"),
     _arm("neon", "armv8-a", "asimd"),
 )
-"""Of each machine the best first. A CPU that has none of them compiles for itself, where there is a compiler."""
+"""Best first for each machine. For CPUs that support none of them, kernels are compiled locally if possible."""
 
 
 def of_machine(machine: str) -> tuple[InstructionSet, ...]:

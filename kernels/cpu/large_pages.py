@@ -1,6 +1,6 @@
-"""Memory in large pages, where the system gives them: for weights and KV, which every step reads from end to end.
+"""Memory in large pages, if available, for weights and KV caches, which every step reads completely.
 
-Pages of 4 KiB are read more slowly: each is looked up anew, and a core fetches ahead within a page only.
+4 KiB pages are slower to read: each needs its own TLB lookup, and hardware prefetching stops at page boundaries.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LINE: Final = 64
 
 
 def prefer_large_pages(pages: mmap.mmap) -> None:
-    """Ask for them; a system that has none, or gives none, goes on in small ones."""
+    """Request large pages. Without support for them, the mapping keeps small pages."""
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             pages.madvise(mmap.MADV_HUGEPAGE)
@@ -47,7 +47,7 @@ class Arena:
 
 
 def _map(num_bytes: int) -> Tensor:
-    """Whole large pages, as many as needed, at a large page's begin."""
+    """Map at least `num_bytes` in whole, aligned large pages."""
     size = -(-num_bytes // LARGE_PAGE) * LARGE_PAGE
     pages = mmap.mmap(-1, size + LARGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     prefer_large_pages(pages)

@@ -12,13 +12,13 @@ import numpy.typing as npt
 from kernels.interface import AttentionPlan, KVLayout, QuerySpan
 
 WIDTH_MULTIPLE: Final = 16
-"""Of head sizes and widths that the kernels take: the lanes of the widest vectors."""
+"""Required multiple of head sizes and widths: the lanes of the widest vectors."""
 MAX_HEAD_DIM: Final = 1024
-"""What the native kernels have room for."""
+"""Maximum head size of the native kernels."""
 ROWS_PER_UNIT: Final = 96
 """Query rows (tokens x heads of a group) that share one pass over the keys."""
 HEADS_PER_GROUP: Final = 8
-"""At least, of those that attend to latents: few enough that threads share a sequence, which has one KV head."""
+"""Minimum heads per unit for latents. Small, so that threads can share a sequence, which has a single KV head."""
 
 
 @dataclass(frozen=True, slots=True)

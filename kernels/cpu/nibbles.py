@@ -10,7 +10,7 @@ OCTET = 8
 
 
 def unit_of(bits: int) -> int:
-    """Inputs whose upper bits lie together behind their nibbles."""
+    """Return the number of inputs whose upper bits are stored together after their nibbles."""
     return 32 // (bits - 4) if bits > 4 else OCTET
 
 

@@ -1,4 +1,4 @@
-"""Weights in the order in which the CPU's matrix products read them: see `native/weights.h`."""
+"""Packing of weights for the CPU's matrix products: see `native/weights.h`."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ FLOAT32, WIDENED_BF16, WIDENED_FP16, BF16, BF16_12BIT, Q8, Q4, Q5, Q4K, Q5K, Q6K
 """`enum class Format` of `native/weights.h`."""
 FORMATS: Final = {torch.float32: FLOAT32, torch.bfloat16: BF16}
 WIDENED: Final = {torch.bfloat16: WIDENED_BF16, torch.float16: WIDENED_FP16}
-"""Formats of float32 weights that 16 bits hold without loss."""
+"""Formats of float32 weights that are exactly representable in 16 bits."""
 NIBBLES: Final = {
     **{(4, False, False): Q4, (5, False, False): Q5, (4, True, True): Q4K},
     **{(5, True, True): Q5K, (6, True, False): Q6K, (6, True, True): MIXED_K},
 }
-"""Formats by bits, and by whether scales have steps, and offsets steps of their own."""
+"""Formats by (bits, scales have steps, offsets have separate steps)."""
 CENTRE: Final = -32
-"""Scales that an offset without steps of its own is."""
+"""Offset in units of the scale, for formats without separate offset steps."""
 PAIRED: Final = (WIDENED_BF16, BF16)
-INPUTS_12BIT: Final = 4  # of an output, that lie together
-PART_ROWS: Final = 4096  # of a matrix, that are compared in one go
-READ_AHEAD: Final = 4096  # bytes behind the last panel that a prefetch may name
+INPUTS_12BIT: Final = 4  # consecutive inputs of an output
+PART_ROWS: Final = 4096  # matrix rows compared at a time
+READ_AHEAD: Final = 4096  # bytes after the last panel that a prefetch may touch
 Pack12Bit = Callable[[Tensor], tuple[Tensor, Tensor, Tensor] | None]
-"""Of bf16 rows in the panels' order: data, exponents and outliers (`native/bf16_12bit.h`)."""
+"""Packs bf16 rows in panel order into data, exponents and outliers (`native/bf16_12bit.h`)."""
 
 
 @functools.cache
 def panel_size() -> int:
-    """Outputs of a panel on this machine; in a gated product half are gates, half their ups."""
+    """Return the number of outputs of a panel on this machine. In a gated product, half are gates and half are ups."""
     library = load_native()
     if library is None:
         raise RuntimeError("weights are packed for the native kernels, which cannot be built here")
@@ -48,7 +48,7 @@ def panel_size() -> int:
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """One matrix, its bias, and whether gate and up rows alternate in its panels."""
+    """A packed matrix with its bias. `gated`: panels contain both gate and up rows."""
 
     format: int
     out_features: int
@@ -73,7 +73,7 @@ class PackedWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that a product reads: data, scales and offsets."""
+        """Bytes that a product reads: data, scales and offsets, without the bias."""
         return sum(t.numel() * t.element_size() for t in (self.data, self.scale, self.offset) if t is not None)
 
     @property
@@ -83,12 +83,12 @@ class PackedWeight:
 
 
 def pack_dense(weight: Tensor, bias: Tensor | None, *, gated: bool) -> PackedWeight | None:
-    """W [out, in] of float32 or bf16, for inputs of the same type; None where its sizes do not fit."""
+    """Pack W [out, in], float32 or bf16, for inputs of the same type. Returns None for unsupported sizes."""
     return _pack(weight, FORMATS[weight.dtype], bias, gated)
 
 
 def pack_widened(weight: Tensor, bias: Tensor | None, *, gated: bool, fp16: bool) -> PackedWeight | None:
-    """W [out, in] of float32 in 16 bits, which the product widens again; None where that would lose anything.
+    """Pack float32 W [out, in] in 16 bits, which the product widens. Returns None if this is not lossless.
 
     `fp16`: whether this CPU widens float16.
     """
@@ -108,7 +108,7 @@ def _pack(weight: Tensor, kind: int, bias: Tensor | None, gated: bool) -> Packed
 
 
 def pack_12bit(weight: Tensor, bias: Tensor | None, pack: Pack12Bit, *, gated: bool) -> PackedWeight | None:
-    """W [out, in] of bf16 in 12 bits; None where its sizes do not fit, or there are too many outliers."""
+    """Pack bf16 W [out, in] in 12 bits. Returns None for unsupported sizes or too many outliers."""
     rows, columns = weight.shape
     if columns % INPUTS_12BIT or (gated and rows % panel_size()):
         return None
@@ -118,7 +118,7 @@ def pack_12bit(weight: Tensor, bias: Tensor | None, pack: Pack12Bit, *, gated: b
 
 
 def pack_quantised(weight: QuantisedWeight, bias: Tensor | None, *, gated: bool) -> PackedWeight | None:
-    """W of 8 to 4 bits; None where its sizes do not fit."""
+    """Pack W of 4 to 8 bits. Returns None for unsupported sizes."""
     rows, columns = weight.shape
     if gated and rows % panel_size():
         return None
@@ -132,7 +132,7 @@ def pack_quantised(weight: QuantisedWeight, bias: Tensor | None, *, gated: bool)
 
 
 def _pack_nibbles(weight: QuantisedWeight, bias: Tensor | None, gated: bool) -> PackedWeight | None:
-    """W of 4, 5 or 6 bits; None where there is no such format."""
+    """Pack W of 4, 5 or 6 bits. Returns None if there is no such format."""
     rows, columns = weight.shape
     kind = NIBBLES.get((weight.bits, weight.steps is not None, weight.offset_steps is not None))
     if weight.offset is None:
@@ -155,7 +155,7 @@ def _pack_nibbles(weight: QuantisedWeight, bias: Tensor | None, gated: bool) -> 
 
 
 def unpack(packed: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """W [out, in] of quantised weights, in `dtype`."""
+    """Dequantise packed weights to W [out, in] in `dtype`."""
     columns, panel = packed.in_features, panel_size()
     if packed.scale is None or packed.offset is None:
         raise ValueError("quantised weights have scales and offsets")
@@ -175,7 +175,7 @@ def unpack(packed: PackedWeight, dtype: torch.dtype) -> Tensor:
 
 
 def _in_panels(rows: Tensor, gated: bool) -> Tensor:
-    """Rows in the panels' order, padded with zeros to whole panels."""
+    """Reorder rows for panels and pad them with zeros to whole panels."""
     if gated:
         rows = rows.view(2, -1, panel_size() // 2, rows.shape[1]).transpose(0, 1).reshape(rows.shape)
     missing = -rows.shape[0] % panel_size()
@@ -185,7 +185,7 @@ def _in_panels(rows: Tensor, gated: bool) -> Tensor:
 
 
 def in_order(panels: Tensor, packed: PackedWeight) -> Tensor:
-    """The inverse of `_in_panels`."""
+    """Inverse of `_in_panels`."""
     rows = panels[: packed.out_features]
     if packed.gated:
         rows = rows.view(-1, 2, panel_size() // 2, rows.shape[1]).transpose(0, 1).reshape(rows.shape)
@@ -193,18 +193,18 @@ def in_order(panels: Tensor, packed: PackedWeight) -> Tensor:
 
 
 def _by_group(values: Tensor, groups: int) -> Tensor:
-    """[rows, groups] to [panel][group][output]."""
+    """Reorder [rows, groups] to [panel][group][output]."""
     panels = values.view(-1, panel_size(), groups).transpose(1, 2)
     return _flat(panels).view(values.dtype).view(panels.shape)
 
 
 def _by_row(values: Tensor) -> Tensor:
-    """The inverse of `_by_group`, padding included."""
+    """Inverse of `_by_group`, including padding."""
     return values.transpose(1, 2).reshape(-1, values.shape[1])
 
 
 def _together(first: Tensor, second: Tensor | None) -> Tensor:
-    """[rows, n], once or twice, to [panel][n][1 or 2][output]."""
+    """Interleave one or two tensors [rows, n] as [panel][n][1 or 2][output]."""
     parts = [part for part in (first, second) if part is not None]
     panels = torch.stack([part.view(-1, panel_size(), part.shape[1]).transpose(1, 2) for part in parts], dim=2)
     return _flat(panels).view(first.dtype).view(panels.shape)
@@ -215,7 +215,7 @@ def _bias(bias: Tensor | None, gated: bool) -> Tensor | None:
 
 
 def room(size: int) -> Tensor:
-    """Bytes aligned to a cache line, with as many behind them as a prefetch may name."""
+    """Allocate `size` bytes aligned to a cache line, followed by READ_AHEAD bytes for prefetches."""
     return ARENA.take(size + READ_AHEAD)[:size]
 
 

@@ -15,7 +15,7 @@ from kernels.cpu.structs import LINEAR, OP_NAMES, SAMPLED_ROWS, OpStruct, StepSt
 
 
 class YieldedRows(NamedTuple):
-    """A buffer that a run returns beside its result: `width` elements a row, of all rows or of the sampled ones."""
+    """A buffer that a run returns in addition to its result: `width` elements per row, for all or sampled rows."""
 
     buffer: int
     width: int

@@ -196,7 +196,7 @@ class ProgramRecorder:
         return out
 
     def _quantised(self, source: Slot, weight: PackedWeight, per_token: int) -> tuple[Slot, Slot, Slot]:
-        """Bytes, scales and sums of rows, or of as many copies of each as `per_token` says."""
+        """Quantise rows, or `per_token` copies of each. Returns slots of bytes, scales and sums."""
         times, groups = max(1, per_token), weight.in_features // weight.group
         numbers = self.slot(times * weight.in_features, source.rows, torch.uint8)
         scale, total = (self.slot(times * groups, source.rows, torch.float32) for _ in range(2))
@@ -251,7 +251,7 @@ class ProgramRecorder:
         last = slot_of(result)
         if self._ops[-1].output != last.buffer:
             raise NotRecordable("the last operation does not make the result")
-        # Of its own: the result has room for the sampled rows alone, and others may have used the slot's for all rows.
+        # A separate buffer: the result has only the sampled rows; the slot's buffer may have been used for all rows.
         self._row_bytes.append(last.width * last.dtype.itemsize)
         self._ops[-1].output = len(self._row_bytes) - 1
         ops = (OpStruct * len(self._ops))(*self._ops)
@@ -337,7 +337,7 @@ def _alike(weights: Sequence[PackedWeight | None]) -> list[PackedWeight]:
 
 
 def _address(weight: Any) -> int:
-    """Of a tensor's data, of packed weights, or of a ctypes array; 0 for None."""
+    """Return the address of a tensor's data, packed weights, or a ctypes array; 0 for None."""
     if weight is None:
         return 0
     if isinstance(weight, PackedWeight):

@@ -19,7 +19,7 @@ EPILOGUES: Final = {"": 0, "silu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
 NORMALISED, SIGMOID = 1, 2
 """Flags of a route."""
 WIDE: Final = 16
-"""Beside an epilogue: the product is stored in float32."""
+"""Flag, combined with an epilogue: the product is stored in float32."""
 
 
 class OpStruct(ctypes.Structure):
@@ -102,7 +102,7 @@ class RoutingStruct(ctypes.Structure):
 
 
 MOST_PARTS: Final = 3
-"""Of a matrix that adapters change: q, k and v."""
+"""Maximum number of parts of a matrix with adapters: q, k and v."""
 
 
 class LoraPartStruct(ctypes.Structure):

@@ -1,6 +1,6 @@
-"""Attention of a step on the device: single rows to the decode kernel, wider spans to the prefill kernel.
+"""Attention of a step: single rows use the decode kernel, spans of several rows use the prefill kernel.
 
-Over latents, kernels of their own do both.
+Latent attention has separate kernels for both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kernels.interface import AttentionPlan, AttentionRule, KVLayout, QuerySpan
 
 
 def plan_attention(spans: Sequence[QuerySpan], layout: KVLayout, num_heads: int, device: torch.device) -> GPUPlan:
-    """As `Kernels.plan_attention`: a plan just large enough for these spans."""
+    """Implement `Kernels.plan_attention` with a plan sized for these spans."""
     return GPUPlan.sized_for(spans, layout, num_heads, device)
 
 

@@ -1,10 +1,11 @@
-"""A step's attention plan in device memory: written in place, so that a CUDA graph can be replayed for other sequences.
+"""Attention plan in device memory, updated in place so that a CUDA graph can be replayed for other sequences.
 
     plan = GPUPlan.empty(...)      once, outside of the graph
     plan.fill(spans)               before every replay, unless the graph writes spans and tables itself
-    plan.prepare()                 first in the captured region: the device lays out its own work
+    plan.prepare()                 first in the captured region: the device builds its work lists
 
-Kernels read spans, block tables and work lists from the device. The host keeps only what never changes between replays.
+Kernels read spans, block tables and work lists from the device. The host stores only data that never changes between
+replays.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from kernels.gpu.work_list import SPLIT_TOKENS, DecodeWork, num_places
 from kernels.interface import AttentionPlan, KVLayout, QuerySpan, fill_device
 
 SPAN_FIELDS = 3  # row, num_rows, start
-ALIGNMENT = 4  # numbers in 16 bytes: kernels are compiled anew for pointers that are less aligned
-INTERPRETED_SMS = 2  # stands for the number of multiprocessors where tensors are the CPU's
+ALIGNMENT = 4  # int32 elements in 16 bytes: Triton compiles separate kernels for less aligned pointers
+INTERPRETED_SMS = 2  # number of multiprocessors assumed for CPU tensors
 
 
 @functools.cache
@@ -35,9 +36,9 @@ class GPUPlan(AttentionPlan):
     """Up to `num_spans` spans of up to `max_rows` rows each.
 
     spans int32 [num_spans, 3]: row, num_rows, start; a span with num_rows 0 is padding, and its output stays unwritten.
-    block_tables int32 [num_spans, width]; entries behind a sequence's last block are never followed.
-    `single` and `wide` say whether spans of one row, and of more than one row, may occur. Decode attention gets room
-    for `places` partial results; without that number, for as many as the spans may have at their longest.
+    block_tables int32 [num_spans, width]; entries after a sequence's last block are not used.
+    `single` and `wide`: whether spans of one row, and of several rows, may occur. `places` is the capacity for partial
+    results of decode attention, by default the number that spans of maximum length need.
     """
 
     def __init__(
@@ -128,20 +129,20 @@ class GPUPlan(AttentionPlan):
 
     @property
     def num_rows(self) -> int:
-        """Padding included: it is on the device, whose kernels skip it."""
+        """Number of rows, including padding, which the kernels skip."""
         return self.num_spans
 
     def prepare(self) -> GPUPlan:
-        """Has the device lay out its work again, from the spans that are in its memory when this runs.
+        """Rebuild the work lists on the device from the current spans in its memory.
 
-        One launch a window that was asked for before; attention with a window that is new launches it by itself.
+        Takes one launch for each window used so far. The first attention with a new window builds its list itself.
         """
         for work in self._decode_work.values():
             work.build(self.spans)
         return self
 
     def decode_work(self, window: int) -> DecodeWork:
-        """The splits of the single-row spans, seen through `window`; built at first use, then by `prepare`."""
+        """Return the splits of the single-row spans for `window`. Built at first use, then updated by `prepare`."""
         if window not in self._decode_work:
             work = DecodeWork(self.num_spans, self.num_places, window, self.device)
             work.build(self.spans)
@@ -149,7 +150,7 @@ class GPUPlan(AttentionPlan):
         return self._decode_work[window]
 
     def query_work(self, tiling: Tiling, window: int, *, split: bool) -> QueryWork:
-        """The tiles of the wider spans, and the splits of those whose keys are split, if any may be."""
+        """Return the tiles of the spans with several rows, and, if `split` allows them, their key splits."""
         key = (tiling, window, split)
         if key not in self._query_work:
             self._query_work[key] = query_work(self._host_spans, tiling, window, self.device, split=split)

@@ -1,4 +1,4 @@
-"""The products of a CUDA device with weights as they are held. Implements `interface.kernels.HeldProducts`."""
+"""Products of a CUDA device with weights in their stored form. Implements `interface.kernels.HeldProducts`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Attention over latents: one query row a sequence by splits, several rows by tiles.
+"""Attention over latents: splits for sequences with one query row, tiles for several rows.
 
-As `decode_attention` and `prefill_attention`, whose work lists, order of sums and reduction these share. All query
-heads see the same keys, so a tile of queries is as many heads as a product takes, and more than one token only where
-there are fewer heads.
+Uses the work lists, summation order and reduction of `decode_attention` and `prefill_attention`. All query heads share
+the same keys, so a query tile consists of the heads of one token, or of several tokens if there are few heads.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def decode_config(dtype: torch.dtype, chip: Chip) -> LatentTile:
 
 
 def prefill_config(dtype: torch.dtype, chip: Chip) -> LatentTile:
-    """As `decode_config`, with as many rows as registers have sums for."""
+    """Choose the tile for prefill: like `decode_config`, with more rows, limited by the registers for sums."""
     if dtype == torch.float32:
         return LatentTile(MIN_ROWS, tile=16, warps=8, stages=2)
     if chip.vendor == "amd":
@@ -67,7 +66,7 @@ def attend_latents(
     b_qr [M, BLOCK_R].
 
     p_kv points at a layer of block 0. MASKED: slots from `end` on are not read, and a row sees the keys below `high`, a
-    scalar or [M, 1]. A tile of which a row sees nothing leaves its sums as they are, bit for bit.
+    scalar or [M, 1]. A tile without visible keys leaves a row's sums unchanged, bit for bit.
     """
     o_n, o_c, o_r = start + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
     m_n = o_n < end

@@ -21,7 +21,7 @@ def write_tokens(
     BLOCK_SIZE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
     FP8: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, group): the queries of BLOCK_HEADS heads, or behind those the token's latent."""
+    """Program (token, group) writes the queries of BLOCK_HEADS heads; the last group writes the token's latent."""
     HALF: tl.constexpr = ROPE // 2
     GROUPS: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     i_token, i_group = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -45,7 +45,7 @@ def write_tokens(
             tl.store(p_out + RANK + o_d[None, :], rounded(b_turned, queries.dtype.element_ty), mask=m)
             b_turned = b_second * b_cos[None, :] + b_first * b_sin[None, :]
             tl.store(p_out + RANK + HALF + o_d[None, :], rounded(b_turned, queries.dtype.element_ty), mask=m)
-        else:  # names of its own: their types are others
+        else:  # separate variable names, because the types differ
             m_rank = o_c < RANK
             p_latent = latents + i_token * (RANK + ROPE)
             b_x = tl.load(p_latent + o_c, mask=m_rank, other=0.0).to(tl.float32)

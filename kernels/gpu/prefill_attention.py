@@ -1,12 +1,12 @@
-"""Causal attention of several query rows a sequence over its blocks, those of a cached prefix included.
+"""Causal attention for several query rows per sequence, including the blocks of a cached prefix.
 
-FlashAttention-2 (arXiv 2307.08691) in base 2. A tile of queries is tokens x query heads of one KV head, so a group
-reads its keys once. Tiles of keys begin at multiples of their size, counted from the sequence's first token, and those
-that a row does not see leave it as it is. So a row's result does not depend, bit for bit, on the rest of the batch.
+FlashAttention-2 (arXiv 2307.08691) in base 2. A query tile is tokens x query heads of one KV head, so the heads of a
+group share one read of the keys. Key tiles are aligned to multiples of their size from the sequence's first token, and
+tiles without visible keys do not change a row. Results are therefore bitwise independent of the rest of the batch.
 
-Nor does it depend on how a prompt is cut into chunks, unless a chunk is split: of few rows behind many keys
-(`query_work`), parts of the keys are programs of their own, whose results `reduce_splits` sums up in order. A chunk of
-one row is `decode_attention`'s, which sums up in another order too.
+Results are also independent of how a prompt is split into chunks, with two exceptions. For a small chunk after many
+keys, separate programs process splits of the keys (`query_work`), and `reduce_splits` sums their results in order. A
+chunk of one row uses `decode_attention`, whose summation order also differs.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from kernels.gpu.tiles.rounding import rounded
 
 
 class PrefillConfig(NamedTuple):
-    """rows: tokens x heads of a query tile; tile: keys a step; stages: of the pipelined loop over tiles.
+    """rows: tokens x heads of a query tile; tile: keys per step; stages: of the pipelined loop over tiles.
 
-    boxes: TMA copies keys and values where it can (`key_box.refusal`). No chip has shown yet which form is faster.
+    boxes: copy keys and values with TMA where supported (`key_box.refusal`). Not yet shown to be faster.
     """
 
     rows: int
@@ -45,8 +45,8 @@ class PrefillConfig(NamedTuple):
 def prefill_config(head_dim: int, dtype: torch.dtype, chip: Chip) -> PrefillConfig:
     """Choose the configuration for queries of `dtype` on a chip.
 
-    128 rows are the least that keep the second level cache from being the limit: half as many read keys and values
-    twice as often. Two groups of four warps of 64 rows each are what Hopper's matrix instructions want.
+    At least 128 rows are needed to avoid a bottleneck in the L2 cache: with 64 rows, keys and values are read twice as
+    often. Hopper's matrix instructions use two groups of four warps with 64 rows each.
     """
     if dtype == torch.float32:  # exact products, on the ordinary cores with all operands in registers: for tests
         return PrefillConfig(rows=16, tile=16, warps=8, stages=2)

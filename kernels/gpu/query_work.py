@@ -1,8 +1,8 @@
-"""The work of prefill attention: tiles of queries, and splits of the keys that small chunks see.
+"""Work lists of prefill attention: query tiles, and key splits for small chunks.
 
-A chunk of a few rows has a handful of tiles, which would walk all keys of a long prefix while most of the chip idles.
-So its keys are cut into splits of one length, and a reduction sums up their results in order. Whether and where a
-chunk's keys are cut depends on its own rows, its prefix and the model's heads: never on what else is in the step.
+A small chunk has only a few tiles, each of which would iterate over all keys of a long prefix while most of the chip is
+idle. Its keys are therefore divided into splits of equal length, and a reduction sums their results in order. The
+splits of a chunk depend only on its rows, its prefix and the model's heads, not on the rest of the step.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from torch import Tensor
 from kernels.interface import to_device
 
 LEAST_SPLIT_TOKENS, SPLIT_STEP_TOKENS = 512, 128
-"""The least length of a split, and what lengths are multiples of: a multiple of every tile of keys."""
+"""Minimum length and granularity of a split. The granularity is a multiple of every key tile size."""
 LEAST_KEYS = 2048
-"""Of a chunk that is split: for fewer a second launch is not worth its while."""
+"""Minimum number of keys for splitting a chunk; below, the second launch costs more than it saves."""
 FEW_PROGRAMS = 64
-"""Of a chunk that is split, at most: half of a large chip's multiprocessors, each of which runs one or two."""
+"""Chunks with more programs are not split: half the multiprocessors of a large chip, which run one or two each."""
 MOST_PROGRAMS = 256
-"""That a chunk is split into: two for each multiprocessor."""
+"""Maximum number of programs after splitting a chunk: two per multiprocessor."""
 MOST_PARTIALS = 2**16
-"""Partial results, one a row, head and split, that are in memory at once: twice what a chunk has with tiles of 128."""
+"""Maximum partial results in memory, one per row, head and split: twice those of a chunk with tiles of 128."""
 
 
 class Tiling(NamedTuple):
-    """A tile of queries has `tokens` rows, and a program for each of `programs` groups of the `heads`."""
+    """Query tiling: `tokens` rows per tile, and one program for each of `programs` groups of the `heads`."""
 
     tokens: int
     programs: int
@@ -36,7 +36,7 @@ class Tiling(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """The rows of the plan's span of that number, and their `splits` of `length` keys from key `first` on."""
+    """Rows of span number `span` of the plan, and their `splits` of `length` keys from key `first`."""
 
     span: int
     row: int
@@ -51,11 +51,11 @@ class Chunk(NamedTuple):
 
 
 class SplitRows(NamedTuple):
-    """Chunks whose partial results are in memory together.
+    """Chunks whose partial results are in memory at the same time.
 
-    items int32 [N, 6]: span, first row of a tile, first key, end of keys, place of that row's partial result, places of
-    each row. rows int32 [R, 3] and splits int32 [R, 2], as `reduce_splits` takes spans of one row: row, 1, unused; how
-    many splits, and the place of the first one's partial result.
+    items int32 [N, 6]: span, first row of a tile, first key, end of keys, index of that row's partial result, partial
+    results per row. rows int32 [R, 3] and splits int32 [R, 2] are the single-row spans for `reduce_splits`: row, 1,
+    unused; number of splits, and index of the first partial result.
     """
 
     items: Tensor
@@ -64,7 +64,7 @@ class SplitRows(NamedTuple):
 
 
 class QueryWork(NamedTuple):
-    """tiles int32 [N, 2]: span, first row, of the chunks that are not split. `places`: partial results of a round."""
+    """tiles int32 [N, 2]: (span, first row) of unsplit chunks. `places`: maximum partial results of a round."""
 
     tiles: Tensor
     rounds: tuple[SplitRows, ...]
@@ -72,7 +72,7 @@ class QueryWork(NamedTuple):
 
 
 def split_keys(num_rows: int, start: int, window: int, tiling: Tiling) -> tuple[int, int, int]:
-    """First key, length and number of the splits of `num_rows` rows behind `start` tokens; (0, 0, 0): not split."""
+    """Return first key, length and number of the splits for `num_rows` rows from position `start`, or (0, 0, 0)."""
     programs = -(-num_rows // tiling.tokens) * tiling.programs
     begin, end = max(0, start + 1 - window) if window else 0, start + num_rows
     if programs > FEW_PROGRAMS or end - begin < LEAST_KEYS:
@@ -86,7 +86,7 @@ def split_keys(num_rows: int, start: int, window: int, tiling: Tiling) -> tuple[
 def query_work(
     spans: Sequence[tuple[int, int, int]], tiling: Tiling, window: int, device: torch.device, *, split: bool
 ) -> QueryWork:
-    """Of the spans (row, num_rows, start) of more than one row. One copy to the device; longest tiles come first."""
+    """Build the work of the spans (row, num_rows, start) with several rows. Longest tiles first; one device copy."""
     whole: list[tuple[int, int, int]] = []
     chunks: list[Chunk] = []
     for i, (row, count, start) in enumerate(spans):
@@ -107,7 +107,7 @@ def query_work(
 
 
 def _rounds(chunks: list[Chunk], heads: int) -> list[list[Chunk]]:
-    """As many chunks at once as there is memory for, at least one."""
+    """Group chunks into rounds that fit into memory. A round has at least one chunk."""
     rounds: list[list[Chunk]] = []
     room = 0
     for chunk in chunks:
@@ -121,7 +121,7 @@ def _rounds(chunks: list[Chunk], heads: int) -> list[list[Chunk]]:
 
 
 def _split_rows(chunks: list[Chunk], tiling: Tiling) -> tuple[Tensor, Tensor, Tensor]:
-    """The fields of `SplitRows`, on the host. Places of a row lie one behind the other, and so do rows and chunks."""
+    """Return the fields of `SplitRows` on the host. Partial results are ordered by chunk, row and split."""
     table = torch.tensor(chunks)  # [chunks, fields of Chunk]
     span, first_row, num_rows, first, length, splits = table.unbind(1)
     places = num_rows * splits
@@ -139,11 +139,11 @@ def _split_rows(chunks: list[Chunk], tiling: Tiling) -> tuple[Tensor, Tensor, Te
 
 
 def _spread(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """For counts [n]: each index as often as its count says, and how many of that index came before."""
+    """Repeat each index counts[index] times. Also returns the ordinal of each repetition."""
     index = torch.repeat_interleave(counts)
     return index, torch.arange(len(index)) - (counts.cumsum(0) - counts)[index]
 
 
 def _moved(parts: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Tables of whole numbers as int32 on the device, by one copy."""
+    """Copy integer tables to the device as int32, in one copy."""
     return to_device([part.to(torch.int32).numpy() for part in parts], device)

@@ -68,7 +68,7 @@ def rotate_tokens(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, group): a group of BLOCK_HEADS query heads, or behind those of KV heads."""
+    """Program (token, group) processes BLOCK_HEADS query heads; the groups after those process KV heads."""
     HALF: tl.constexpr = HEAD_DIM // 2
     QUERY_GROUPS: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     i_token, i_group = tl.program_id(0).to(tl.int64), tl.program_id(1)

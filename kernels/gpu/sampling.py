@@ -1,12 +1,12 @@
-"""Tokens from logits, on the device: one program a row, one launch, nothing for the host to wait for.
+"""Token sampling on the device: one program per row, a single launch, no synchronisation with the host.
 
 A token's weight is exp(logit / temperature - the row's maximum), float32, so 1 at most. The filters are thresholds on
 weights, found as whole numbers: positive floats are ordered as their bits are. Masses are whole multiples of 2^-44, so
 sums are exact and their order does not matter.
 
-top_k and top_p first count the weights in bins of an eighth of an octave. Counts bound the masses from below, so they
-tell a weight that the threshold cannot lie under; the few tokens above are copied out, in order of their ids, and the
-bits of the threshold are searched among them.
+top_k and top_p first count the weights in bins of an eighth of an octave. Counts bound the masses from below, which
+yields a lower bound of the threshold. The few tokens above this bound are copied, in order of their ids, and a binary
+search among them finds the bits of the threshold.
 
 Compared with the same steps in other arithmetic, a weight may differ by about one part in a million (its exponential
 in the last bits, its mass by 2^-44). So may the borders between neighbouring tokens of the cumulative distribution, and
@@ -27,8 +27,8 @@ from kernels.interface import SamplingTensors
 from kernels.plain import masked
 
 WARPS = 16
-"""Of a program, which samples a row alone."""
-MIN_BLOCK, MAX_BLOCK = WARPS * 32, 4096  # every thread has a token of its own
+"""Warps of a program, which samples one row."""
+MIN_BLOCK, MAX_BLOCK = WARPS * 32, 4096  # at least one token per thread
 MAX_VOCAB = (1 << 19) - 1
 """Tokens whose masses add up without overflow."""
 BINS = tl.constexpr(256)
@@ -62,7 +62,7 @@ def uniform(seed, position):
 
 @triton.jit
 def load_weights(p, o, size, maximum, temperature, COPIED: tl.constexpr):
-    """Weights at o [BLOCK], 0 behind `size`: of logits, or COPIED ones."""
+    """Return the weights at o [BLOCK], computed from logits or COPIED; 0 past `size`."""
     m = o < size
     if COPIED:
         return tl.load(p + o, mask=m, other=0.0)
@@ -201,7 +201,7 @@ def draw_tokens(
             threshold = tl.maximum(floor, edge_bits(i_bin))
             p_weights, p_ids = weights + i_row * vocab, ids + i_row * vocab
             size = copy_from(p_logits, p_weights, p_ids, vocab, maximum, temperature, threshold, BLOCK)
-            if limited:  # the k-th largest lies in this bin
+            if limited:  # this bin contains the k-th largest weight
                 above = tl.minimum(edge_bits(i_bin + 1), ONE_BITS + 1)
                 threshold = search(p_weights, size, threshold, above, top_k.to(tl.int64), False, BLOCK)
                 total = sum_from(p_weights, size, threshold, True, BLOCK)

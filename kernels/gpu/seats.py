@@ -1,4 +1,4 @@
-"""A decode step's rows from where their sequences sit: one launch, the first of a recorded step."""
+"""Fill the rows of a decode step from seats. A single launch, the first of a recorded step."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ POSITION, BEFORE, TOKEN, ADAPTER = (tl.constexpr(word) for word in (at.POSITION,
 SEED, TOP_P, TABLE = tl.constexpr(at.SEED), tl.constexpr(at.TOP_P), tl.constexpr(at.TABLE)
 TEMPERATURE, MIN_P, TOP_K = tl.constexpr(at.TEMPERATURE), tl.constexpr(at.MIN_P), tl.constexpr(at.TOP_K)
 ENTRIES = 256
-"""Of a block table that a program copies in one go."""
+"""Block table entries that a program copies at a time."""
 WARPS = 4
-"""Of a program, which fills a row of the step."""
+"""Warps of a program, which fills one row of the step."""
 
 
 # One compilation for all sizes of steps.
@@ -24,7 +24,7 @@ def place_rows(
     memory, sampled, wide, narrow, spans, tables, size, vocab, num_seats, seat_words, width,
     BLOCK_SIZE: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Program i reads the seat of row i, and moves it on: no other program has it."""
+    """Program i fills row i and updates its seat, which no other program accesses."""
     i_row = tl.program_id(0)
     i_seat = tl.load(memory + i_row)
     m = i_seat >= 0

@@ -1,7 +1,7 @@
-"""The work list of decode attention: splits of sequences, which the device lists and its programs share out.
+"""Work list of decode attention: splits of sequences, listed on the device and distributed among its programs.
 
-A sequence is cut at multiples of its split length, which depends on nothing but the number of keys that it sees. So the
-order in which its parts are summed up is the same in every batch.
+A sequence is split at multiples of its split length, which depends only on the number of visible keys. The order of
+summation is therefore the same in every batch.
 """
 
 from __future__ import annotations
@@ -11,28 +11,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-SPLIT_TOKENS = 512  # of a sequence of up to MAX_SPLITS - 1 times as many tokens; longer ones have longer splits
+SPLIT_TOKENS = 512  # minimum split length; doubles until a sequence has at most MAX_SPLITS splits
 MAX_SPLITS = 64
-"""Of a sequence: bounds the memory of partial results."""
-ITEM_FIELDS = 4  # span, first key, end of keys, place of the partial result (-1: the only split writes the output)
-SPAN_BLOCK = 256  # spans that a program looks at in one go; one number for all plans, so one compilation
+"""Maximum splits per sequence. Limits the memory of partial results."""
+ITEM_FIELDS = 4  # span, first key, end of keys, index of the partial result (-1: a single split writes the output)
+SPAN_BLOCK = 256  # spans that a program reads at a time; the same for all plans, to compile only once
 
 
 def max_splits(tokens: int) -> int:
-    """Upper bound of the splits of a sequence of up to `tokens` tokens."""
+    """Return the maximum number of splits of a sequence of up to `tokens` tokens."""
     return max(1, min(MAX_SPLITS, -(-tokens // SPLIT_TOKENS)))
 
 
 def num_places(tokens: int) -> int:
-    """Upper bound of the partial results of a sequence of up to `tokens` tokens, whatever its window: none for one
-    split, which writes the output."""
+    """Return the maximum number of partial results of a sequence of up to `tokens` tokens, for any window. A single
+    split writes the output directly and has none."""
     splits = max_splits(tokens)
     return splits if splits > 1 else 0
 
 
 class DecodeWork:
-    """items int32 [spans + places, 4], of which total[0] count; splits int32 [S, 2]: of each span how many there are,
-    and the place of the first one's partial result, the others' behind it."""
+    """Work list in device memory.
+
+    items int32 [spans + places, 4], of which the first total[0] are valid. splits int32 [S, 2]: number of splits of
+    each span, and index of its first partial result; the others follow.
+    """
 
     def __init__(self, num_spans: int, places: int, window: int, device: torch.device) -> None:
         self.window = window
@@ -41,7 +44,7 @@ class DecodeWork:
         self.splits = torch.zeros((num_spans, 2), dtype=torch.int32, device=device)
 
     def build(self, spans: Tensor) -> None:
-        """One launch, from int32 spans [S, 3] on the device."""
+        """Build the list from spans int32 [S, 3] on the device, in one launch."""
         num_spans = spans.shape[0]
         if num_spans:
             list_splits[(num_spans,)](
@@ -61,7 +64,7 @@ class DecodeWork:
 
 @triton.jit
 def _splits(spans, o_span, num_spans, window, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """Of each span: its first visible key, their end, the split length, the first split, the number of splits."""
+    """Return first visible key, end of keys, split length, first split and number of splits of each span."""
     m_span = o_span < num_spans
     b_rows = tl.load(spans + o_span * 3 + 1, mask=m_span, other=0)
     b_end = tl.load(spans + o_span * 3 + 2, mask=m_span, other=0) + 1
@@ -80,10 +83,10 @@ def list_splits(
     spans, items, total, splits, num_spans, window,
     SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a span. Whole splits come first and the cut ones, at the end of their sequence, behind them all."""
+    """Each program lists the splits of one span. Full splits precede the partial splits at the ends of sequences."""
     i_span = tl.program_id(0)
-    n_full = 0  # whole splits of all spans
-    n_full_before = 0  # ... of those before this one
+    n_full = 0  # full splits of all spans
+    n_full_before = 0  # full splits of the spans before this one
     n_cut = 0
     n_cut_before = 0
     n_places_before = 0  # partial results of the spans before this one

@@ -1,4 +1,4 @@
-"""What attention takes of a step: the same for all layers and backends."""
+"""Attention inputs of a step that all layers share."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 class QuerySpan(NamedTuple):
-    """`num_rows` query rows from `row` on, of one sequence, at positions `start` .. `start + num_rows - 1`.
+    """`num_rows` query rows of one sequence, from `row`, at positions `start` .. `start + num_rows - 1`.
 
-    The keys they may see are those of positions 0 .. their own, in the blocks of `block_table` (may be too long).
+    Each row sees the keys of positions 0 to its own, in the blocks of `block_table`, which may be longer than needed.
     """
 
     row: int
@@ -21,14 +21,14 @@ class QuerySpan(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Tokens of the sequence once this span is written."""
+        """Length of the sequence, in tokens, including this span."""
         return self.start + self.num_rows
 
 
 class KVLayout(NamedTuple):
-    """Sizes of a KV cache tensor, less its last-but-one dimension (K, V).
+    """Dimensions of a KV cache tensor, except for the second to last (K, V).
 
-    `latent_dim`: the first so many numbers of a key are its value too, and the cache holds keys alone; 0: K and V.
+    If `latent_dim` is not 0, the cache stores only keys, and the first `latent_dim` elements of a key are its value.
     """
 
     num_blocks: int
@@ -40,14 +40,14 @@ class KVLayout(NamedTuple):
 
 
 class AttentionPlan:
-    """A backend makes it for itself; it is opaque to others."""
+    """Attention plan of a step. Opaque: only valid for the backend that created it."""
 
 
 class StepPlan(Protocol):
-    """Of a recorded step of rows of single tokens: made once, and laid out anew whenever the step runs.
+    """Plan of a recorded decode step with one token per row. Created once and prepared at each run of the step.
 
-    spans int32 [rows, 3] and block_tables int32 [rows, width], as `kernels.interface.seats.StepRows` has them, are
-    written before `prepare`. `num_places` partial results have room.
+    spans int32 [rows, 3] and block_tables int32 [rows, width], see `kernels.interface.seats.StepRows`, must be written
+    before `prepare`. `num_places` is the capacity for partial results.
     """
 
     spans: Tensor
@@ -56,10 +56,10 @@ class StepPlan(Protocol):
 
     @property
     def num_rows(self) -> int:
-        """How many rows the step runs once it is prepared: the first ones, with padding where the device does it."""
+        """Number of leading rows that a prepared step runs, including padding if the device skips padding itself."""
 
     def takes(self, lengths: Iterable[int]) -> bool:
-        """Whether there is room for the partial results of rows whose sequences have these lengths."""
+        """Return whether the partial results of sequences of these lengths fit."""
 
     def prepare(self) -> AttentionPlan:
-        """What attention takes of the rows that are in `spans` when this runs."""
+        """Build the attention plan from the current contents of `spans`."""

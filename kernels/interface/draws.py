@@ -1,4 +1,4 @@
-"""What rows of logits are sampled with: on the host, and as tensors on the device."""
+"""Sampling parameters of logit rows, on the host and as device tensors."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kernels.interface.host_copies import bytes_to_device
 
 
 class Draw(NamedTuple):
-    """How one row samples.
+    """Sampling parameters of one row.
 
-    `temperature` 0 takes the largest logit, the lowest id of equals. `position` counts the tokens before the new one;
-    the noise is a function of (seed, position) only. 0 turns `top_k` off, 1 `top_p`.
+    `temperature` 0 selects the largest logit, and the lowest id among equals. `position` is the number of tokens before
+    the new one; the noise depends only on (seed, position). `top_k` 0 and `top_p` 1 disable the filters.
     """
 
     temperature: float = 0.0
@@ -30,10 +30,10 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
-    """The draws of n rows on the device, [n] each. `searches`: whether any row has a top_k or a top_p.
+    """Sampling parameters of n rows on the device, [n] each. `searches`: whether any row uses top_k or top_p.
 
-    temperature, min_p float32; top_p float64; top_k int32; seed, position int64. A caller may write them in place
-    between two calls, `position` say, as long as `searches` still holds.
+    temperature, min_p float32; top_p float64; top_k int32; seed, position int64. Callers may modify the tensors in
+    place between calls if `searches` remains correct.
     """
 
     temperature: Tensor
@@ -46,7 +46,7 @@ class SamplingTensors:
 
     @classmethod
     def pack(cls, draws: Sequence[Draw], device: torch.device) -> SamplingTensors:
-        """Copies `draws` to the device. ValueError for a negative temperature or a top_p of 0 or less."""
+        """Copy `draws` to the device. Raises ValueError for a negative temperature or a top_p of 0 or less."""
         for draw in draws:
             if draw.temperature < 0 or draw.top_p <= 0:
                 raise ValueError(f"temperature {draw.temperature} and top_p {draw.top_p}: at least 0, and more than 0")
@@ -62,14 +62,14 @@ class SamplingTensors:
         return self.temperature.shape[0]
 
     def select(self, rows: Tensor) -> SamplingTensors:
-        """The draws of rows int64 [m]."""
+        """Select rows, int64 [m]."""
         columns = (self.temperature, self.top_k, self.top_p, self.min_p, self.seed, self.position)
         temperature, top_k, top_p, min_p, seed, position = (column[rows] for column in columns)
         return SamplingTensors(temperature, top_k, top_p, min_p, seed, position, self.searches)
 
 
 def _columns(memory: np.ndarray, count: int, draws: Sequence[Draw]) -> None:
-    """Writes the numbers of `draws` into bytes [36 * count]: one copy takes them all to the device."""
+    """Write `draws` to bytes [36 * count], so that a single copy transfers them to the device."""
     wide, narrow = memory[: 24 * count], memory[24 * count :]
     columns = list(zip(*draws, strict=True)) or [()] * len(Draw._fields)
     temperature, top_k, top_p, min_p, seed, position = columns

@@ -1,6 +1,6 @@
-"""Quantised weights in a GPU's memory, which its kernels widen as they read them.
+"""Quantised weights in GPU memory, which kernels widen when they read them.
 
-Numbers of 4 bits lie two in a byte. Scales lie by group first, so that neighbouring programs' columns read neighbours.
+4-bit numbers are packed two per byte. Scales are stored group-major, so that adjacent columns read adjacent scales.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class HeldWeight:
 
     @classmethod
     def of(cls, weight: QuantisedWeight) -> HeldWeight:
-        """The same numbers."""
+        """Convert quantised weights without changing their values."""
         numbers = weight.numbers
         packed = weight.bits == NIBBLE
         if packed:
@@ -50,7 +50,7 @@ class HeldWeight:
 
     @classmethod
     def stacked(cls, weights: Sequence[QuantisedWeight]) -> HeldWeight:
-        """All of them, which match, as one."""
+        """Stack matrices of the same format."""
         parts = [cls.of(weight) for weight in weights]
         first, offsets = parts[0], [part.offset for part in parts if part.offset is not None]
         return cls(
@@ -63,7 +63,7 @@ class HeldWeight:
         )
 
     def part(self, index: int) -> HeldWeight:
-        """One matrix of a stack."""
+        """Return one matrix of a stack."""
         offset = None if self.offset is None else self.offset[index]
         return HeldWeight(self.numbers[index], self.scale[index], offset, self.group, self.packed, self.floats)
 

@@ -1,4 +1,4 @@
-"""Numbers that travel between the host and a device while neither waits: one copy for many arrays, pinned on a GPU."""
+"""Asynchronous copies between the host and a device. Combines arrays in one copy; uses pinned memory on a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Write = Callable[[np.ndarray], None]
 
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """These arrays on the device, in one copy that the host does not wait for; on a CPU the arrays themselves."""
+    """Copy arrays to the device in one asynchronous copy. On a CPU, the tensors share the arrays' memory."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     starts, end = [], 0
@@ -35,7 +35,7 @@ def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor
 
 
 def bytes_to_device(num_bytes: int, write: Write, device: torch.device) -> Tensor:
-    """uint8 [num_bytes] on the device, as `write` writes them; the host does not wait for the copy."""
+    """Copy uint8 [num_bytes], filled by `write`, to the device. Asynchronous."""
     if device.type != "cuda":
         host = torch.empty(num_bytes, dtype=torch.uint8)
         write(host.numpy())
@@ -49,8 +49,7 @@ def bytes_to_device(num_bytes: int, write: Write, device: torch.device) -> Tenso
 
 
 def fill_device(target: Tensor, count: int, write: Write) -> None:
-    """Copies `count` numbers to the first of `target` [n], in the order of the current stream: zeros, on which `write`
-    has written."""
+    """Copy `count` elements, zeros modified by `write`, to the start of `target` [n], ordered by the current stream."""
     zeros = torch.zeros(0, dtype=target.dtype).numpy().dtype
     if target.device.type != "cuda":
         numbers = np.zeros(count, dtype=zeros)
@@ -67,7 +66,7 @@ def fill_device(target: Tensor, count: int, write: Write) -> None:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy on the host, which is there once the device has done all that was launched so far."""
+    """Copy a tensor to the host. The data is valid when the device has finished all work launched so far."""
     if tensor.device.type == "cpu":
         return tensor.clone()
     if tensor.device.type != "cuda":

@@ -1,4 +1,4 @@
-"""The operations that a device's backend implements, with their shapes: the one description of them."""
+"""Interfaces of a device backend: operations, shapes and semantics."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class AttentionRule(NamedTuple):
     """How attention scores become weights of values.
 
     Scores are q.k * scale, then softcap * tanh(scores / softcap) when `softcap` > 0. `window` > 0 lets a query see that
-    many tokens, itself included. `sinks` (float32 [num_heads]) are one more logit a head in the softmax's denominator.
-    A cache of float8_e4m3fn holds keys divided by `k_scale` and values divided by `v_scale`. With `latent_dim` the
-    cache holds keys alone, whose first `latent_dim` numbers are their values. With `batch_invariant` a row's bits do
-    not depend on how a prompt is cut into chunks of several rows.
+    many tokens, itself included. `sinks` (float32 [num_heads]) add one logit per head to the softmax denominator.
+    A cache of float8_e4m3fn stores keys divided by `k_scale` and values divided by `v_scale`. With `latent_dim`, the
+    cache stores only keys; the first `latent_dim` elements of a key are its value. With `batch_invariant`, results are
+    bitwise independent of how a prompt is split into chunks of several rows.
     """
 
     scale: float
@@ -37,10 +37,7 @@ class AttentionRule(NamedTuple):
 
 
 class KVScales(NamedTuple):
-    """What one layer's keys and values are divided by before a cache of float8_e4m3fn rounds them.
-
-    Latents, which are keys and values, are divided by `key`.
-    """
+    """Divisors of one layer's keys and values in a float8_e4m3fn cache. Latents use `key`."""
 
     key: float = 1.0
     value: float = 1.0
@@ -71,17 +68,19 @@ class Kernels(Protocol):
     def plan_attention(
         self, spans: Sequence[QuerySpan], layout: KVLayout, num_heads: int, device: torch.device
     ) -> AttentionPlan:
-        """What all layers' attention of one step shares. Spans must not overlap; block tables must be long enough."""
+        """Build the attention plan of a step, shared by all layers. Spans must not overlap; block tables must cover
+        every span."""
         ...
 
     def step_plan(
         self, num_rows: int, max_blocks: int, layout: KVLayout, num_heads: int, device: torch.device
     ) -> StepPlan:
-        """For a recorded step of up to `num_rows` sequences of up to `max_blocks` blocks; all padding yet."""
+        """Create the plan of a recorded step for up to `num_rows` sequences of up to `max_blocks` blocks. All rows are
+        initially padding."""
         ...
 
     def fill_rows(self, memory: Tensor, layout: SeatLayout, sampled: Tensor, vocab_size: int, rows: StepRows) -> None:
-        """Writes `rows` from where their sequences sit, and moves the seats on: see `kernels.interface.seats`."""
+        """Fill `rows` from the seats and advance the seats: see `kernels.interface.seats`."""
         ...
 
     def paged_attention(self, q: Tensor, kv: Tensor, layer: int, plan: AttentionPlan, rule: AttentionRule) -> Tensor:
@@ -89,8 +88,8 @@ class Kernels(Protocol):
         over latents [T, num_heads, latent_dim].
 
         Query head h reads KV head h // (num_heads // num_kv_heads). The keys and values of the plan's spans must have
-        been written; rows outside of the spans stay unwritten. A cache of int8, on a CPU alone, has a scale for each
-        key and value (`interface.kv_region`). TypeError for a plan of another backend.
+        been written; rows outside of the spans stay unwritten. An int8 cache, supported on CPUs only, has a scale for
+        each key and value (`interface.kv_region`). Raises TypeError for a plan of another backend.
         """
         ...
 
@@ -105,12 +104,14 @@ class Kernels(Protocol):
         norms: HeadNorms | None,
         scales: KVScales = UNSCALED,
     ) -> Tensor:
-        """Rotates queries and keys, writes keys and values into the cache, returns q [T, num_heads, head_dim].
+        """Rotate queries and keys, write keys and values to the cache, and return q [T, num_heads, head_dim].
 
         qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]; cos and sin float32 [T, head_dim / 2] rotate element i with
-        element i + head_dim / 2; slots int64 [T] are block * block_size + offset. `norms` normalise each head first. A
-        cache of float8_e4m3fn takes keys and values, divided by `scales`, to the nearest, at most 448, one of int8 to
-        the nearest of 255 multiples of a scale for each; NaN stays NaN. Other caches have no `scales`.
+        element i + head_dim / 2; slots int64 [T] are block * block_size + offset. `norms` normalise each head first.
+
+        In a float8_e4m3fn cache, keys and values are divided by `scales`, saturated to 448 and rounded to nearest. In
+        an int8 cache, each key and value has a scale and is rounded to one of its 255 multiples. NaN is preserved.
+        Other caches do not use `scales`.
         """
         ...
 
@@ -127,12 +128,14 @@ class Kernels(Protocol):
         norm: LatentNorm,
         scale: float = 1.0,
     ) -> Tensor:
-        """Normalises and rotates latents, writes them into the cache, returns queries [T, num_heads, rank + rope].
+        """Normalise and rotate latents, write them to the cache, and return queries [T, num_heads, rank + rope].
 
-        latents [T, rank + rope]: the first `rank` numbers are normalised, the others rotated, as `rotate_and_write`
-        does, by cos and sin float32 [T, rope / 2]; a cache of float8_e4m3fn takes them divided by `scale`.
-        absorbed [T, num_heads * rank] is what the queries' parts without rotation became; behind it come the rotated
-        last `rope` numbers of each head of q [T, num_heads * n].
+        latents [T, rank + rope]: the first `rank` elements are normalised. The others are rotated as in
+        `rotate_and_write`, with cos and sin float32 [T, rope / 2]. In a float8_e4m3fn cache, latents are divided by
+        `scale`.
+
+        A head's query consists of its non-rotary part, projected to latents, in absorbed [T, num_heads * rank],
+        followed by the rotated last `rope` elements of the head in q [T, num_heads * n].
         """
         ...
 
@@ -152,36 +155,37 @@ class Kernels(Protocol):
     def sample(
         self, logits: Tensor | Sequence[Tensor], rows: SamplingTensors, allowed: Sequence[Tensor | None]
     ) -> Tensor:
-        """Token ids int64 [n] of logits float32, n rows [vocab], and as many masks: see `kernels.sample`."""
+        """Sample token ids, int64 [n], from `n` rows of logits, float32 [vocab], with one mask each: see
+        `kernels.sample`."""
         ...
 
     def route(self, logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-        """The experts of each row of logits, and their shares: see `kernels.route`."""
+        """Select the experts of each row and their weights: see `kernels.route`."""
         ...
 
     def combine(self, made: Tensor, places: Tensor, shares: Tensor) -> Tensor:
-        """Sums of rows of made [T * k, width], which places int64 [T, k] names, by shares float32 [T, k]."""
+        """Sum rows of made [T * k, width] at indices places int64 [T, k], weighted by shares float32 [T, k]."""
         ...
 
     def add_gated(self, x: Tensor, other: Tensor, gates: Tensor | None) -> Tensor:
-        """x + other * sigmoid(gates) of [T, width] and gates float32 [T, 1]; without gates x + other."""
+        """Return x + other * sigmoid(gates), or x + other without gates. x, other [T, width]; gates float32 [T, 1]."""
         ...
 
     def gather_blocks(self, kv: Tensor, block_ids: Tensor, buffer: Tensor, quantised: bool) -> None:
-        """Copies blocks to `buffer`, uint8 [n, wire_bytes]: see `kernels.gather_blocks`."""
+        """Copy blocks to `buffer`, uint8 [n, wire_bytes]: see `kernels.gather_blocks`."""
         ...
 
     def scatter_blocks(self, buffer: Tensor, kv: Tensor, block_ids: Tensor, quantised: bool) -> None:
-        """Copies rows of `buffer` to blocks: see `kernels.scatter_blocks`."""
+        """Copy rows of `buffer` to blocks: see `kernels.scatter_blocks`."""
         ...
 
     def block_sums(self, kv: Tensor, block_ids: Tensor, out: Tensor) -> None:
-        """Sums of blocks to `out`, int64 [n]: see `kernels.block_sums`."""
+        """Write the sums of blocks to `out`, int64 [n]: see `kernels.block_sums`."""
         ...
 
 
 class HeldProducts(Protocol):
-    """Products of a device with weights as they are held: quantised ones, stacks of them, and those of adapters."""
+    """Device products with weights in their stored form: quantised weights, experts, and adapters."""
 
     def experts(
         self,
@@ -195,27 +199,29 @@ class HeldProducts(Protocol):
         activation: str,
         batch_invariant: bool = False,
     ) -> Tensor:
-        """As `kernels.Experts`: gate_up [experts, 2 * inner, hidden] and down [experts, hidden, inner], contiguous,
-        or stacks of quantised matrices, which are rounded to the type of x. `batch_invariant`: as `invariant_linear`.
+        """Compute `kernels.Experts`.
+
+        gate_up [experts, 2 * inner, hidden] and down [experts, hidden, inner] are contiguous, or stacks of quantised
+        matrices that are rounded to the type of x. `batch_invariant` as in `invariant_linear`.
         """
         ...
 
     def held_linear(self, x: Tensor, weight: HeldWeight, bias: Tensor | None, *, wide: bool = False) -> Tensor:
-        """x [T, in] by the transpose of W, plus bias: [T, out], float32 when `wide`. W is rounded to the type of x."""
+        """Return x W^T + bias, [T, out], for x [T, in]; float32 if `wide`. W is rounded to the type of x."""
         ...
 
     def invariant_linear(
         self, x: Tensor, weight: Tensor | HeldWeight, bias: Tensor | None, *, wide: bool = False
     ) -> Tensor:
-        """As `held_linear`, also of floats; a row's bits depend on no other row, nor on how many there are.
+        """Like `held_linear`, but results are bitwise independent of the batch. Also accepts float weights.
 
-        Of W [heads, out, in] without bias, each head's columns of x [T, heads * n] by its own matrix, the first `in` of
-        them: [T, heads * out].
+        If W is [heads, out, in], each head multiplies the first `in` of its n columns of x [T, heads * n] by its own
+        matrix: [T, heads * out], without bias.
         """
         ...
 
     def add_lora(
         self, x: Tensor, y: Tensor, stack: LoraStack, rows: GroupedRows, *, batch_invariant: bool = False
     ) -> None:
-        """Adds to y [T, out], in place, what the rows' adapters make of x [T, in]; both contiguous."""
+        """Add the adapter products of x [T, in] to y [T, out] in place. Both must be contiguous."""
         ...

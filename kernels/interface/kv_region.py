@@ -1,12 +1,12 @@
-"""The keys and values of one block, layer and head in a KV cache: as many numbers as they have, in 8 bits with scales.
+"""Memory layout of the keys and values of one block, layer and head in a KV cache.
 
-A cache is [num_blocks, num_layers, num_kv_heads, block_size, 2 (K, V), width], or with 1 in place of 2 where it holds
-latents, whose first numbers are their values, never in int8. Its width is head_dim, and in a cache of
-int8 four bytes more, for scales: of such a cache the last three dimensions are one range of bytes,
+A cache is [num_blocks, num_layers, num_kv_heads, block_size, 2 (K, V), width]. A cache of latents has 1 instead of 2,
+because a value is the first part of its key, and is never int8. The width is head_dim, plus four bytes for scales in an
+int8 cache. In an int8 cache, the last three dimensions form one range of bytes:
 
     int8 [block_size][K|V][head_dim], float32 scales [K|V][block_size]
 
-and a number is its int8 times the scale of its key or value: so numbers lie where vector loads want them.
+An element's value is its int8 times the scale of its key or value. This keeps the elements contiguous for vector loads.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 SCALE_BYTES = 4
 LARGEST_FP8 = 448.0
 LARGEST_INT8 = 127.0
-"""Of float8_e4m3fn, and of int8 as scales use it: the same to both sides of 0."""
+"""Largest magnitudes of float8_e4m3fn and of symmetric int8."""
 LEAST_SCALE = 2.0**-100
-"""Of a transfer buffer's numbers: see `kernels.blocks`."""
+"""Minimum scale in a transfer buffer: see `kernels.blocks`."""
 
 
 def row_width(head_dim: int, dtype: torch.dtype) -> int:
@@ -28,7 +28,7 @@ def row_width(head_dim: int, dtype: torch.dtype) -> int:
 
 
 def head_dim_of(kv: Tensor) -> int:
-    """Numbers of a key."""
+    """Return the number of elements of a key."""
     return kv.shape[5] - (SCALE_BYTES if kv.dtype == torch.int8 else 0)
 
 
@@ -46,7 +46,7 @@ def scales_of(kv: Tensor) -> Tensor:
 
 
 def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 [..., head_dim] as int8 of that shape, and their scales float32 [...]: NaN where not all are finite."""
+    """Quantise float32 [..., head_dim] to int8 with scales float32 [...]. A scale is NaN if its row is not finite."""
     peak = x.abs().amax(-1)
     inverse = torch.where(peak > 0, LARGEST_INT8 / peak, torch.zeros_like(peak))
     numbers = torch.round(x * inverse[..., None]).nan_to_num(0.0).to(torch.int8)
@@ -54,12 +54,12 @@ def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def saturated(x: Tensor) -> Tensor:
-    """float32 as e4m3, which torch does not saturate."""
+    """Convert float32 to e4m3 with saturation, which torch does not do."""
     return x.clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn)
 
 
 def packed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 [..., block_size, 2, head_dim] as a cache, or a part of one, of that type."""
+    """Convert float32 [..., block_size, 2, head_dim] to the cache layout of `dtype`."""
     if dtype != torch.int8:
         return saturated(x) if dtype == torch.float8_e4m3fn else x.to(dtype)
     kv = torch.empty(*x.shape[:-1], row_width(x.shape[-1], dtype), dtype=dtype, device=x.device)
@@ -70,7 +70,7 @@ def packed(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def unpacked(kv: Tensor) -> Tensor:
-    """What a cache, or a part of one, stands for: float32 [..., block_size, 2, head_dim] of 8 bits, else as it is."""
+    """Convert (part of) an 8-bit cache to float32 [..., block_size, 2, head_dim]. Returns other types unchanged."""
     if kv.dtype == torch.int8:
         return numbers_of(kv).float() * scales_of(kv).transpose(-1, -2)[..., None]
     return kv.float() if kv.dtype == torch.float8_e4m3fn else kv

@@ -1,4 +1,4 @@
-"""Adapters' matrices as kernels of a GPU read them, and a step's rows in the order of their adapters."""
+"""Adapter matrices in the layout of the GPU kernels, and grouping of rows by adapter."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class GroupedRows:
-    """`order` int32 [T] sorts rows by their adapter; those of adapter i end at `ends` [max_loras], int32.
+    """Rows sorted by adapter. `order` int32 [T] is the permutation; rows of adapter i end at `ends[i]`, int32.
 
-    Rows without adapter come last, behind the end of every adapter. Made on the device, so that graphs may hold it.
+    Rows without an adapter come last, after the end of every adapter. Computed on the device, so it can be part of a
+    CUDA graph.
     """
 
     order: Tensor
@@ -21,7 +22,7 @@ class GroupedRows:
 
     @classmethod
     def of(cls, adapters: Tensor, max_loras: int) -> GroupedRows:
-        """Of rows' adapters, int64 [T], less than 0 for none."""
+        """Group rows by `adapters`, int64 [T]; negative for rows without an adapter."""
         ranked, order = torch.where(adapters < 0, max_loras, adapters).sort(stable=True)
         numbers = torch.arange(max_loras, device=adapters.device)
         return cls(order.int(), torch.searchsorted(ranked, numbers, right=True, out_int32=True))
@@ -29,9 +30,9 @@ class GroupedRows:
 
 @dataclass(frozen=True, slots=True)
 class LoraStack:
-    """All adapters' matrices of one site, in places that stay where they are: graphs hold their addresses.
+    """Matrices of all adapters for one weight matrix. Addresses never change, because CUDA graphs refer to them.
 
-    a [max_loras, parts * max_rank, in] and b [max_loras, out, max_rank], with zeros where an adapter has no more.
+    a [max_loras, parts * max_rank, in] and b [max_loras, out, max_rank], padded with zeros.
     """
 
     a: Tensor
@@ -54,9 +55,9 @@ class LoraStack:
         return cls(a, b, parts, max_rank)
 
     def set(self, place: int, parts: Sequence[tuple[int, Tensor, Tensor]]) -> None:
-        """Put an adapter's (number of the part, a [rank, in], b [out, rank]) in a place that no launched step reads.
+        """Write an adapter's parts (index, a [rank, in], b [out, rank]) to slot `place`.
 
-        Work of this thread's stream that was launched before may still read it.
+        Work launched earlier on this thread's stream may still read the slot; other launched steps must not.
         """
         self.a[place].zero_()
         self.b[place].zero_()

@@ -1,7 +1,7 @@
-"""All memory of the host that this process has pinned: counted, and allocated when a worker starts.
+"""Pinned host memory of this process: accounting, and allocation at worker start.
 
-Pinning is a call of the driver that all launches wait for, and freeing pinned memory spoils a recording, so neither may
-happen during a step. What steps copy passes through a ring (`pinned_ring.py`); long-lived buffers are allocated here.
+All launches wait while the driver pins memory, and freeing pinned memory breaks a graph capture, so neither may happen
+during a step. Copies of a step use a ring (`pinned_ring.py`). Long-lived buffers are allocated here.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch
 from kernels.interface.pinned_ring import Mark, PinnedRing
 
 LEAST_RING_BYTES = 2**20
-"""Of a process that does not say what its steps copy: a benchmark, or a test."""
+"""Ring size of a process that does not reserve one, such as a benchmark or a test."""
 
 
 def granted(num_bytes: int) -> int:
-    """What torch pins for so many bytes: a power of two."""
+    """Return the bytes that torch pins for an allocation of `num_bytes`: the next power of two."""
     return 1 << max(0, num_bytes - 1).bit_length()
 
 
 class PinnedMemory:
-    """That of one process, for all its devices. Any thread may use it."""
+    """Pinned memory of one process, shared by all its devices. Thread-safe."""
 
     def __init__(self) -> None:
         self._held: dict[int, int] = {}
@@ -36,28 +36,28 @@ class PinnedMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Of all that is pinned and in use. What was given back torch keeps, and gives out again."""
+        """Bytes pinned and in use. Torch caches released memory for reuse; it is not included."""
         return sum(list(self._held.values()))
 
     def allocate(self, num_bytes: int) -> np.ndarray:
-        """uint8 [num_bytes], counted until nothing refers to this array, slices of it included."""
+        """Allocate uint8 [num_bytes], counted until this array and all slices of it are dropped."""
         memory = torch.empty(max(1, num_bytes), dtype=torch.uint8, pin_memory=True).numpy()
         key = self.add(granted(len(memory)))
         weakref.finalize(memory, self.remove, key).atexit = False
         return memory[:num_bytes]
 
     def add(self, num_bytes: int) -> int:
-        """Counts memory that was pinned otherwise, until `remove` of the number that this returns."""
+        """Count memory that was pinned elsewhere. Returns a key for `remove`."""
         key = next(self._keys)
         self._held[key] = num_bytes
         return key
 
     def remove(self, key: int) -> None:
-        """Without a lock: it may run whenever Python collects garbage."""
+        """Stop counting memory. Takes no lock, because it may run during garbage collection."""
         self._held.pop(key, None)
 
     def reserve_ring(self, num_bytes: int) -> None:
-        """At a worker's start, and after no failure of the device: steps copy through so many bytes."""
+        """Reserve a ring of at least `num_bytes` for copies. Call at worker start, and not after a device failure."""
         with self._lock:
             if self._ring is not None and self._ring.num_bytes >= num_bytes:
                 return
@@ -67,7 +67,7 @@ class PinnedMemory:
 
     @property
     def ring(self) -> PinnedRing:
-        """For what steps copy."""
+        """Ring for the copies of steps."""
         if (ring := self._ring) is None:
             self.reserve_ring(LEAST_RING_BYTES)
             ring = self._ring

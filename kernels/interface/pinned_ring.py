@@ -3,8 +3,8 @@
     [ free | read by the device | written by the host | free ]
              oldest ──────────────────────> newest
 
-A piece is free again when the device has done its copy, which an event tells, and the host refers to it no more: what
-goes to the device is written before its copy, what comes from there is read behind it.
+A piece is free again when an event reports that the device has finished its copy and the host holds no reference to it.
+Copies to the device are written before the copy is launched. Copies from the device are read after it completes.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ import torch
 
 log = logging.getLogger(__name__)
 PIECE_ALIGN_BYTES = 64
-"""Between the beginnings of pieces, for views of any type."""
+"""Alignment of pieces, sufficient for views of any type."""
 WAIT_S = 60.0
-"""How long a piece may wait for the copies of older ones, which run behind at most two steps."""
+"""Maximum time, in seconds, to wait for the copies of older pieces, which queue after at most two steps."""
 POLL_S = 5e-5
 
 
 class Mark(Protocol):
-    """A place in the order of a device's work, as a `torch.cuda.Event`."""
+    """A point in the device's queue of work, such as a `torch.cuda.Event`."""
 
     def query(self) -> bool:
-        """Whether the device has come to it. Raises RuntimeError when the device failed."""
+        """Return whether the device has reached this point. Raises RuntimeError if the device failed."""
 
 
 class CopyLate(RuntimeError):
-    """The device has not done a copy in time."""
+    """The device did not finish a copy within the time limit."""
 
 
 @dataclass(slots=True, eq=False)
 class Loan:
-    """Bytes `begin` to `end` of the ring, or `own` memory, which the host refers to as long as `holder` lives."""
+    """Bytes `begin` to `end` of the ring, or separate memory in `own`. In use by the host while `holder` is alive."""
 
     begin: int
     end: int
@@ -61,14 +61,14 @@ class Loan:
 
 
 class PinnedPiece(NamedTuple):
-    """`memory` is uint8. The ring lends it until nothing refers to this array any more, and no tensor made of it."""
+    """A piece of pinned memory, uint8. Returned to the ring when this array and all views and tensors are dropped."""
 
     memory: np.ndarray
     loan: Loan
 
 
 class PinnedRing:
-    """Any thread may take pieces; one that has to wait makes the others wait too."""
+    """Ring buffer of pinned memory. Thread-safe; a thread that waits for free memory blocks the others."""
 
     def __init__(
         self,
@@ -78,8 +78,8 @@ class PinnedRing:
         *,
         wait_s: float = WAIT_S,
     ) -> None:
-        """`memory` is uint8. `allocate` makes more for pieces that do not fit, `mark` marks the end of a device's work
-        so far."""
+        """`memory` is uint8. `allocate` allocates pieces that do not fit. `mark` records an event after the device's
+        current work."""
         self.num_bytes = len(memory)
         self._memory, self._allocate, self._mark, self._wait_s = memory, allocate, mark, wait_s
         self._lent: deque[Loan] = deque()  # in order
@@ -89,10 +89,10 @@ class PinnedRing:
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> PinnedPiece:
-        """A piece to write, or to copy into, with anything in it.
+        """Return an uninitialised piece.
 
-        Waits for copies of older pieces where the ring is full of them. A piece that does not fit, or has to wait for
-        one that the host still refers to, gets memory of its own. Raises CopyLate, or the device's RuntimeError.
+        If the ring is full, waits for the copies of older pieces. If the piece does not fit, or would have to wait for
+        a piece that the host still references, allocates separate memory. Raises CopyLate or the device's RuntimeError.
         """
         size = -(-max(1, num_bytes) // PIECE_ALIGN_BYTES) * PIECE_ALIGN_BYTES
         with self._lock:
@@ -111,25 +111,25 @@ class PinnedRing:
             return self._take_own(num_bytes)
 
     def launched(self, piece: PinnedPiece, device: torch.device) -> None:
-        """The copy of a piece was launched on the device's current stream."""
+        """Record that the copy of a piece was launched on the device's current stream."""
         piece.loan.mark = self._mark(device)
 
     def drain(self) -> None:
-        """Waits for all copies, before the memory goes. Raises as `take`."""
+        """Wait for all copies, before the memory is freed. Raises the same errors as `take`."""
         with self._lock:
             for loan in (*self._lent, *self._own):
                 self._wait_for(loan)
 
     def check_integrity(self) -> None:
-        """Raises ValueError when two lent pieces overlap, or do not follow each other around the ring."""
+        """Raise ValueError if two lent pieces overlap or are not in ring order."""
         with self._lock:
             lent = [(loan.begin, loan.end) for loan in self._lent]
         spans, num_turns = sorted(lent), sum(later < former for former, later in pairwise(lent))
         if num_turns > 1 or any(later[0] < former[1] for former, later in pairwise([*spans, (self.num_bytes, 0)])):
-            raise ValueError(f"pieces of {self.num_bytes} bytes lie at {lent}")
+            raise ValueError(f"overlapping or misordered pieces in a ring of {self.num_bytes} bytes: {lent}")
 
     def _room(self, size: int) -> int | None:
-        """Where `size` bytes are free in one place, behind the newest piece."""
+        """Find a free region of `size` contiguous bytes after the newest piece."""
         if not self._lent:
             return 0
         oldest, after = self._lent[0].begin, self._next
@@ -158,8 +158,8 @@ class PinnedRing:
         if not self._has_told:
             self._has_told = True
             log.warning(
-                "a copy of %s bytes has no room in the %s bytes that are pinned for steps, of which %s are lent: such "
-                "copies get memory of their own, and pinning it holds steps up; this is logged once",
+                "a copy of %s bytes does not fit into the pinned ring of %s bytes, %s of which are in use: pinning "
+                "separate memory for it, which delays steps; this warning is logged once",
                 *(f"{number:,}" for number in (num_bytes, self.num_bytes, sum(x.end - x.begin for x in self._lent))),
             )
         own = self._allocate(max(1, num_bytes))

@@ -81,7 +81,7 @@ class QuantisedWeight:
         return self.map(lambda part: part[order])
 
     def parted(self, count: int) -> list[QuantisedWeight]:
-        """A stack of so many matrices, one below the other, one by one; they share its memory."""
+        """Split a vertical stack of `count` matrices. The results share its memory."""
         rows = self.shape[0] // count
 
         def part(i: int) -> QuantisedWeight:
@@ -199,7 +199,7 @@ def quantise(weight: Tensor, bits: int) -> QuantisedWeight | None:
 def _scales(parts: Tensor) -> Tensor:
     """float16 scales [out, groups] of int8 for W [out, groups, group]: the largest weight is 127, or a multiple of one.
 
-    A few rows tell whether any weights of the matrix are multiples of powers of two, so other matrices cost no pass.
+    First samples a few rows for weights that are multiples of powers of two, to avoid a full pass over other matrices.
     """
     peak = parts.abs().amax(-1)
     scale, rows = _half(peak / LEVELS[8]), slice(None, None, max(1, len(parts) // PROBED_ROWS))

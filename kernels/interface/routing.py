@@ -1,4 +1,4 @@
-"""How a router's logits become the experts of a row and their shares."""
+"""Parameters of expert routing."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from torch import Tensor
 
 
 class Routing(NamedTuple):
-    """A row's scores are the softmax of its logits over all experts, or their `sigmoid`s.
+    """Parameters of expert routing.
 
-    The `per_token` experts of the best scores are chosen, plus their `correction` (float32 [experts]) where there is
-    one. With `groups`, equal parts of the experts in their order, only those of the `kept_groups` best: a group is as
-    good as its best expert, or, with a correction, as the sum of its two best. Of equals the first wins. A share is an
-    expert's score without the correction, over the sum of those chosen where they are `normalised`, times `scale`.
+    Scores are the softmax of a row's logits over all experts or, with `sigmoid`, their sigmoids. The `per_token`
+    experts with the highest score plus `correction` (float32 [experts], optional) are selected; the first wins ties.
+    `groups` divides the experts into equal consecutive groups, of which only the `kept_groups` best are considered. A
+    group is rated by its best expert or, with a correction, by the sum of its two best. The share of an expert is its
+    score without correction, divided by the sum over the selected experts if `normalised`, times `scale`.
     """
 
     per_token: int

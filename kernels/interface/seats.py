@@ -1,10 +1,10 @@
-"""Where sequences sit on the device from one decode step to the next, as int64 words, and what a step makes of it.
+"""Device-resident decode state: each sequence has a seat of int64 words that persists between steps.
 
     [seat of each row, -1: padding] [seat 0: fields, block table] [seat 1] ...
 
-A step reads for each of its rows the seat, and from there the token, which the step before sampled or the host gave,
-the position, the block table, and how the row draws. It leaves the position and the row behind for the next step, so
-the host has nothing to say while the same sequences go on.
+For each row, a step reads from the row's seat the token (sampled by the previous step or given by the host), the
+position, the block table and the sampling parameters. It then updates the position and the row in the seat, so the host
+sends nothing as long as the same sequences continue.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 from kernels.interface.draws import SamplingTensors
 
 POSITION, BEFORE, TOKEN, ADAPTER, SEED, TOP_P, TEMPERATURE, MIN_P, TOP_K, TABLE = range(10)
-"""Words of a seat. BEFORE is its row in the step before, whose token it runs; -1: it runs TOKEN. TOP_P holds the bits
-of a float64, TEMPERATURE and MIN_P those of a float32. The entries of the block table follow from TABLE on."""
+"""Word offsets in a seat. BEFORE is the row in the previous step whose sampled token is used; -1: use TOKEN.
+TOP_P contains the bits of a float64, TEMPERATURE and MIN_P those of a float32. The block table starts at TABLE."""
 RUN_TOKEN, RUN_POSITION, RUN_SLOT, RUN_ADAPTER, DRAW_SEED, DRAW_POSITION, DRAW_TOP_P = range(7)
 NUM_WIDE = 7
-"""Rows of a step's numbers of 64 bits."""
+"""Rows of the 64-bit step data."""
 DRAW_TEMPERATURE, DRAW_MIN_P, DRAW_TOP_K = range(3)
 NUM_NARROW = 3
-"""Rows of its numbers of 32 bits."""
+"""Rows of the 32-bit step data."""
 
 
 class SeatLayout(NamedTuple):
@@ -46,12 +46,12 @@ class SeatLayout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """What a step of `size` rows runs, written on the device: a row for each sequence, and padding behind.
+    """Inputs of a step of `size` rows, written on the device: one row per sequence, followed by padding.
 
     wide     int64 [NUM_WIDE, size]: token, position, slot, adapter; seed, position and top_p of the draw
     narrow   int32 [NUM_NARROW, size]: temperature, min_p, top_k of the draw
     spans    int32 [size, 3]: row, 1, position; a row of padding has 0 in place of 1
-    tables   int32 [size, width]; entries behind a sequence's last block stay what they were
+    tables   int32 [size, width]; entries after a sequence's last block are left unchanged
     """
 
     size: int
@@ -62,12 +62,12 @@ class StepRows:
 
     @classmethod
     def within(cls, wide: Tensor, narrow: Tensor, size: int, spans: Tensor, tables: Tensor) -> StepRows:
-        """In the memory of a larger step: `wide` int64 and `narrow` int32, both flat."""
+        """Create a step in the memory of a larger one: `wide` int64 and `narrow` int32, both flat."""
         numbers = wide[: NUM_WIDE * size].view(NUM_WIDE, size), narrow[: NUM_NARROW * size].view(NUM_NARROW, size)
         return cls(size, *numbers, spans, tables)
 
     def draws(self, count: int, *, searches: bool = True) -> SamplingTensors:
-        """How the first `count` rows draw; `searches`: whether any of them may have a top_k or a top_p."""
+        """Return the sampling parameters of the first `count` rows. `searches`: any row may use top_k or top_p."""
         wide, narrow = self.wide[:, :count], self.narrow[:, :count]
         return SamplingTensors(
             narrow[DRAW_TEMPERATURE].view(torch.float32),

@@ -19,7 +19,7 @@ constexpr float LOG2_E = 1.44269504088896341f;
 
 struct Shape {
     int64_t num_layers, num_kv_heads, block_size, head_dim, num_heads;
-    int64_t latent_dim; // the first so many numbers of a key are its value too; 0: its value lies behind it
+    int64_t latent_dim; // leading elements of a key that are also its value; 0: the value follows the key
     int64_t num_groups; // of query heads that share a unit: one for each KV head, or more
 
     // Numbers of one slot, of its value, and where that begins.
@@ -37,7 +37,7 @@ struct Shape {
     }
 };
 
-// One query tile of one sequence: of the heads of one group, which have one KV head.
+// One query tile of one sequence, for one group of heads that share a KV head.
 struct Unit {
     int32_t span, group, first, count;
 };
@@ -53,13 +53,13 @@ static_assert(sizeof(Unit) == 4 * sizeof(int32_t));
 
 alignas(64) const float NOTHING[2048] = {};
 
-// What multiplies the keys and values of a tile.
+// Products with the keys and values of a tile.
 struct Scales {
     alignas(64) float keys[TILE] = {}, values[TILE] = {};
 };
 
-// Where up to 64 keys lie, each with its value behind it or in it. Keys that the unit does not see are zeros, so that
-// unused slots are never read. C is the type of the cache's numbers; `scales` multiply them where that is int8.
+// Addresses of up to 64 keys. A value follows its key or is part of it. Keys that the unit does not see are zeros, so
+// that unused slots are never read. C is the element type of the cache; int8 elements are multiplied by `scales`.
 template <typename C> struct Tile {
     const C *rows[TILE];
     Scales scales;
@@ -67,7 +67,7 @@ template <typename C> struct Tile {
     int count; // a multiple of LANES; fewer than TILE at the end of a sequence
 };
 
-// What a unit's rows have summed so far.
+// Running sums of a unit's rows.
 struct Sums {
     std::vector<float> sums, top, total; // [rows][value_dim], [rows], [rows][LANES]
 

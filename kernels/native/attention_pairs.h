@@ -55,7 +55,7 @@ void score_few(const bf16 *queries, const C *const *rows, float *scores, int dim
         for (int r = 0; r < R; r++) store(scores + r * TILE + g * LANES, acc[g][r] * scale);
 }
 
-// sums[R][V * 16 of dim] += weights[R][count] . values, which begin behind `value_at` numbers of their slots
+// sums[R][V * 16 of dim] += weights[R][count] . values, which start at element `value_at` of their slots
 template <int R, int V, typename C>
 void add_few(const bf16 *weights, const C *const *rows, int value_at, int at, float *sums, int count, int dim,
              RowStream<bf16, C> &stream) {

@@ -1,15 +1,15 @@
 // bf16 weights in 12 bits, without loss: sign and fraction take a byte, and the exponent a code of 4 bits.
 //
-// The exponents of a panel's weights crowd together, since sizes are spread about as a normal distribution is: 15 of
-// them serve all but one weight in some thousands. The others, the outliers, lie in a list beside the panel. DFloat11
-// (arXiv 2504.11651) builds on the same fact; codes of one length need no table in memory.
+// Weights are roughly normally distributed, so a panel has few distinct exponents: 15 of them cover all but one weight
+// in a few thousand. The remaining weights, the outliers, are stored in a separate list. DFloat11 (arXiv 2504.11651)
+// uses the same property with variable-length codes; fixed-length codes need no table in memory.
 //
 //   data:   [panel][k / 4][3][64] bytes. First the exponents' codes of two pairs of inputs, the first pair's in the low
 //           halves; then sign and fraction of the one pair, and of the other. A byte's place in its 64 is where
 //           unpacking bytes to words wants it: see `place`.
 //   scale:  [panel][2][16] bytes: the high byte of a weight with that exponent, without its sign, and the top bit of
 //           the low one.
-//   offset: int64 [panels + 1], where each panel's outliers begin in the list behind it, `Outlier` [..].
+//   offset: int64 [panels + 1], start of each panel's outliers in the `Outlier` list that follows.
 #pragma once
 
 #include "weights.h"

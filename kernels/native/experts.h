@@ -1,4 +1,4 @@
-// Between the products of a mixture of experts: which experts a row goes to, its copies by expert, and their sum.
+// Mixture of experts without its products: routing, copies of rows sorted by expert, and weighted sums.
 #pragma once
 
 #include "elementwise.h"
@@ -13,7 +13,7 @@ struct ExpertUnit {
     int32_t expert, first, last, unused;
 };
 
-// What the products of one layer's experts do: as many units as there are, and those.
+// Work of the products of one layer's experts: the number of units, and the units.
 struct ExpertUnits {
     int64_t count, unused;
     ExpertUnit units[1];

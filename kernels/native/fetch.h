@@ -1,23 +1,23 @@
-// Memory that is needed soon, fetched into the cache while something else is computed.
+// Prefetches memory that is needed soon while other data is processed.
 #pragma once
 
 #include "vectors.h"
 
 namespace diptych {
 
-// A core can wait for few lines at once, so it asks for some between any two steps of what it computes.
+// A core supports few outstanding cache misses, so a few lines are prefetched after each step of the computation.
 class Fetcher {
 public:
     void clear() { size = next = 0, at = end = nullptr; }
 
-    // Ranges that do not fit into the list are not fetched: they are only a hint.
+    // Ranges are hints: those that do not fit into the list are dropped.
     void add(const void *memory, int64_t bytes) {
         if (size == MOST || bytes <= 0) return;
         const char *from = static_cast<const char *>(memory);
         ranges[size++] = {from, from + bytes};
     }
 
-    // Spreads all that was added over so many calls of `step`.
+    // Distributes all added ranges over `steps` calls of `step`.
     void spread(int64_t steps) { pace = steps > 0 ? int((lines() + steps - 1) / steps) : 0; }
 
     void step() { fetch(pace); }

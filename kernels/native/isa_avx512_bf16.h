@@ -1,4 +1,4 @@
-// What AVX-512 offers beside products of bf16 pairs: how pairs come out of a KV cache, and out of weights of 12 bits.
+// AVX-512 support for products of bf16 pairs: loading pairs from a KV cache and from 12-bit weights.
 #pragma once
 
 #include "portable.h"

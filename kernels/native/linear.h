@@ -32,7 +32,7 @@ inline void unpack_row(const Weights &w, int64_t row, void *to) {
     by_format(w.format, [&](auto format) { unpack_row(format, w, row, to); });
 }
 
-// The first or the second numbers of as many bf16 pairs as there are lanes.
+// First or second elements of LANES pairs of bf16.
 inline f32s one_of_pairs(const void *pairs, int odd) {
     const u32s both = (u32s)load_bytes(pairs);
     return as_floats(odd ? both & 0xffff0000u : both << 16);
@@ -241,7 +241,7 @@ void finish_tile(const Weights &w, int64_t panel, const Inputs &x, int64_t row, 
     if (epilogue != Epilogue::PLAIN) {
         const int64_t width = w.n / 2, at = panel * LANES;
         for (int r = 0; r < R; r++) {
-            // Rounded first, as they are where gate and up are stored between the two steps.
+            // Round first, for the same result as when gate and up are stored before the gate is applied.
             Out gate[LANES], up[LANES];
             store(gate, y[r][0]);
             store(up, y[r][1]);
@@ -277,8 +277,8 @@ void multiply(const Weights &w, int64_t panel, const Inputs &x, int64_t row, int
     }
 }
 
-// Rows [row, end) of one head by dense weights of its own: x [rows][heads * of], of which the first k numbers of each
-// head's `of` are multiplied, to out [rows][heads * n].
+// Multiplies rows [row, end) of one head by the head's dense weights. x is [rows][heads * of], of which the first k
+// elements of each head are used; out is [rows][heads * n].
 template <typename Out>
 void multiply_head(const Weights &w, int64_t head, int64_t heads, const Out *x, int64_t of, int64_t row, int64_t end,
                    Out *out) {

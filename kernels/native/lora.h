@@ -39,10 +39,10 @@ template <typename T> void shrink(const T *x, const T *a, int64_t k, int64_t ran
     }
 }
 
-// Where output i of a part lies behind its first one. In the panels of a gated product gates and ups take turns.
+// Offset of output i from the first output of its part. The panels of a gated product alternate gates and ups.
 inline int64_t place_of(int64_t i, bool gated) { return gated ? 2 * i : i; }
 
-// Adds one part's change to a row.
+// Adds the product of one part to a row.
 template <typename T> void expand(const LoraPart &part, const float *s, bool gated, T *y) {
     const T *b = static_cast<const T *>(part.b);
     for (int64_t i = 0; i < part.count;) {
@@ -65,7 +65,7 @@ template <typename T> void expand(const LoraPart &part, const float *s, bool gat
     }
 }
 
-// Adds what an adapter changes at a matrix to one row of its outputs. Gated: a part begins at a vector of gates or ups.
+// Adds an adapter's product to one row of outputs. With `gated`, parts start at a vector of gates or ups.
 template <typename T> void add_lora_row(const Lora &lora, const T *x, int64_t k, bool gated, T *y) {
     float s[MOST_RANKS];
     int64_t ranks = 0;

@@ -297,7 +297,7 @@ void diptych_choose_exponents(const uint16_t *rows, int64_t panels, int64_t k, u
     for (int64_t panel = 0; panel < panels; panel++) begins[panel + 1] += begins[panel];
 }
 
-// The same rows to `data` by those tables; behind `begins` there is room for the outliers.
+// Packs the same rows into `data` using those tables. Outliers are written after `begins`, which must have capacity.
 void diptych_pack_12bit(const uint16_t *rows, int64_t panels, int64_t k, const uint8_t *tables, uint8_t *data,
                         int64_t *begins, int threads) {
     Outlier *outlier = reinterpret_cast<Outlier *>(begins + panels + 1);

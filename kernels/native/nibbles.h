@@ -1,8 +1,8 @@
-// Products with weights of 4, 5 and 6 bits: the lower four lie as nibbles, the upper ones in a plane behind them.
+// Products with weights of 4, 5 and 6 bits: the lower four bits are stored as nibbles, followed by a plane of the rest.
 //
-// A unit of 32 inputs (5 bits) or 16 (6 bits) is its nibbles, two vectors for 8 inputs, and two vectors of upper bits.
-// Byte b of a plane has the upper bits of those weights whose nibbles are byte b of the unit's vectors: from its lowest
-// bits on, the low half of the first vector, its high half, the low half of the next vector, and so on.
+// A unit of 32 inputs (5 bits) or 16 (6 bits) consists of its nibbles, two vectors per 8 inputs, and two vectors of
+// upper bits. Byte b of a plane contains the upper bits of the weights whose nibbles are in byte b of the unit's
+// vectors. Starting at the lowest bits: low half of the first vector, its high half, low half of the next one, etc.
 #pragma once
 
 #include "tile.h"

@@ -1,5 +1,5 @@
-// Every primitive that a header of an instruction set provides, in plain vector arithmetic: see README.md. The
-// comments here are the contract; a header takes from here what its instructions do no better.
+// Plain vector arithmetic versions of all primitives of an instruction set header: see README.md. The comments here are
+// the specification. Headers use these versions where their instructions offer nothing better.
 #pragma once
 
 #include "vector_types.h"
@@ -84,7 +84,7 @@ template <bool ROUGHLY = false> inline f32s power_of_two(f32s x) {
     return seen ? p * power_of_integer(n) : f32s{};
 }
 
-// As many rows as there are lanes to as many columns.
+// Transposes LANES rows of LANES elements.
 inline void transpose(f32s (&block)[LANES]) {
     for (int d = 0; d < LANES; d++)
         for (int i = 0; i < d; i++) {

@@ -1,4 +1,4 @@
-// From logits to tokens, a row at a time: the steps and numbers of kernels/gpu/sampling.py, so that both draw the same.
+// Token sampling, one row at a time. Uses the same steps and constants as kernels/gpu/sampling.py, for equal results.
 //
 // A token's weight is exp((logit - largest) / temperature), float32, 1 at most. The filters are thresholds on
 // weights, found as whole numbers: positive floats are ordered as their bits are. Masses are whole multiples of
@@ -66,7 +66,7 @@ inline int64_t largest_index(const float *x, int64_t width) {
     return at;
 }
 
-// A row's weights [width], and what lies in those whose bits are `floor` or more.
+// A row's weights [width]. Queries consider only weights whose bits are at least `floor`.
 class RowWeights {
 public:
     // `memory` has room for the next multiple of LANES.
@@ -132,7 +132,7 @@ public:
     }
 
 private:
-    static constexpr int64_t CHUNK = 256 * LANES;   // 32 bits hold a lane's sums of so many halves
+    static constexpr int64_t CHUNK = 256 * LANES;   // a lane's sum of a chunk of halves fits 32 bits
     static constexpr int BINS = 256, BIN_BITS = 20; // an eighth of an octave each; the first one holds all the rest
     static constexpr int32_t FIRST = (0x3F800000 >> BIN_BITS) - (BINS - 1);
 

@@ -1,5 +1,5 @@
-// What a program runs, and on what. kernels/cpu/structs.py mirrors both structs, and compares them when it loads the
-// library.
+// Operations of a program and inputs of a step. kernels/cpu/structs.py mirrors both structs, and verifies the layouts
+// when it loads the library.
 #pragma once
 
 #include <cstdint>
@@ -26,8 +26,8 @@ enum class Kind : int64_t {
     GATE = 16,
 };
 
-// input, output, extra and extra2 are numbers of Step.buffers, or -1 for none. program.h says what a field means for
-// each kind.
+// input, output, extra and extra2 are indices into Step.buffers, or -1 for none. program.h documents the fields of each
+// kind.
 struct Op {
     int64_t kind;
     int64_t rows; // 0: every token's row, 1: the sampled ones
@@ -41,7 +41,7 @@ struct Op {
     int64_t units;     // the buffer of ExpertUnits, or -1
 };
 
-// What differs from step to step.
+// Inputs of one step.
 struct Step {
     int64_t num_rows, num_sampled;
     const int64_t *token_ids, *positions, *slots, *sampled; // sampled may be null: all rows in order
@@ -50,7 +50,7 @@ struct Step {
     const int64_t *spans;
     const int32_t *tables, *units;
     int64_t num_units;
-    char *const *buffers;  // rows of each buffer, one behind the other
+    char *const *buffers;  // contiguous rows of each buffer
     int64_t *times;        // nanoseconds of each operation are added here, unless null
     const uint8_t *places; // of the workers that share `cores`, or null: see Gate
     int64_t cores;

@@ -1,7 +1,7 @@
-// Threads that compute one step together. They ask before each chain of operations how many of them may compute,
-// since workers of one machine share its cores (common/machine/cores.py).
+// Team of threads that computes one step. Before each chain of operations, the team checks how many threads may run,
+// because the workers of a machine share its cores (common/machine/cores.py).
 //
-// A chain is over when its parts are done: no thread waits for one that has left, or that has not come yet.
+// A chain completes when its parts are done. Threads do not wait for others that have left or have not joined yet.
 #pragma once
 
 #include <atomic>
@@ -18,7 +18,7 @@ namespace diptych {
 constexpr int SPINS = 2000; // looks at a number before its thread sleeps: about as long as OpenMP's threads spin
 constexpr int PLACES = 64;  // of workers in the page that they share
 
-// A number that threads wait for.
+// An atomic counter with waiting.
 class Signal {
 public:
     uint32_t load() const { return value.load(); }
@@ -71,7 +71,7 @@ private:
     }
 };
 
-// Counts the parts of one chain that are taken, and those that are done.
+// Counts the claimed and the completed parts of one chain.
 class Chain {
 public:
     int64_t take() { return next.fetch_add(1, std::memory_order_relaxed); }
@@ -87,7 +87,7 @@ private:
     Signal done;
 };
 
-// Lets as many threads of a team go on as may compute now. The first one leads, and never waits.
+// Limits the number of running threads of a team to the current share of cores. The first thread leads and never waits.
 class Gate {
 public:
     // `places`: a byte for each worker of the machine, 1 for those that compute, this one among them. Null: it is

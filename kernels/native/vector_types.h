@@ -33,7 +33,7 @@ inline u32s as_bits(f32s v) {
     return bits;
 }
 
-// A number beside a vector stands in every lane; less zero it stays what it is.
+// Broadcasts x to all lanes. Subtracting zero preserves its value.
 inline f32s splat(float x) { return x - f32s{}; }
 
 // Four bytes into every lane.

@@ -12,8 +12,8 @@ constexpr int PANEL = 2 * LANES; // outputs of a panel: two vectors, side by sid
 constexpr int64_t STRIDE = 64;   // inputs between two steps of fetching
 constexpr int DENSE_ROWS = REGISTERS == 32 ? 12 : 6, QUANTISED_ROWS = DENSE_ROWS / 2; // of a tile: what registers hold
 
-// A format is a type. A weight takes BITS and is stored as a Number; INPUTS weights of an output lie together; its
-// product takes inputs of type Input. Panels lie one behind the other; the last one is padded with zeros.
+// Formats are types. A weight takes BITS and is stored as a Number. INPUTS weights of an output are adjacent. Products
+// take inputs of type Input. Panels are contiguous; the last one is padded with zeros.
 template <int64_t BITS_, int64_t INPUTS_, typename Number_, typename Input_> struct FormatTraits {
     static constexpr int64_t BITS = BITS_, INPUTS = INPUTS_;
     static constexpr bool QUANTISED = std::is_same_v<Input_, int8>;      // the inputs as well: see quantise_row
@@ -57,9 +57,9 @@ template <int64_t BITS_> struct Nibbles : FormatTraits<BITS_, 8, void, int8> {
 typedef Nibbles<4> Q4;
 typedef Nibbles<5> Q5;
 
-// The same with scales that are small integers, steps, times a factor of BLOCK inputs, as GGUF's K-quants have them.
+// Nibbles whose scales are small integers (steps) times a factor per BLOCK inputs, as in GGUF's K-quants.
 // `scale` is fp16 [panel][k / BLOCK][1 or 2][PANEL], the factors of scales and of offsets; `offset` int8
-// [panel][k / group][1 or 2][PANEL], their steps. Without steps of its own (OFFSET_STEPS) an offset is -32 scales.
+// [panel][k / group][1 or 2][PANEL], their steps. Without OFFSET_STEPS, an offset is -32 scales.
 constexpr int64_t BLOCK = 256;
 template <int64_t BITS_, bool OFFSET_STEPS_> struct SteppedNibbles : FormatTraits<BITS_, 8, void, int8> {
     static constexpr bool STEPS = true, OFFSET_STEPS = OFFSET_STEPS_;

@@ -224,7 +224,7 @@ def _prefill(q: Tensor, flat: Tensor, span: PrefillSpan, rule: AttentionRule, ou
 
 
 def _keys_and_values(both: Tensor, rule: AttentionRule) -> tuple[Tensor, Tensor]:
-    """Of [..., 2, head_dim], or of latents [..., 1, head_dim]."""
+    """Split [..., 2, head_dim], or latents [..., 1, head_dim], into keys and values."""
     keys = both[..., 0, :]
     return keys, keys[..., : rule.latent_dim] if rule.latent_dim else both[..., 1, :]
 

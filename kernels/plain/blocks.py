@@ -1,4 +1,4 @@
-"""KV blocks into and out of a transfer buffer, and their sums, in plain torch, as `kernels.blocks` says."""
+"""Plain torch implementation of KV block copies and sums (`kernels.blocks`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kernels.interface import LARGEST_FP8, LEAST_SCALE
 ODD, MIX = 0x9E3779B97F4A7C15 - 2**64, 0xD6E8FEB86659FD93 - 2**64
 """As signed numbers, because torch multiplies those: the product's bits are the same."""
 PIECE = 32_767
-"""Numbers at a time, one less than torch would divide among threads: those are for the steps that run meanwhile."""
+"""Elements per operation. Just below torch's threshold for multithreading, to leave the cores to concurrent steps."""
 
 
 def gather_blocks(kv: Tensor, block_ids: Tensor, buffer: Tensor, quantised: bool) -> None:

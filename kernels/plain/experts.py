@@ -22,7 +22,7 @@ def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
 
 
 def _preferred(scores: Tensor, routing: Routing) -> Tensor:
-    """What experts are chosen by: -inf for those of groups that are not kept."""
+    """Return the selection scores of experts: -inf for those in groups that are not selected."""
     if routing.correction is not None:
         scores = scores + routing.correction
     if routing.groups == 1:

@@ -1,4 +1,4 @@
-"""The plan of a recorded step on a device whose plans the host makes: anew whenever the step runs."""
+"""Plan of a recorded step on a device whose plans are built on the host, at each run of the step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class HostPlan:
         self.num_places = self.num_rows = 0
 
     def takes(self, lengths: Iterable[int]) -> bool:
-        """A plan made anew has the room that it needs."""
+        """Return True: each run builds a new plan of sufficient size."""
         return True
 
     def prepare(self) -> AttentionPlan:

@@ -57,7 +57,7 @@ from common.wire.messages import (
 )
 from common.wire.sampling_params import SamplingParams, TokenLogprobs
 from decode_worker.engine import DecodeEngine
-from decode_worker.grants import IncomingTransfers, TransferEnds
+from decode_worker.incoming_transfers import IncomingTransfers, TransferEndpoints
 from decode_worker.pipeline import DecodeModel, Launcher
 from decode_worker.scheduler import DecodeScheduler
 
@@ -274,7 +274,7 @@ class EngineRig(RouterSide):
                 pool, max_num_seqs=max_num_seqs, local_prefill_chunk=chunk, watermark=watermark, slo_tpot_s=slo_tpot_s
             ),
             DecodeModel(runner, sampler, None if launcher is None else launcher(runner, sampler), self.drafter or head),
-            TransferEnds(IncomingTransfers(self.receiver, epoch=7, fingerprint="layout"), self.sender),
+            TransferEndpoints(IncomingTransfers(self.receiver, epoch=7, fingerprint="layout"), self.sender),
             WorkerMetrics("m", "d", lambda: self.engine.status),
             replace(self._parts(pool, worker_id, disk, lends), hidden=None if head is None else head.hidden),
         )

@@ -75,7 +75,7 @@ def engines_that_draft(
         return threads[-1]
 
     launcher = dict(zip(LAUNCHERS, (None, threaded, LazyDevice), strict=True))[kind]
-    monkeypatch.setattr(speculation, "Lookup", NoLookup)
+    monkeypatch.setattr(speculation, "PromptLookup", NoLookup)
     monkeypatch.setattr(row_costs.RowCosts, "seconds", lambda costs, num_rows: 1.0)
     yield lambda **options: make_engine(**{"launcher": launcher, "max_draft_tokens": 5} | drafter | options)
     for thread in threads:

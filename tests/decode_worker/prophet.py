@@ -16,13 +16,13 @@ Rig = Any  # EngineRig of conftest, which other modules cannot import
 
 
 class Prophet:
-    """Knows whole texts, prompts and answers, and takes the place of every sequence's `Lookup`."""
+    """Knows whole texts, prompts and answers, and takes the place of every sequence's `PromptLookup`."""
 
     def __init__(self, patch: pytest.MonkeyPatch, *, wrong: float = 0.2) -> None:
         """Of its tokens a share of `wrong` is another one."""
         self.texts: list[list[int]] = []
         self.wrong, self._rng = wrong, random.Random(1)
-        patch.setattr(speculation, "Lookup", lambda: self)
+        patch.setattr(speculation, "PromptLookup", lambda: self)
         patch.setattr(speculation.RowCosts, "seconds", lambda costs, num_rows: 1.0)
 
     def learn(self, tokens: list[int], answer: list[int]) -> None:

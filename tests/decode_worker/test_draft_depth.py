@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.engine.sequences.step_budget import TokenGoal
-from decode_worker.drafting.draft_tokens import MODEL_AT_FIRST, DraftTally, HitRates, of_model
+from decode_worker.drafting.draft_tokens import MODEL_AT_FIRST, AcceptanceRates, DraftStats, of_model
 from decode_worker.drafting.row_costs import RowCosts, StepSize, best_depth
 
 
@@ -82,7 +82,7 @@ def test_nothing_is_known_before_the_first_step() -> None:
 
 
 def test_acceptance_is_learnt_by_place_and_tried_again() -> None:
-    rates = HitRates()
+    rates = AcceptanceRates()
     assert rates.of_model(2) == pytest.approx([MODEL_AT_FIRST, MODEL_AT_FIRST**2])
     for _ in range(200):
         rates.learn(of_model((5, 6, 7)), [5, 9])
@@ -102,7 +102,7 @@ def test_a_draft_step_that_was_slow_is_tried_again() -> None:
 
 
 def test_drafts_are_counted_by_place() -> None:
-    tally = DraftTally()
+    draft_stats = DraftStats()
     for num_tokens, num_accepted in ((3, 3), (3, 1), (2, 0)):
-        tally.add(num_tokens, num_accepted)
-    assert (tally.num_drafts, tally.num_tokens, tally.accepted) == (3, 8, [2, 1, 1])
+        draft_stats.add(num_tokens, num_accepted)
+    assert (draft_stats.num_drafts, draft_stats.num_tokens, draft_stats.accepted) == (3, 8, [2, 1, 1])

@@ -123,7 +123,7 @@ def test_it_catches_up_while_the_prompt_is_on_its_way(drafting: Callable[..., Ri
     rig.until(lambda: list(rig.engine.scheduler))
     (sequence,) = rig.engine.scheduler
     rig.until(lambda: rig.drafter.is_ready(sequence) and not rig.engine.has_work)
-    assert rig.drafter.cache.pool.counts.owned in (4, 5)  # slow steps are short, and leave at most MOST_BEHIND tokens
+    assert rig.drafter.cache.pool.counts.owned in (4, 5)  # slow steps are short, and leave at most MAX_BEHIND tokens
     rig.ship(tokens, rig.granted(tokens))
     rig.until(lambda: rig.is_clean)
     assert rig.tokens() == truth(rig, tokens)
@@ -170,7 +170,7 @@ def test_prompts_that_begin_alike_are_caught_up_with_once(drafting: Callable[...
 def test_a_stream_that_drafts_goes_on_elsewhere(
     make_engine: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, tiny: tuple[Decoder, Any], length: int
 ) -> None:
-    monkeypatch.setattr(speculation, "Lookup", NoLookup)
+    monkeypatch.setattr(speculation, "PromptLookup", NoLookup)
     monkeypatch.setattr(row_costs.RowCosts, "seconds", lambda costs, num_rows: 1.0)
     pair = Pair(make_engine, max_draft_tokens=5, launcher=LazyDevice, draft=tiny[0])
     pair.start(length, tokens=2)

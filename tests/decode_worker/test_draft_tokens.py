@@ -10,14 +10,22 @@ from hypothesis import strategies as st
 
 from common.engine.sequences.step_budget import START, TokenGoal
 from decode_worker.drafting import draft_tokens
-from decode_worker.drafting.draft_tokens import FORCED, LONGEST_MATCH, NOTHING, Draft, HitRates, Lookup, num_accepted
-from decode_worker.drafting.row_costs import LEAST_GAIN, SLOWEST, RowCosts
+from decode_worker.drafting.draft_tokens import (
+    FORCED,
+    LONGEST_MATCH,
+    NOTHING,
+    AcceptanceRates,
+    Draft,
+    PromptLookup,
+    num_accepted,
+)
+from decode_worker.drafting.row_costs import MAX_SLOWDOWN, MIN_GAIN, RowCosts
 
 # ---------------------------------------------------------------- the search
 
 
 def searched(tokens: list[int], num_unseen: int, num_tokens: int) -> Draft:
-    """`Lookup.draft_for` as it is said to be, token by token."""
+    """`PromptLookup.draft_for` as it is said to be, token by token."""
     last, best, found = len(tokens), 0, 0
     for end in range(1, last):
         match = 0
@@ -45,33 +53,33 @@ def test_the_search_finds_what_plain_comparison_finds(
     tokens: list[int], num_unseen: int, num_tokens: int, first: int
 ) -> None:
     """However the text came."""
-    lookup = Lookup()
+    lookup = PromptLookup()
     lookup.draft_for(tokens[:first], 0, 3)
     assert lookup.draft_for(tokens, num_unseen, num_tokens) == searched(tokens, num_unseen, num_tokens)
 
 
 def test_a_text_that_says_nothing_twice_gives_nothing() -> None:
-    assert Lookup().draft_for(list(range(1000)), 0, 8) == NOTHING
-    assert Lookup().draft_for([5], 0, 8) == NOTHING
+    assert PromptLookup().draft_for(list(range(1000)), 0, 8) == NOTHING
+    assert PromptLookup().draft_for([5], 0, 8) == NOTHING
 
 
 def test_the_longest_agreement_wins_over_the_latest() -> None:
     text = [1, 2, 3, 4, 50, 60, 9, 9, 4, 70, 80, 1, 2, 3, 4]
-    draft = Lookup().draft_for(text, 0, 2)
+    draft = PromptLookup().draft_for(text, 0, 2)
     assert draft == Draft((50, 60), (), (4, 5))
 
 
 def test_what_repeats_itself_is_guessed_on_and_on() -> None:
-    assert Lookup().draft_for([8, 1, 2, 3, 1, 2, 3, 1, 2], 1, 5).token_ids == (1, 2, 3, 1, 2)
+    assert PromptLookup().draft_for([8, 1, 2, 3, 1, 2, 3, 1, 2], 1, 5).token_ids == (1, 2, 3, 1, 2)
 
 
 def test_only_the_last_tokens_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_tokens, "MOST_SEARCHED", 10)
+    monkeypatch.setattr(draft_tokens, "MAX_SEARCHED", 10)
     text = [1, 2, 7, *range(100, 120), 1, 2]
-    assert Lookup().draft_for(text, 0, 1) == NOTHING
-    assert Lookup().draft_for([*text, 30, 1, 2], 0, 1).token_ids == (30,)
-    monkeypatch.setattr(draft_tokens, "MOST_COMPARED", 2)
-    assert Lookup().draft_for([1, 2, 7, 2, 8, 2, 9, 1, 2], 0, 1) == Draft((9,), (), (1,))
+    assert PromptLookup().draft_for(text, 0, 1) == NOTHING
+    assert PromptLookup().draft_for([*text, 30, 1, 2], 0, 1).token_ids == (30,)
+    monkeypatch.setattr(draft_tokens, "MAX_COMPARED", 2)
+    assert PromptLookup().draft_for([1, 2, 7, 2, 8, 2, 9, 1, 2], 0, 1) == Draft((9,), (), (1,))
 
 
 def test_right_guesses_are_counted_up_to_the_first_wrong_one() -> None:
@@ -84,14 +92,14 @@ def test_right_guesses_are_counted_up_to_the_first_wrong_one() -> None:
 
 
 def test_a_chance_is_that_of_all_before_it_too() -> None:
-    rates = HitRates()
+    rates = AcceptanceRates()
     one, two = rates.chances(Draft((5, 6), (), (3, 4)))
     assert 0 < two < one < 1
     assert rates.chances(Draft((6,), (5,), (3, 4))) == [two]
 
 
 def test_rates_follow_what_comes_true() -> None:
-    rates, rng = HitRates(), random.Random(0)
+    rates, rng = AcceptanceRates(), random.Random(0)
     for _ in range(2000):
         good, bad = Draft((5,), (), (8,)), Draft((5,), (), (2,))
         rates.learn(good, [5 if rng.random() < 0.9 else 6])
@@ -101,17 +109,17 @@ def test_rates_follow_what_comes_true() -> None:
 
 
 def test_nothing_is_learnt_of_guesses_behind_a_wrong_one() -> None:
-    rates = HitRates()
+    rates = AcceptanceRates()
     draft = Draft((5, 6, 7), (4,), (3, 4, 5, 6))
     before = rates.chances(Draft((1,), (), (6,)))
     rates.learn(draft, [4, 5, 9])
-    assert rates.chances(Draft((1,), (), (3,))) > HitRates().chances(Draft((1,), (), (3,)))
-    assert rates.chances(Draft((1,), (), (5,))) < HitRates().chances(Draft((1,), (), (5,)))
+    assert rates.chances(Draft((1,), (), (3,))) > AcceptanceRates().chances(Draft((1,), (), (3,)))
+    assert rates.chances(Draft((1,), (), (5,))) < AcceptanceRates().chances(Draft((1,), (), (5,)))
     assert rates.chances(Draft((1,), (), (6,))) == before
 
 
 def test_what_was_never_right_is_tried_again_some_day() -> None:
-    rates, bad, other = HitRates(), Draft((5,), (), (2,)), Draft((5,), (), (FORCED,))
+    rates, bad, other = AcceptanceRates(), Draft((5,), (), (2,)), Draft((5,), (), (FORCED,))
     for _ in range(200):
         rates.learn(bad, [6])
     assert rates.chances(bad)[0] < 0.1
@@ -152,11 +160,11 @@ def test_the_last_row_that_pays_is_the_last() -> None:
     chances = [0.9, 0.6, 0.3, 0.05, 0.04]
     rates = [(1 + sum(chances[:count])) / costs.seconds(1 + count) for count in range(6)]
     best = max(range(6), key=lambda count: rates[count])
-    assert costs.worthwhile(1, chances) == best and rates[best] > LEAST_GAIN * rates[0]
+    assert costs.worthwhile(1, chances) == best and rates[best] > MIN_GAIN * rates[0]
 
 
 def test_no_step_becomes_much_longer_for_them() -> None:
-    costs = costs_of({2: 1.0, 6: SLOWEST * 1.01, 9: 1.6})
+    costs = costs_of({2: 1.0, 6: MAX_SLOWDOWN * 1.01, 9: 1.6})
     assert costs.worthwhile(2, [1.0] * 7) == 3
     assert costs_of({8: 1.0, 16: 2.0}).worthwhile(8, [1.0] * 8) == 0  # nor for tokens that others lose
 

@@ -10,7 +10,7 @@ import pytest
 
 from common.engine.worker.engine import RequestReceived
 from common.wire.messages import AbortRequest, KVFailed, KVWait
-from decode_worker import grants
+from decode_worker import incoming_transfers
 
 from ..engine_rig import prompt
 from .transfer_phases import PHASES, Rig, in_state, transferring
@@ -73,7 +73,7 @@ def test_no_room_is_said_to_the_prefill_worker_and_ends_in_time(make_engine: Cal
     engine.later(31)
     assert isinstance(said_after_waiting(engine), KVFailed)
     assert [(f.phase, f.retryable) for f in engine.failures("a")] == [("grant", True)]
-    assert "no room for 40 tokens" in engine.failures("a")[0].message
+    assert "no free KV blocks for 40 tokens" in engine.failures("a")[0].message
 
 
 def said_after_waiting(engine: Rig) -> Any:
@@ -108,7 +108,7 @@ def test_a_prefill_worker_that_reconnects_may_have_lost_frames(engine: Rig) -> N
     other = engine.another_peer()
     other.open("a", 4)
     engine.until(lambda: engine.is_clean)
-    assert "connection broke" in engine.failures()[0].message
+    assert "reconnected" in engine.failures()[0].message
     assert isinstance(other.read(), KVFailed)
 
 
@@ -147,7 +147,7 @@ def test_giving_up_late_harms_nobody(engine: Rig) -> None:
 def test_an_announcement_nobody_asked_for_is_refused_in_time(engine: Rig) -> None:
     engine.peer.open("unknown", 3)
     engine.until(lambda: engine.engine._transfers.incoming._early)
-    engine.later(grants.EARLY_OPEN_S + 1)
+    engine.later(incoming_transfers.EARLY_OPEN_S + 1)
     assert "unknown request" in engine.peer.read().reason
 
 
@@ -168,7 +168,7 @@ def test_an_announcement_taken_back_is_forgotten(engine: Rig) -> None:
 
 
 def test_announcements_nobody_asked_for_are_bounded(engine: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grants, "MAX_EARLY_OPENS", 4)
+    monkeypatch.setattr(incoming_transfers, "MAX_EARLY_OPENS", 4)
     for number in range(6):
         engine.peer.open(f"unknown{number}", 1)
     engine.until(lambda: len(engine.engine._transfers.incoming._early) == 4 and engine.peer.socket.poll(0))

@@ -318,7 +318,7 @@ def test_a_flood_of_commands_does_not_keep_the_loop_from_its_steps(
 
 def test_a_dead_receiver_ends_the_engine(engine: Rig) -> None:
     engine.receiver.failure = OSError("gone")
-    with pytest.raises(RuntimeError, match="KV receiver died"):
+    with pytest.raises(RuntimeError, match="KV receiver thread has died"):
         engine.turn()
 
 

@@ -225,9 +225,9 @@ def test_an_older_attempts_announcement_is_refused(engine: Rig) -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"decode_epoch": 6}, "meant for boot epoch 6 of this address, this is 7"),
+        ({"decode_epoch": 6}, "sent to boot epoch 6, but this worker has restarted with 7"),
         ({"fingerprint": "other"}, "KV layout other differs from this worker's layout"),
-        ({"blocks": 4}, "4 blocks do not fit the prompt"),
+        ({"blocks": 4}, "4 blocks do not match the length of the prompt"),
     ],
 )
 def test_a_wrong_prefill_worker_is_refused(engine: Rig, fields: dict[str, Any], reason: str) -> None:
@@ -243,7 +243,7 @@ def test_a_prefill_worker_without_the_required_transport_is_refused(engine: Rig)
     engine.ask(prompt(40), remote=True)
     engine.peer.open("a", blocks=3)
     engine.until(lambda: engine.peer.socket.poll(0))
-    assert "cannot be read here, and kv_transport is teleport" in engine.peer.read().reason
+    assert "kv_transport is teleport, but this worker cannot read the memory of p" in engine.peer.read().reason
 
 
 def test_an_impossible_first_token_is_not_believed(engine: Rig) -> None:

@@ -161,9 +161,9 @@ def test_what_the_target_has_of_a_stream_outlives_the_old_worker(pair: Pair) -> 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"name": "unknown"}, "attempt 0 is not here"),
-        ({"attempt": 1}, "attempt 1 is not here"),
-        ({"num_known": 99}, "output tokens are not this attempt's"),
+        ({"name": "unknown"}, "this worker does not have attempt 0"),
+        ({"attempt": 1}, "this worker does not have attempt 1"),
+        ({"num_known": 99}, "output tokens are not from this attempt"),
     ],
 )
 def test_an_order_that_fits_no_stream_is_refused(pair: Pair, change: dict[str, Any], why: str) -> None:
@@ -180,7 +180,7 @@ def test_an_order_that_fits_no_stream_is_refused(pair: Pair, change: dict[str, A
 def test_another_routers_order_is_refused(pair: Pair) -> None:
     pair.start()
     pair.old.tell(pair.order("a", 1, 7, 0, 8), b"stranger")
-    pair.goes_on(why="attempt 0 is not here")
+    pair.goes_on(why="this worker does not have attempt 0")
 
 
 @pytest.mark.slow

@@ -135,7 +135,7 @@ def test_a_stream_that_outruns_its_room_before_the_grant_stays(pair: Pair) -> No
     pair.start(30)
     pair.hand_over(reserved=4)
     pair.old.turn(30)  # the target has not looked yet
-    pair.goes_on(why="no room for it came within")
+    pair.goes_on(why="the target granted no blocks before")
 
 
 @pytest.mark.slow

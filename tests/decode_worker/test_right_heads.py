@@ -103,7 +103,7 @@ def test_a_cached_prefix_has_the_heads_kv(drafting: Callable[..., Rig], answers:
 def test_a_stream_that_drafts_goes_on_elsewhere(
     make_engine: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, right: Headed, length: int
 ) -> None:
-    monkeypatch.setattr(speculation, "Lookup", NoLookup)
+    monkeypatch.setattr(speculation, "PromptLookup", NoLookup)
     monkeypatch.setattr(row_costs.RowCosts, "seconds", lambda costs, num_rows: 1.0)
     options = {"max_draft_tokens": 5, "launcher": LazyDevice, "headed": right}
     pair = Pair(lambda **given: make_engine(**options | given))

@@ -13,7 +13,7 @@ from common.wire.message_fields import pack_tokens
 from common.wire.messages import DecodeRequest
 from common.wire.sampling_params import SampledToken, SamplingParams
 from decode_worker.scheduler import DecodeScheduler, SchedulerOutput
-from decode_worker.sequence import AGE_OF_A_LEVEL_S, DecodeSequence, RequestStatus
+from decode_worker.sequence import PRIORITY_LEVEL_S, DecodeSequence, RequestStatus
 
 SIZE = 4
 MODEL = StepModel()
@@ -372,7 +372,7 @@ def test_a_level_of_priority_counts_as_some_seconds_of_waiting() -> None:
     later = {"batch": -1, "urgent": 2}
     for name, priority in later.items():
         plan.add(request(name, [1] * 4, 1.0, priority=priority))
-    plan.add(request("aged", [1] * 4, 1.0 - 2 * AGE_OF_A_LEVEL_S - 0.1))
+    plan.add(request("aged", [1] * 4, 1.0 - 2 * PRIORITY_LEVEL_S - 0.1))
     assert [sequence.request_id for sequence in plan.queue] == ["aged", "urgent", "batch"]
 
 

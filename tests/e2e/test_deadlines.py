@@ -228,7 +228,7 @@ def test_a_request_that_gets_no_room_goes_elsewhere(system_of: Any, random_promp
         for number in range(TRIES):
             flag.write_text("0.4")  # an answer takes 12 s there: on a busy machine prompts may come more slowly
             assert system.generate(prompts, max_tokens=30, cache_salt=f"slow {number}") == expected
-            if f"no room for 3000 tokens within {TIMEOUT_S:g} s" in system.stack.router.log.read_text():
+            if f"no free KV blocks for 3000 tokens within {TIMEOUT_S:g} s" in system.stack.router.log.read_text():
                 break
             flag.unlink()  # the router knows by now that it is slow: let it see that it is quick again
             assert system.generate(prompts, max_tokens=30, cache_salt=f"quick {number}") == expected

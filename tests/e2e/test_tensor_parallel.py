@@ -133,7 +133,7 @@ def test_a_killed_rank_costs_no_token(mixed: System, random_prompts: Any, role: 
 def test_a_frozen_rank_costs_no_token_and_is_named(mixed: System, random_prompts: Any, role: str) -> None:
     """Neither dead nor there: the router goes on without its worker, which ends at the deadline of sums and signs."""
     victim, rank = lose_rank(mixed, random_prompts, role, signal.SIGSTOP, SILENT_S)
-    assert victim.log is not None and "rank 1 has sent no sign of life for" in victim.log.read_text()
+    assert victim.log is not None and "rank 1 has sent no heartbeat for" in victim.log.read_text()
     wait_until(lambda: not is_running(rank), "the frozen rank ends", GONE_S)
     come_back(mixed, victim)
     mixed.settle()

@@ -386,7 +386,7 @@ def test_a_deadline_names_its_phase(engine: Rig, num_turns: int, phase: str) -> 
 
 def test_a_dead_sender_ends_the_engine(engine: Rig) -> None:
     engine.engine._sender.failure = OSError("gone")
-    with pytest.raises(RuntimeError, match="KV sender died"):
+    with pytest.raises(RuntimeError, match="KV sender thread has died"):
         engine.turn()
 
 

@@ -93,7 +93,7 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
                     self._drop(sequence, "aborted")
             case Received(router, HandOver() as order):
                 if (without_kv := self._handovers.take(router, order, self.world.clock.now)) is not None:
-                    self._fail(without_kv, "handover", "its KV has to be computed, here or elsewhere")
+                    self._fail(without_kv, "handover", "its KV is not computed yet and cannot be moved")
             case Announced(transfer):
                 self._incoming.on_announced(transfer)
             case Arrived(transfer):
@@ -101,7 +101,7 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
                     self._on_joined(joined)
             case Failed(transfer, why) if transfer.receiver is self:
                 if (failed := self._incoming.on_failed(transfer)) is not None:
-                    self._fail(failed, "transfer", f"transfer failed: {why}")
+                    self._fail(failed, "transfer", f"KV transfer failed: {why}")
             case Advanced() | Acknowledged() | Failed():
                 self._handovers.on_event(event_of(command), self.world.clock.now)
             case LookAgain():

@@ -79,7 +79,7 @@ class AllPlaces(RankPlaces):
         return num_bytes
 
 
-def take_adapters(channel: Channel, places: RankPlaces) -> None:
+def execute_adapter_orders(channel: Channel, places: RankPlaces) -> None:
     """Execute adapter orders on another rank, on a separate thread. Raises RankLost when rank 0 is gone."""
     while True:
         order = msgspec.json.decode(channel.receive(None), type=AdapterOrder)

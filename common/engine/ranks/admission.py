@@ -1,7 +1,7 @@
 """Admission of the ranks of other hosts: the first messages on each connection between hosts.
 
-    rank host   nonce ─>                     Wish, proof ─>
-    rank 0      nonce ─>                                      RankAnswer, proof ─>
+    rank host   nonce ─>                     JoinRequest, proof ─>
+    rank 0      nonce ─>                                      JoinResponse, proof ─>
 
 A proof is an HMAC over both nonces, the side and the message. Its key is derived on both ends from the key pair in the
 file of --curve-key. Neither end obeys a peer without the key, and recorded messages cannot be replayed. Without
@@ -50,7 +50,7 @@ class Versions(msgspec.Struct, frozen=True):
         return cls(__version__, importlib.metadata.version("torch"))
 
 
-class Wish(msgspec.Struct, frozen=True, kw_only=True):
+class JoinRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Purpose of a connection: a host, or one of the three connections of a rank assigned to it."""
 
     purpose: Purpose
@@ -59,8 +59,8 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
 
 
-class RankAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to a wish. A host gets its `ranks`, and the `session` that identifies their connections.
+class JoinResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to a request. A host gets its `ranks`, and the `session` that identifies their connections.
 
     With a `problem`, the connection is closed. With `again`, the host may retry.
     """

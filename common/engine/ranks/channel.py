@@ -19,7 +19,7 @@ from common.errors import RankLost
 RANK_END_S = 5.0
 """Maximum time, in seconds, for a rank process to exit after its channels are closed, before it is killed."""
 LENGTH_BYTES = 8
-MOST_BYTES = 2**30
+MAX_BYTES = 2**30
 DRAIN_BYTES = 4096
 _CUT = select.POLLRDHUP if sys.platform == "linux" else 0
 """poll() always reports a closed socket pair, but a closed connection only with this flag."""
@@ -53,7 +53,7 @@ class Channel:
         except OSError as error:
             raise RankLost(f"cannot send to {self.peer}: {error}") from error
 
-    def receive(self, timeout_s: float | None, most_bytes: int = MOST_BYTES) -> bytes:
+    def receive(self, timeout_s: float | None, most_bytes: int = MAX_BYTES) -> bytes:
         """Return the next message. With None, waits until one arrives or the other process is gone."""
         until = _until(timeout_s)
         head = bytearray(LENGTH_BYTES)

@@ -31,7 +31,7 @@ def split_address(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def tuned(connection: socket.socket) -> socket.socket:
+def configured(connection: socket.socket) -> socket.socket:
     """Disable delays of small messages, set keep-alive to LOST_S, and return the connection."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -45,10 +45,10 @@ def tuned(connection: socket.socket) -> socket.socket:
 
 def dial(address: str) -> Channel:
     """Connect to HOST:PORT. Raises OSError."""
-    return Channel(tuned(socket.create_connection(split_address(address), DIAL_S)), f"rank 0 at {address}")
+    return Channel(configured(socket.create_connection(split_address(address), DIAL_S)), f"rank 0 at {address}")
 
 
-def plain_address(address: str) -> str:
+def normalized_address(address: str) -> str:
     """Return an address in its usual form: IPv4-mapped IPv6 becomes IPv4, without scope id."""
     found = ipaddress.ip_address(address.partition("%")[0])
     mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None

@@ -12,21 +12,21 @@ import torch
 
 from common.engine.kv import KVCache
 from common.engine.models import Decoder
-from common.engine.ranks.adapters import RankPlaces, take_adapters
+from common.engine.ranks.adapters import RankPlaces, execute_adapter_orders
 from common.engine.ranks.channel import Channel
 from common.engine.ranks.group import RankGroup
-from common.engine.ranks.kv_memory import lend, lend_heads
-from common.engine.ranks.liveness import give_pulse
+from common.engine.ranks.kv_memory import serve_kv_heads, share_kv_memory
+from common.engine.ranks.liveness import send_heartbeats
 from common.engine.ranks.processes import LOAD_S, SEND_S, RankPlan, RankReport
 from common.engine.ranks.shard import load_shard, open_for_ranks
-from common.engine.ranks.steps import FollowedSteps
+from common.engine.ranks.steps import StepExecutor
 from common.engine.run import (
     CUDAMemory,
     ModelRunner,
     check_model_kernels,
-    compute_exactly,
     measure,
     reserve_step_copies,
+    use_exact_sums,
 )
 from common.errors import DiptychError, ModelError, RankLost
 from common.model_files import ModelFiles, resolve_model
@@ -39,31 +39,31 @@ log = logging.getLogger(__name__)
 def follow(plan: RankPlan, channel: Channel, orders: Channel, blocks: Channel | None = None) -> NoReturn:
     """Run steps until rank 0 is gone or a collective fails, which raises RankLost. Raises errors of loading and steps.
 
-    One thread loads the adapters that `orders` name, another sends signs of life. With `blocks`, rank 0 is on another
+    One thread loads the adapters that `orders` name, another sends heartbeats. With `blocks`, rank 0 is on another
     host, and one more thread reads and writes KV for it.
     """
     torch.set_num_threads(plan.threads)
-    compute_exactly()
+    use_exact_sums()
     try:
         steps, kv, places = prepare(plan, channel, lends_memory=blocks is None)
     except (DiptychError, OSError, torch.OutOfMemoryError) as error:
         channel.send(msgspec.json.encode(RankReport(str(error) or type(error).__name__)), SEND_S)
         raise
     if places is not None:
-        threading.Thread(target=_take_adapters, args=(orders, places), name="adapters", daemon=True).start()
+        threading.Thread(target=_execute_adapter_orders, args=(orders, places), name="adapters", daemon=True).start()
     channel.send(msgspec.json.encode(RankReport()), SEND_S)
     if blocks is None:
-        lend(kv, channel)
+        share_kv_memory(kv, channel)
     else:
-        threading.Thread(target=lend_heads, args=(kv, blocks), name="kv-heads", daemon=True).start()
-    threading.Thread(target=give_pulse, args=(channel,), name="pulse", daemon=True).start()
+        threading.Thread(target=serve_kv_heads, args=(kv, blocks), name="kv-heads", daemon=True).start()
+    threading.Thread(target=send_heartbeats, args=(channel,), name="heartbeat", daemon=True).start()
     while True:
         steps.run(channel.receive(None))
 
 
-def _take_adapters(orders: Channel, places: RankPlaces) -> None:
+def _execute_adapter_orders(orders: Channel, places: RankPlaces) -> None:
     with contextlib.suppress(RankLost):  # `watch` exits the process
-        take_adapters(orders, places)
+        execute_adapter_orders(orders, places)
 
 
 def check_files(files: ModelFiles) -> str:
@@ -83,10 +83,10 @@ def check_files(files: ModelFiles) -> str:
 
 def prepare(
     plan: RankPlan, channel: Channel, *, lends_memory: bool = True
-) -> tuple[FollowedSteps, KVCache, RankPlaces | None]:
+) -> tuple[StepExecutor, KVCache, RankPlaces | None]:
     """Load the shard, and allocate its KV cache and adapter slots. Raises ModelError, ConfigError, RankLost."""
     shard, device = Shard(plan.rank, plan.size), torch.device(plan.device)
-    group = RankGroup(shard, plan.meeting, device)
+    group = RankGroup(shard, plan.rendezvous, device)
     plan.need.check(plan.device)
     model = load_shard(
         plan.files,
@@ -118,7 +118,7 @@ def prepare(
         num_blocks,
         plan.threads,
     )
-    return FollowedSteps(ModelRunner(model, kv), group.spread), kv, places
+    return StepExecutor(ModelRunner(model, kv), group.spread), kv, places
 
 
 def _measured(plan: RankPlan, model: Decoder, group: RankGroup, channel: Channel) -> int:

@@ -17,7 +17,7 @@ from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-de
 
 from common.engine.models import padded
 from common.engine.ranks.connection import interface_to
-from common.engine.ranks.processes import Meeting
+from common.engine.ranks.processes import Rendezvous
 from common.errors import RankLost
 from common.model_files.architecture import Shard
 
@@ -34,14 +34,14 @@ class RankGroup:
     """Implementation of `Collectives`. A process is in one group, and one thread at a time may use it."""
 
     def __init__(
-        self, shard: Shard, meeting: Meeting, device: torch.device, listener: socket.socket | None = None
+        self, shard: Shard, rendezvous: Rendezvous, device: torch.device, listener: socket.socket | None = None
     ) -> None:
-        """Wait for all ranks at the same `meeting`. Raises RankLost.
+        """Wait for all ranks at the same `rendezvous`. Raises RankLost.
 
-        With ranks on several hosts, rank 0 passes the `listener` of the meeting, and gives up its ownership.
+        With ranks on several hosts, rank 0 passes the `listener` of the rendezvous, and gives up its ownership.
         """
         self._shard, self._device = shard, device
-        interface = interface_to(meeting.host) if meeting.host else LOOPBACK
+        interface = interface_to(rendezvous.host) if rendezvous.host else LOOPBACK
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, interface)
         self._backend = backend = "nccl" if device.type == "cuda" else "gloo"
@@ -49,7 +49,7 @@ class RankGroup:
         deadline = timedelta(seconds=COLLECTIVE_S + (NCCL_LATER_S if backend == "nccl" else 0.0))
 
         def meet() -> None:
-            store = _store(meeting, shard, listener)
+            store = _store(rendezvous, shard, listener)
             dist.init_process_group(
                 backend, store=store, rank=shard.rank, world_size=shard.size, timeout=deadline, **options
             )
@@ -109,13 +109,13 @@ class RankGroup:
             raise RankLost(f"a collective failed: {str(error).splitlines()[0]}") from error
 
 
-def _store(meeting: Meeting, shard: Shard, listener: socket.socket | None) -> Store:
-    if meeting.file:
-        return FileStore(meeting.file, shard.size)
+def _store(rendezvous: Rendezvous, shard: Shard, listener: socket.socket | None) -> Store:
+    if rendezvous.file:
+        return FileStore(rendezvous.file, shard.size)
     taken: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener.detach()}
     return TCPStore(
-        meeting.host,
-        meeting.port,
+        rendezvous.host,
+        rendezvous.port,
         shard.size,
         is_master=shard.rank == 0,
         timeout=timedelta(seconds=COLLECTIVE_S),

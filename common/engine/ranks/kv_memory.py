@@ -49,7 +49,7 @@ ORDER_S = 30.0
 """Maximum time, in seconds, to execute an order, and to send its bytes."""
 
 
-def lend(kv: KVCache, channel: Channel) -> None:
+def share_kv_memory(kv: KVCache, channel: Channel) -> None:
     """Share the memory of `kv` with rank 0. It must stay allocated. Raises RankLost."""
     if kv.shared is not None:
         channel.send_descriptor(kv.shared.offer.fd, TIMEOUT_S)
@@ -58,7 +58,7 @@ def lend(kv: KVCache, channel: Channel) -> None:
         channel.send(msgspec.msgpack.encode(handle), TIMEOUT_S)
 
 
-def borrow(kv: ShardedCache, channel: Channel) -> None:
+def map_kv_memory(kv: ShardedCache, channel: Channel) -> None:
     """Map the memory of the next rank of `kv` on rank 0. Raises ModelError, OSError or RankLost."""
     if kv.device.type == "cuda":
         handle: list[Any] = msgspec.msgpack.decode(channel.receive(TIMEOUT_S))  # the first element is the device number
@@ -73,7 +73,7 @@ def borrow(kv: ShardedCache, channel: Channel) -> None:
         os.close(descriptor)
 
 
-class HeadsOverWire:
+class RemoteKVHeads:
     """Implementation of `RemoteHeads` for the rank at the other end of `channel`."""
 
     def __init__(self, channel: Channel) -> None:
@@ -105,13 +105,13 @@ class HeadsOverWire:
         self._channel.send_parts([memoryview(order)], ORDER_S)
 
 
-def lend_heads(kv: KVCache, channel: Channel) -> None:
+def serve_kv_heads(kv: KVCache, channel: Channel) -> None:
     """Execute orders of rank 0 on a separate thread, until rank 0 is gone or sends an invalid order.
 
     Then cuts the connection, and rank 0 stops the worker.
     """
     try:
-        _carry_out(kv, channel)
+        _execute_orders(kv, channel)
     except RankLost:
         pass  # rank 0 is gone or stops this worker
     except Exception:
@@ -119,7 +119,7 @@ def lend_heads(kv: KVCache, channel: Channel) -> None:
     channel.cut()
 
 
-def _carry_out(kv: KVCache, channel: Channel) -> None:
+def _execute_orders(kv: KVCache, channel: Channel) -> None:
     """Execute orders. Raises RankLost, BlockError or WireError."""
     at_once = blocks_at_once(kv.block_bytes)
     outgoing, incoming, stream = outgoing_blocks(kv), incoming_blocks(kv, at_once), CopyStream(kv.device)

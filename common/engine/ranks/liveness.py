@@ -1,6 +1,6 @@
-"""Detection of stopped ranks by rank 0, and deadlines of its own waits for them.
+"""Detection of stopped ranks by rank 0, and the deadlines of its waits for them.
 
-A stopped process keeps its sockets open, so its peers notice only silence. Each rank therefore sends a sign of life
+A stopped process keeps its sockets open, so its peers notice only silence. Each rank therefore sends a heartbeat
 once per second, on the channel of steps in the reverse direction.
 
 `torch.distributed` does not watch collectives launched by a CUDA graph, so a stopped rank would keep rank 0 waiting
@@ -16,24 +16,24 @@ from collections.abc import Callable, Iterator
 
 from common.engine.ranks.channel import Channel
 
-PULSE_S = 1.0
+HEARTBEAT_S = 1.0
 SILENT_S = 60.0
 """Silence, in seconds, after which the worker stops: the timeout of a collective."""
-QUIET_S = 5.0
+SUSPECT_SILENCE_S = 5.0
 """Silence, in seconds, after which a rank is named in other failures."""
 LOOK_S = 5.0
 """Maximum silence counted between two checks, in seconds, because rank 0 may have been stopped itself."""
-SIGN = b"\1"
+HEARTBEAT = b"\1"
 
 
-def give_pulse(channel: Channel) -> None:
-    """Send signs of life until rank 0 is gone. Runs on a separate thread of a rank."""
-    while not channel.is_cut(PULSE_S):
-        channel.try_send(SIGN)
+def send_heartbeats(channel: Channel) -> None:
+    """Send heartbeats until rank 0 is gone. Runs on a separate thread of a rank."""
+    while not channel.is_cut(HEARTBEAT_S):
+        channel.try_send(HEARTBEAT)
 
 
-class SignsOfLife:
-    """Rank 0's view of a rank's signs of life. Thread-safe."""
+class HeartbeatMonitor:
+    """Rank 0's view of a rank's heartbeats. Thread-safe."""
 
     def __init__(self, channel: Channel, clock: Callable[[], float] = time.monotonic) -> None:
         self._channel, self._clock = channel, clock
@@ -42,7 +42,7 @@ class SignsOfLife:
         self._silent_s = 0.0
 
     def silent_s(self) -> float:
-        """Return the time without a sign of life since the first call, in seconds."""
+        """Return the time without a heartbeat since the first call, in seconds."""
         with self._lock:
             now = self._clock()
             since = 0.0 if self._looked_at is None else now - self._looked_at

@@ -16,11 +16,11 @@ from common.engine.kv import KVCache, ShardedCache
 from common.engine.models import kv_form
 from common.engine.ranks.adapters import AllPlaces
 from common.engine.ranks.admission import key_of
-from common.engine.ranks.connection import plain_address
+from common.engine.ranks.connection import normalized_address
 from common.engine.ranks.group import COLLECTIVE_S, RankGroup
-from common.engine.ranks.kv_memory import HeadsOverWire, borrow
+from common.engine.ranks.kv_memory import RemoteKVHeads, map_kv_memory
 from common.engine.ranks.liveness import WaitDeadline
-from common.engine.ranks.processes import START_S, Meeting, RankPlan, RankProcesses
+from common.engine.ranks.processes import START_S, RankPlan, RankProcesses, Rendezvous
 from common.engine.ranks.rank_hosts import JoinedHost, RankHosts
 from common.engine.ranks.shard import load_shard, open_for_ranks
 from common.engine.ranks.steps import RankedGraphRunner, RankedRunner
@@ -29,22 +29,22 @@ from common.engine.run import (
     DraftPlan,
     LargestSteps,
     LoadedModel,
-    Makers,
     MemoryNeed,
+    ModelFactories,
     ModelRunner,
     RunnableModel,
     WeightForm,
+    add_score_head,
     blocks_left,
     blocks_within,
     check_model_kernels,
-    compute_exactly,
     native_dtype,
-    need_of,
     recorder_for,
     records_steps,
+    required_memory,
     runner_of,
     task_of,
-    with_score,
+    use_exact_sums,
 )
 from common.engine.weights.formats import KVForm
 from common.model_files import ModelConfig, ModelFiles, ServedTask
@@ -70,8 +70,8 @@ def load_ranked(files: ModelFiles, config: WorkerConfig) -> LoadedModel:
     if isinstance(config, DecodeWorkerConfig) and config.draft_model:
         draft = DraftPlan.of(files, config, dtype)
     form = WeightForm(dtype, config.torch_device, config.quantization, task.generates)
-    need = need_of(files, config, form, kv.dtype, draft)
-    of_others = need if draft is None else need_of(files, config, form, kv.dtype)
+    need = required_memory(files, config, form, kv.dtype, draft)
+    of_others = need if draft is None else required_memory(files, config, form, kv.dtype)
     need.check(config.torch_device, [of_others] * (config.ranks_per_host - 1))
     draft_bytes = draft.block_bytes if draft is not None else 0
     num_blocks = config.num_blocks
@@ -81,12 +81,12 @@ def load_ranked(files: ModelFiles, config: WorkerConfig) -> LoadedModel:
     config = replace(config, threads=num_threads, num_blocks=num_blocks)
     others, listener = RankProcesses(size), None
     try:
-        hosts, meeting = wait_for_hosts(config), Meeting(others.meeting_file)
+        hosts, rendezvous = wait_for_hosts(config), Rendezvous(others.rendezvous_file)
         if hosts:
-            listener, meeting = meeting_of(hosts)
-        others.start(plans(files, config, task, dtype, kv, meeting, of_others), hosts)
+            listener, rendezvous = rendezvous_of(hosts)
+        others.start(plans(files, config, task, dtype, kv, rendezvous, of_others), hosts)
         others.wait_started()
-        group = RankGroup(Shard(0, size), meeting, torch.device(config.torch_device), listener)
+        group = RankGroup(Shard(0, size), rendezvous, torch.device(config.torch_device), listener)
     except BaseException:
         if listener is not None:
             listener.close()
@@ -95,7 +95,7 @@ def load_ranked(files: ModelFiles, config: WorkerConfig) -> LoadedModel:
     ranks = Ranks(others, group, WaitDeadline(COLLECTIVE_S))
     try:
         loaded = _load(files, config, task, whole, ranks, dtype, kv, draft)
-        others.forget_meeting()
+        others.delete_rendezvous()
         if draft is not None and isinstance(config, DecodeWorkerConfig):  # small, so only rank 0 runs it
             loaded = replace(loaded, draft=draft.load(config, loaded.kv.num_blocks, runner_of(config)))
         log.info("worker has %d ranks with %d threads and %d KV blocks each", size, num_threads, loaded.kv.num_blocks)
@@ -135,7 +135,7 @@ def plans(
     task: ServedTask,
     dtype: str,
     kv: KVForm,
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     need: MemoryNeed,
 ) -> list[RankPlan]:
     """Return the load plan of each other rank."""
@@ -159,7 +159,7 @@ def plans(
             kernel_check=config.kernel_check,
             max_loras=config.lora_places,
             max_lora_rank=config.max_lora_rank,
-            meeting=meeting,
+            rendezvous=rendezvous,
             need=need,
             log_level=config.log_level,
             log_json=config.log_json,
@@ -186,11 +186,11 @@ def wait_for_hosts(config: WorkerConfig) -> Sequence[JoinedHost]:
     return hosts.wait(START_S)
 
 
-def meeting_of(hosts: Sequence[JoinedHost]) -> tuple[socket.socket, Meeting]:
+def rendezvous_of(hosts: Sequence[JoinedHost]) -> tuple[socket.socket, Rendezvous]:
     """Create a listener at which ranks of several hosts meet, at the address by which they reach this host."""
-    host = plain_address(hosts[0].control.here)
+    host = normalized_address(hosts[0].control.here)
     listener = listen(host, 0, BACKLOG)
-    return listener, Meeting(host=host, port=listener.getsockname()[1])
+    return listener, Rendezvous(host=host, port=listener.getsockname()[1])
 
 
 def device_of(device: str, rank: int) -> str:
@@ -212,7 +212,7 @@ def _load(
 ) -> LoadedModel:
     others, size = ranks.processes, config.tensor_parallel_size
     torch.set_num_threads(config.threads)
-    compute_exactly()
+    use_exact_sums()
     model = load_shard(
         files,
         Shard(0, size),
@@ -231,9 +231,9 @@ def _load(
         assert isinstance(kv, ShardedCache)  # created by `cache`
         for rank in others.wait_ready():
             if rank.blocks is None:
-                borrow(kv, rank.steps)
+                map_kv_memory(kv, rank.steps)
             else:
-                kv.attach_remote(HeadsOverWire(rank.blocks))
+                kv.attach_remote(RemoteKVHeads(rank.blocks))
         if config.kernel_check:
             check_model_kernels(model, kv, samples=task.generates)
         return _ranked_runner(model, kv, config, ranks, whole.max_model_len)
@@ -248,8 +248,10 @@ def _load(
         memory, least = CUDAMemory(torch.device(config.torch_device)), ranks.group.least
         return blocks_left(model, config, form.dtype, memory, draft, samples=task.generates, least=least)
 
-    loaded = LoadedModel.of(lambda: model, files, config, Makers(joined, cache, places, num_blocks), task, form=form)
-    return with_score(loaded, files, config)
+    loaded = LoadedModel.of(
+        lambda: model, files, config, ModelFactories(joined, cache, places, num_blocks), task, form=form
+    )
+    return add_score_head(loaded, files, config)
 
 
 def _ranked_runner(

@@ -3,7 +3,7 @@
     rank 0   start ── RankPlan ─>     load a shard                               ─ step ─> ─ step ─>   close
     rank r         <─ RankReport ──   load a shard  <─ RankReport, KV memory ─   run steps until rank 0 is gone
 
-If the number of blocks is to be measured, each rank sends one more RankReport after loading, and waits for MEASURE.
+If the number of blocks must be measured, each rank sends one more RankReport after loading, and waits for MEASURE.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import msgspec
 
 from common.engine.ranks.admission import LINKS
 from common.engine.ranks.channel import RANK_END_S, Channel
-from common.engine.ranks.liveness import QUIET_S, SILENT_S, SignsOfLife
+from common.engine.ranks.liveness import SILENT_S, SUSPECT_SILENCE_S, HeartbeatMonitor
 from common.engine.ranks.rank_hosts import JoinedHost, links_of
 from common.engine.run import LargestSteps, MemoryNeed
 from common.errors import ModelError, RankLost
@@ -43,7 +43,7 @@ MEASURE = b"measure"
 """Message at which ranks start to measure, once all have loaded: collectives have shorter deadlines than loading."""
 
 
-class Meeting(msgspec.Struct, frozen=True):
+class Rendezvous(msgspec.Struct, frozen=True):
     """Where ranks meet: a file for those of one host, a port of rank 0 for those of several."""
 
     file: str = ""
@@ -76,7 +76,7 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     kernel_check: bool
     max_loras: int
     max_lora_rank: int
-    meeting: Meeting
+    rendezvous: Rendezvous
     need: MemoryNeed
     log_level: str
     log_json: bool
@@ -98,7 +98,7 @@ class OtherRank:
     name: str
     steps: Channel
     adapters: Channel
-    pulse: SignsOfLife
+    heartbeat: HeartbeatMonitor
     child: ChildProcess | None = None
     blocks: Channel | None = None
 
@@ -111,7 +111,7 @@ class OtherRank:
             given = (theirs.fileno(), their_orders.fileno())
             child.launch([sys.executable, "-P", "-m", "common.engine.ranks", *map(str, given)], pass_fds=given)
         steps, adapters = Channel(ours, child.name), Channel(our_orders, child.name)
-        return cls(child.name, steps, adapters, SignsOfLife(steps), child)
+        return cls(child.name, steps, adapters, HeartbeatMonitor(steps), child)
 
     @property
     def channels(self) -> Sequence[Channel]:
@@ -139,7 +139,7 @@ class RankProcesses:
         self._broken: RankLost | None = None
 
     @property
-    def meeting_file(self) -> str:
+    def rendezvous_file(self) -> str:
         """File at which the ranks meet, in a folder that only this user can read."""
         return str(Path(self._folder.name) / "ranks")
 
@@ -154,7 +154,7 @@ class RankProcesses:
         for plan in plans:
             if (plan.rank, "steps") in links:
                 steps, adapters, blocks = (links[plan.rank, purpose] for purpose in LINKS)
-                self._ranks.append(OtherRank(steps.peer, steps, adapters, SignsOfLife(steps), blocks=blocks))
+                self._ranks.append(OtherRank(steps.peer, steps, adapters, HeartbeatMonitor(steps), blocks=blocks))
             else:
                 self._ranks.append(OtherRank.start(plan.rank))
         for plan, rank in zip(plans, self._ranks, strict=True):
@@ -175,8 +175,8 @@ class RankProcesses:
         self._wait_for_reports(LOAD_S)
         return self._ranks
 
-    def forget_meeting(self) -> None:
-        """Delete the meeting file after all ranks have met, so that a crash leaves no file."""
+    def delete_rendezvous(self) -> None:
+        """Delete the rendezvous file after all ranks have met, so that a crash leaves no file."""
         self._folder.cleanup()
 
     def send_step(self, message: Numbers) -> None:
@@ -210,7 +210,7 @@ class RankProcesses:
 
     def with_silent_ranks(self, why: str) -> str:
         """Return a failure with the ranks that have been silent for a while. Thread-safe."""
-        return "; ".join(filter(None, (why, self._silence(QUIET_S))))
+        return "; ".join(filter(None, (why, self._silence(SUSPECT_SILENCE_S))))
 
     @property
     def is_leaving(self) -> bool:
@@ -234,8 +234,8 @@ class RankProcesses:
 
     def _silence(self, least_s: float) -> str:
         """Return which ranks have been silent for at least `least_s`, or ""."""
-        silent = [(rank.name, silent_s) for rank in self._ranks if (silent_s := rank.pulse.silent_s()) >= least_s]
-        said = [f"{name} has sent no sign of life for {silent_s:.0f} s" for name, silent_s in silent]
+        silent = [(rank.name, silent_s) for rank in self._ranks if (silent_s := rank.heartbeat.silent_s()) >= least_s]
+        said = [f"{name} has sent no heartbeat for {silent_s:.0f} s" for name, silent_s in silent]
         return f"{', '.join(said)}: its process or host is stopped or overloaded" if said else ""
 
     def _wait_for_reports(self, timeout_s: float) -> None:

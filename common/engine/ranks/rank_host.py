@@ -20,7 +20,16 @@ from dataclasses import dataclass
 from types import FrameType
 
 from common.config import RankHostConfig, load
-from common.engine.ranks.admission import LINKS, Handshake, NotAdmitted, Purpose, RankAnswer, Versions, Wish, key_of
+from common.engine.ranks.admission import (
+    LINKS,
+    Handshake,
+    JoinRequest,
+    JoinResponse,
+    NotAdmitted,
+    Purpose,
+    Versions,
+    key_of,
+)
 from common.engine.ranks.channel import RANK_END_S, Channel
 from common.engine.ranks.connection import dial
 from common.errors import ConfigError, RankLost
@@ -37,7 +46,7 @@ LEAVING = b"leaving"
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class JoinedRanks:
     """Rank processes of this host, and the control connection to rank 0."""
 
     control: Channel
@@ -88,7 +97,7 @@ class RankHost:
                 "rank host stopped its ranks (%s) and waits for the next worker at %s", why, self._config.leader
             )
 
-    def _watch(self, joined: Joined) -> str:
+    def _watch(self, joined: JoinedRanks) -> str:
         """Wait until rank 0 or a rank is gone. Return the reason."""
         has_asked = False
         while not (why := joined.end()):
@@ -98,7 +107,7 @@ class RankHost:
                     joined.control.send(LEAVING, SEND_S)
         return why
 
-    def _join(self) -> Joined | None:
+    def _join(self) -> JoinedRanks | None:
         """Try to join until the deadline. Return None after `stop`."""
         until, logged = time.monotonic() + self._config.leader_timeout_s, ""
         while not self.is_stopping:
@@ -114,7 +123,7 @@ class RankHost:
             self._stopping.wait(RETRY_S)
         return None
 
-    def _try_to_join(self) -> Joined:
+    def _try_to_join(self) -> JoinedRanks:
         with contextlib.ExitStack() as stack:
             control, answer = self._ask("host")
             stack.callback(control.close)
@@ -123,7 +132,7 @@ class RankHost:
                 ranks.append(self._start(rank, answer.session))
                 stack.callback(ranks[-1].kill)
             stack.pop_all()
-        return Joined(control, ranks)
+        return JoinedRanks(control, ranks)
 
     def _start(self, rank: int, session: bytes) -> ChildProcess:
         """Start the process of a rank, which takes over its connections."""
@@ -137,14 +146,14 @@ class RankHost:
             child.launch([sys.executable, "-P", "-m", "common.engine.ranks", *map(str, given)], pass_fds=given)
         return child
 
-    def _ask(self, purpose: Purpose, session: bytes = b"", rank: int = 0) -> tuple[Channel, RankAnswer]:
+    def _ask(self, purpose: Purpose, session: bytes = b"", rank: int = 0) -> tuple[Channel, JoinResponse]:
         """Open a connection to rank 0, on which both sides have proven to have the same key."""
         channel = dial(self._config.leader)
         with _closed_on_error(channel):
             handshake = Handshake(channel, self._key, leads=False)
             versions = Versions.of_this_host()
-            handshake.send(Wish(purpose=purpose, versions=versions, session=session, rank=rank))
-            answer = handshake.receive(RankAnswer)
+            handshake.send(JoinRequest(purpose=purpose, versions=versions, session=session, rank=rank))
+            answer = handshake.receive(JoinResponse)
             if answer.problem:
                 kind = RankLost if answer.again else NotAdmitted
                 raise kind(f"{channel.peer} refuses this host: {answer.problem}")

@@ -1,7 +1,7 @@
 """Admission of the other hosts of a worker on rank 0. Each host opens three connections per rank.
 
-rank host   Wish(host) ──>                   Wish(steps, 2) ──>  Wish(adapters, 2) ──>  Wish(blocks, 2) ──>  ...
-rank 0                  <── ranks, session                  <── RankAnswer           ...
+rank host   JoinRequest(host) ──>                     JoinRequest(steps, 2) ──>               ...(adapters, 2) ──>
+rank 0                            <── ranks, session                            <── JoinResponse
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from common.engine.ranks.admission import (
     KEYS_DIFFER,
     LINKS,
     Handshake,
+    JoinRequest,
+    JoinResponse,
     NotAdmitted,
     Purpose,
-    RankAnswer,
     Versions,
-    Wish,
 )
 from common.engine.ranks.channel import Channel
-from common.engine.ranks.connection import plain_address, tuned
+from common.engine.ranks.connection import configured, normalized_address
 from common.errors import RankLost
 from common.wire import DropLog, in_url
 
 log = logging.getLogger(__name__)
 MOST_HANDSHAKES = 64
 """Maximum number of unauthenticated connections. Further ones are closed at once."""
-TURN_S = 0.5
+ACCEPT_POLL_S = 0.5
 SESSION_BYTES = 16
 
 
@@ -82,8 +82,8 @@ class RankHosts:
             while not joined:
                 left_s = until - time.monotonic()
                 if left_s <= 0:
-                    raise RankLost(self._who_is_missing(timeout_s))
-                if waiting.poll(min(left_s, TURN_S) * 1000):
+                    raise RankLost(self._missing_hosts(timeout_s))
+                if waiting.poll(min(left_s, ACCEPT_POLL_S) * 1000):
                     self._accept()
                 joined = self._all_complete()
         finally:
@@ -106,24 +106,24 @@ class RankHosts:
             connection.close()
             self._refuse(f"closed: {MOST_HANDSHAKES} others are not authenticated yet")
             return
-        channel = Channel(tuned(connection), f"the connection from {plain_address(address[0])}")
-        name = plain_address(address[0])
-        threading.Thread(target=self._hear, args=(channel, name), name="rank-admission", daemon=True).start()
+        channel = Channel(configured(connection), f"the connection from {normalized_address(address[0])}")
+        name = normalized_address(address[0])
+        threading.Thread(target=self._admit, args=(channel, name), name="rank-admission", daemon=True).start()
 
-    def _hear(self, channel: Channel, name: str) -> None:
+    def _admit(self, channel: Channel, name: str) -> None:
         """Handle the first messages of a connection, on a separate thread, so that a silent one delays no other."""
         is_kept = False
         try:
             handshake = Handshake(channel, self._key, leads=True)
             try:
-                wish = handshake.receive(Wish)
+                request = handshake.receive(JoinRequest)
             except NotAdmitted:
-                handshake.send(RankAnswer(problem=KEYS_DIFFER))
+                handshake.send(JoinResponse(problem=KEYS_DIFFER))
                 raise
             with self._lock:  # the answer is small, so sending does not block
-                answer = self._answer(wish)
+                answer = self._answer(request)
                 handshake.send(answer)
-                is_kept = not answer.problem and self._keep(wish, answer, channel, name)
+                is_kept = not answer.problem and self._keep(request, answer, channel, name)
             if answer.problem:
                 self._refuse(f"{channel.peer} is refused: {answer.problem}")
         except (RankLost, NotAdmitted) as error:
@@ -134,48 +134,50 @@ class RankHosts:
             with self._lock:
                 self._num_handshakes -= 1
 
-    def _answer(self, wish: Wish) -> RankAnswer:
-        """Return the answer to a wish, without side effects."""
+    def _answer(self, request: JoinRequest) -> JoinResponse:
+        """Return the answer to a request, without side effects."""
         if self._is_over:
-            return RankAnswer(problem="the ranks of this worker are already running", again=True)
-        if wish.versions != self._versions:
-            theirs, ours = wish.versions, self._versions
-            return RankAnswer(
+            return JoinResponse(problem="the ranks of this worker are already running", again=True)
+        if request.versions != self._versions:
+            theirs, ours = request.versions, self._versions
+            return JoinResponse(
                 problem=f"it has Diptych {theirs.diptych} with torch {theirs.torch}, rank 0 has Diptych {ours.diptych} "
                 f"with torch {ours.torch}: install the same versions on every host of the worker"
             )
-        if wish.purpose != "host":
-            host = self._host_of(wish)
-            is_known = host is not None and (wish.rank, wish.purpose) not in host.links
+        if request.purpose != "host":
+            host = self._host_of(request)
+            is_known = host is not None and (request.rank, request.purpose) not in host.links
             return (
-                RankAnswer() if is_known else RankAnswer(problem=f"rank {wish.rank} is not assigned to it", again=True)
+                JoinResponse()
+                if is_known
+                else JoinResponse(problem=f"rank {request.rank} is not assigned to it", again=True)
             )
         free = [index for index, host in enumerate(self._hosts) if host is None]
         if not free:
             problem = f"all {len(self._hosts) + 1} hosts of --rank-hosts have already joined"
-            return RankAnswer(problem=problem, again=True)
+            return JoinResponse(problem=problem, again=True)
         first = (free[0] + 1) * self._ranks_per_host
         ranks = tuple(range(first, first + self._ranks_per_host))
-        return RankAnswer(session=secrets.token_bytes(SESSION_BYTES), ranks=ranks)
+        return JoinResponse(session=secrets.token_bytes(SESSION_BYTES), ranks=ranks)
 
-    def _keep(self, wish: Wish, answer: RankAnswer, channel: Channel, name: str) -> bool:
-        if wish.purpose == "host":
+    def _keep(self, request: JoinRequest, answer: JoinResponse, channel: Channel, name: str) -> bool:
+        if request.purpose == "host":
             ranks = range(answer.ranks[0], answer.ranks[-1] + 1)
             theirs = f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
             channel.peer = f"the host of {theirs} at {name}"
             self._hosts[ranks.start // self._ranks_per_host - 1] = JoinedHost(name, channel, ranks, answer.session)
             log.info("%s has joined", channel.peer)
             return True
-        if (host := self._host_of(wish)) is None:
+        if (host := self._host_of(request)) is None:
             return False
-        channel.peer = f"rank {wish.rank} at {name}"
-        host.links[wish.rank, wish.purpose] = channel
+        channel.peer = f"rank {request.rank} at {name}"
+        host.links[request.rank, request.purpose] = channel
         return True
 
-    def _host_of(self, wish: Wish) -> JoinedHost | None:
+    def _host_of(self, request: JoinRequest) -> JoinedHost | None:
         """Return the host whose rank a connection is for."""
         known = (host for host in self._hosts if host is not None)
-        return next((host for host in known if host.session == wish.session and wish.rank in host.ranks), None)
+        return next((host for host in known if host.session == request.session and request.rank in host.ranks), None)
 
     def _all_complete(self) -> Sequence[JoinedHost]:
         """Return all hosts once all have opened all connections, else (). Drops hosts that are gone."""
@@ -197,7 +199,7 @@ class RankHosts:
                 if host is not None:
                     host.close()
 
-    def _who_is_missing(self, timeout_s: float) -> str:
+    def _missing_hosts(self, timeout_s: float) -> str:
         host, port = self._listener.getsockname()[:2]
         there = sum(host is not None for host in self._hosts)
         return (

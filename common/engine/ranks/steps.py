@@ -30,12 +30,12 @@ from common.engine.models import ForwardBatch, SequenceChunk
 from common.engine.ranks.liveness import WaitDeadline
 from common.engine.ranks.processes import RankProcesses
 from common.engine.run import (
+    Broadcast,
     GraphRunner,
     ModelRunner,
     RecordedSteps,
     RunnableModel,
     SeatChanges,
-    Spread,
     StepLaunch,
     StepRecorder,
     StepSizes,
@@ -123,10 +123,10 @@ def unpack_step(packed: Numbers) -> list[SequenceChunk]:
     return chunks
 
 
-class FollowedSteps:
+class StepExecutor:
     """Executes rank 0's steps on another rank. Not thread-safe. `spread` receives the tokens sampled on rank 0."""
 
-    def __init__(self, runner: ModelRunner, spread: Spread) -> None:
+    def __init__(self, runner: ModelRunner, spread: Broadcast) -> None:
         self._runner, self._spread = runner, spread
         self._recorded: RecordedSteps | None = None
 
@@ -166,7 +166,7 @@ class RankedBatch(ForwardBatch):
         others.send_step(self.message)
 
 
-class StepsOfAllRanks(ModelRunner):
+class MultiRankRunner(ModelRunner):
     """Runner of chunks on all ranks. Waits for launched steps have a `_deadline`.
 
     After an error, no step can follow.
@@ -193,7 +193,7 @@ class StepsOfAllRanks(ModelRunner):
         return self._deadline.wait()
 
 
-class RankedRunner(StepsOfAllRanks):
+class RankedRunner(MultiRankRunner):
     """Launches every step kernel by kernel."""
 
     def __init__(self, model: RunnableModel, kv: KVCache, others: RankProcesses, deadline: WaitDeadline) -> None:
@@ -201,7 +201,7 @@ class RankedRunner(StepsOfAllRanks):
         self._others, self._deadline = others, deadline
 
 
-class RankedGraphRunner(StepsOfAllRanks, GraphRunner):
+class RankedGraphRunner(MultiRankRunner, GraphRunner):
     """`GraphRunner` whose steps, including replayed ones, also run on the other ranks.
 
     A replay sends only the seat changes. Each recording begins with a broadcast (`spread`) of the tokens that rank 0
@@ -214,7 +214,7 @@ class RankedGraphRunner(StepsOfAllRanks, GraphRunner):
         kv: KVCache,
         recorder: StepRecorder,
         others: RankProcesses,
-        spread: Spread,
+        spread: Broadcast,
         deadline: WaitDeadline,
         *,
         max_num_seqs: int,

@@ -4,21 +4,21 @@ from common.engine.run.kernel_check import check_model_kernels
 from common.engine.run.kv_memory import CUDAMemory, blocks_left, measure, reserve_step_copies
 from common.engine.run.loaded import (
     LoadedModel,
-    Makers,
+    ModelFactories,
+    add_score_head,
     blocks_within,
-    compute_exactly,
     native_dtype,
     records_steps,
     runner_of,
     task_of,
-    with_score,
+    use_exact_sums,
 )
 from common.engine.run.memory_need import LargestSteps, MemoryNeed
-from common.engine.run.recorded_steps import RecordedSteps, Spread, StepLaunch, StepRecorder, StepSizes, recorder_for
+from common.engine.run.recorded_steps import Broadcast, RecordedSteps, StepLaunch, StepRecorder, StepSizes, recorder_for
 from common.engine.run.runner import ModelRunner, RunnableModel
 from common.engine.run.seats import SeatChanges
 from common.engine.run.step_launchers import StepLauncher, StepThread
-from common.engine.run.worker_need import WeightForm, need_of
+from common.engine.run.worker_need import WeightForm, required_memory
 
 __all__ = [
     "CUDAMemory",
@@ -26,13 +26,13 @@ __all__ = [
     "GraphRunner",
     "LargestSteps",
     "LoadedModel",
-    "Makers",
+    "ModelFactories",
     "MemoryNeed",
     "ModelRunner",
     "RecordedSteps",
     "RunnableModel",
     "SeatChanges",
-    "Spread",
+    "Broadcast",
     "StepLaunch",
     "StepLauncher",
     "StepRecorder",
@@ -42,14 +42,14 @@ __all__ = [
     "blocks_left",
     "blocks_within",
     "check_model_kernels",
-    "compute_exactly",
+    "use_exact_sums",
     "measure",
     "native_dtype",
-    "need_of",
+    "required_memory",
     "recorder_for",
     "records_steps",
     "reserve_step_copies",
     "runner_of",
     "task_of",
-    "with_score",
+    "add_score_head",
 ]

@@ -11,12 +11,12 @@ from common.config import DecodeWorkerConfig
 from common.engine.kv import KVCache, block_bytes
 from common.engine.models import SequenceChunk, load_model, open_model
 from common.engine.run.runner import ModelRunner, RunnableModel
-from common.engine.run.warm_up import warmed_up
+from common.engine.run.warm_up import warm_up_runner
 from common.errors import ConfigError, ModelError
 from common.model_files import ModelFiles, Quantization, Tokenizer, resolve_model
 
 log = logging.getLogger(__name__)
-LEAST_COMMON = 0.99
+MIN_COMMON = 0.99
 """Share of the larger vocabulary that both models must have. Vocabularies of a family differ at their ends."""
 TIMED_STEPS = 3
 
@@ -65,7 +65,7 @@ class DraftPlan:
         except ModelError as error:
             raise ModelError(f"cannot load the draft model: {error}") from error
         kv = KVCache(model.config, num_blocks, config.block_tokens, self.dtype, config.torch_device)
-        runner = warmed_up(lambda: make_runner(model, kv), config)
+        runner = warm_up_runner(lambda: make_runner(model, kv), config)
         profile = runner.profile
         token_s = profile.forward_s / max(1, profile.num_tokens)
         step_s = min(_step_s(runner) for _ in range(TIMED_STEPS))
@@ -90,7 +90,7 @@ def check_vocabulary(served: ModelFiles, draft: ModelFiles, name: str) -> None:
         first = others[0]
         which = f"token {first} is {theirs[first]!r} instead of {ours[first]!r}"
         raise ConfigError("draft_model", name, f"{allowed}: {len(others)} tokens differ, first {which}")
-    if len(common) < LEAST_COMMON * max(len(ours), len(theirs)):
+    if len(common) < MIN_COMMON * max(len(ours), len(theirs)):
         raise ConfigError("draft_model", name, f"{allowed}: it has {len(theirs)} tokens instead of {len(ours)}")
 
 

@@ -4,7 +4,7 @@ The number of KV blocks is measured, because no formula covers what kernels allo
 
     load the weights ─> run the largest steps on a small cache ─> use the rest of the worker's share for KV blocks
 
-Ranks of a worker measure together, each on its own device. All get as many blocks as fit on the smallest.
+Ranks of a worker measure together, each on its own device. All get the number of blocks that fits on the smallest.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CHANGED_LOGITS, CHANGE_BYTES = 1024, 12
 and then allocate separately."""
 PIECES = 32
 """Copies per step. Each is aligned for any type."""
-MOST_BYTES = 64 * 2**20
+MAX_BYTES = 64 * 2**20
 
 
 def alone(number: int) -> int:
@@ -139,7 +139,7 @@ def measure(
     own = max(0, room // per_block)
     num_blocks = least(own)
     log.info(
-        "memory of %s: %.2f GiB, %.2f GiB free, steps take %.2f GiB, %.2f GiB left for KV: %d blocks fit, using %d",
+        "memory on %s: %.2f GiB, %.2f GiB free, steps take %.2f GiB, %.2f GiB left for KV: %d blocks fit, %d used",
         *(model.device, total / GIB, free / GIB, steps / GIB, max(0, room) / GIB, own, num_blocks),
     )
     if num_blocks < 2:
@@ -159,7 +159,7 @@ def _try_steps(model: RunnableModel, largest: LargestSteps, kv_dtype: str, num_b
 
 
 def step_copy_bytes(largest: LargestSteps, shape: ModelConfig) -> int:
-    """Return the pinned memory for `STEPS` of the largest steps, at most `MOST_BYTES`.
+    """Return the pinned memory for `STEPS` of the largest steps, at most `MAX_BYTES`.
 
     A token takes TOKEN_BYTES. A row takes its span (12 bytes), block table (4 bytes per entry), and seat if steps are
     recorded (pairs of place and word, 16 bytes per word), its sampling parameters, a mask of allowed tokens (a bit
@@ -175,7 +175,7 @@ def step_copy_bytes(largest: LargestSteps, shape: ModelConfig) -> int:
         row += DRAW_BYTES + 8 + -(-shape.vocab_size // 8) + CHANGED_LOGITS * CHANGE_BYTES + 8 + logprobs
     step = largest.num_tokens * TOKEN_BYTES + largest.num_rows * row
     step += max_prompt_logprobs(shape.vocab_size) * logprobs + PIECES * PIECE_ALIGN_BYTES
-    return min(MOST_BYTES, STEPS * step)
+    return min(MAX_BYTES, STEPS * step)
 
 
 def reserve_step_copies(largest: LargestSteps, shape: ModelConfig, device: torch.device) -> None:
@@ -183,4 +183,4 @@ def reserve_step_copies(largest: LargestSteps, shape: ModelConfig, device: torch
     if device.type != "cuda":
         return
     pinned().reserve_ring(step_copy_bytes(largest, shape))
-    log.info("pinned %.1f MiB of host memory for copies of steps", pinned().ring.num_bytes / 2**20)
+    log.info("worker pinned %.1f MiB of host memory for copies of steps", pinned().ring.num_bytes / 2**20)

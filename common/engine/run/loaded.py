@@ -24,8 +24,8 @@ from common.engine.run.kv_memory import CUDAMemory, blocks_left, reserve_step_co
 from common.engine.run.memory_need import GIB, LargestSteps
 from common.engine.run.recorded_steps import recorder_for
 from common.engine.run.runner import ModelRunner, RunnableModel
-from common.engine.run.warm_up import warmed_up
-from common.engine.run.worker_need import WeightForm, need_of
+from common.engine.run.warm_up import warm_up_runner
+from common.engine.run.worker_need import WeightForm, required_memory
 from common.engine.weights.formats import KVForm
 from common.errors import ConfigError, ModelError
 from common.machine import CoreShare
@@ -61,7 +61,7 @@ class OtherRanks(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Makers:
+class ModelFactories:
     """Factories that replace the defaults for parts of a loaded model.
 
     `runner` creates the runner for a cache, `cache` a cache of a number of blocks, `places` slots for a number of
@@ -74,7 +74,7 @@ class Makers:
     num_blocks: Callable[[RunnableModel], int] | None = None
 
 
-OWN = Makers()
+OWN = ModelFactories()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class LoadedModel:
         plan = None
         if isinstance(config, DecodeWorkerConfig) and config.draft_model:
             plan = DraftPlan.of(files, config, dtype)
-        need_of(files, config, WeightForm(**options, with_head=task.generates), form.dtype, plan).check(
+        required_memory(files, config, WeightForm(**options, with_head=task.generates), form.dtype, plan).check(
             config.torch_device
         )
         if config.draft_head:
@@ -173,7 +173,7 @@ class LoadedModel:
         if plan is not None and isinstance(config, DecodeWorkerConfig):
             make = runner_of(config)
             return replace(loaded, draft=plan.load(config, loaded.kv.num_blocks, make))
-        return with_score(loaded, files, config)
+        return add_score_head(loaded, files, config)
 
     @classmethod
     def _with_draft_head(
@@ -195,7 +195,7 @@ class LoadedModel:
         load: Callable[[], RunnableModel],
         files: ModelFiles,
         config: WorkerConfig,
-        makers: Makers = OWN,
+        factories: ModelFactories = OWN,
         task: ServedTask = GENERATES,
         draft: DraftPlan | None = None,
         form: KVForm | None = None,
@@ -207,9 +207,9 @@ class LoadedModel:
         """
         num_threads = config.threads or len(os.sched_getaffinity(0))
         torch.set_num_threads(num_threads)
-        compute_exactly()
+        use_exact_sums()
         model = load()
-        adapters = bank_of(model, config, makers.places)
+        adapters = bank_of(model, config, factories.places)
         shape, dtype = model.config, str(model.dtype).removeprefix("torch.")
         reserve_step_copies(LargestSteps.of(config, samples=task.generates), shape, torch.device(config.torch_device))
         form = form or KVForm(config.kv_cache_dtype if config.kv_cache_dtype in SMALL_DTYPES else dtype)
@@ -218,23 +218,23 @@ class LoadedModel:
         if kv_dtype == "fp8":
             log.info("KV cache is in %s", form.in_words)
         block_size, share, export = config.block_tokens, config.shares_kv, config.exports_kv
-        if makers.num_blocks is None:
+        if factories.num_blocks is None:
             num_blocks = num_kv_blocks(model, config, kv_dtype, draft, samples=task.generates)
         else:
-            num_blocks = makers.num_blocks(model)
+            num_blocks = factories.num_blocks(model)
         longest = Window(shape.window, block_size).longest(num_blocks, shape.max_model_len)
         if config.max_model_len > longest:
             raise ConfigError("max_model_len", config.max_model_len, f"at most {longest} for this model and KV cache")
-        make_cache = makers.cache or (
+        make_cache = factories.cache or (
             lambda count: KVCache(
                 shape, count, block_size, kv_dtype, config.torch_device, share=share, export=export, scales=scales
             )
         )
         kv = make_cache(num_blocks)
-        if config.kernel_check and makers.runner is None:
+        if config.kernel_check and factories.runner is None:
             check_model_kernels(model, kv, samples=task.generates)
-        make = makers.runner or (lambda kv: runner_of(config)(model, kv))
-        runner = warmed_up(lambda: make(kv), config, samples=task.generates)
+        make = factories.runner or (lambda kv: runner_of(config)(model, kv))
+        runner = warm_up_runner(lambda: make(kv), config, samples=task.generates)
         return cls(
             files.model_id,
             shape.vocab_size,
@@ -272,7 +272,7 @@ def check_wire(config: WorkerConfig, kv_dtype: str) -> None:
         raise ConfigError("kv_wire_dtype", config.kv_wire_dtype, allowed)
 
 
-def with_score(loaded: LoadedModel, files: ModelFiles, config: WorkerConfig) -> LoadedModel:
+def add_score_head(loaded: LoadedModel, files: ModelFiles, config: WorkerConfig) -> LoadedModel:
     """Add the head of a scoring model. Raises ModelError like `load_score`."""
     if loaded.task.name != "score":
         return loaded
@@ -324,7 +324,7 @@ def blocks_within(shape: ModelConfig, config: WorkerConfig, kv_dtype: str, draft
     return num_blocks
 
 
-def compute_exactly() -> None:
+def use_exact_sums() -> None:
     """Compute float32 products in float32, and accumulate bfloat16 products in float32, on every device.
 
     Some images enable TF32 in their environment. By default torch lets cuBLAS add the parts of a split bfloat16 product

@@ -41,7 +41,7 @@ from kernels.interface import (
 )
 
 log = logging.getLogger(__name__)
-Spread = Callable[[Tensor], None]
+Broadcast = Callable[[Tensor], None]
 """Broadcasts the numbers of rank 0 in this tensor to all ranks, in place."""
 FINE_STEP, COARSE_STEP, FINE_UP_TO = 8, 64, 256
 """Bucket spacing in rows. With 8, at most 7 rows are padding; above 256, padding with 64 is less than a quarter."""
@@ -203,7 +203,7 @@ class RecordedSteps:
         recorder: StepRecorder,
         sizes: StepSizes,
         *,
-        spread: Spread | None = None,
+        spread: Broadcast | None = None,
         samples: bool = True,
     ) -> None:
         """Record all steps, largest first. Takes seconds on a GPU, and memory for one step of the largest size.
@@ -228,7 +228,7 @@ class RecordedSteps:
                 for adapted in ((True, False) if sizes.adapts else (False,))
             }
         self._last = self._steps[largest, False]
-        log.info("recorded %d decode steps as graphs in %.1f s", len(self._steps), time.perf_counter() - began)
+        log.info("worker recorded %d decode steps as graphs in %.1f s", len(self._steps), time.perf_counter() - began)
 
     def plan(self, size: int) -> StepPlan:
         """Return the plan of a recorded step of `size` rows."""

@@ -100,4 +100,4 @@ class ModelRunner:
         try:
             self.wait()
         except RuntimeError as error:  # raising would keep the KV threads, and with them the process, alive
-            log.warning("the device %s failed: %s", self.kv.device, str(error).splitlines()[0])
+            log.warning("device %s failed: %s", self.kv.device, str(error).splitlines()[0])

@@ -35,7 +35,7 @@ SAMPLED = (
 """Each kind of sampling that is compiled (greedy, plain, with a search), and one that needs the most memory."""
 
 
-def warmed_up(make: Callable[[], ModelRunner], config: WorkerConfig, *, samples: bool = True) -> ModelRunner:
+def warm_up_runner(make: Callable[[], ModelRunner], config: WorkerConfig, *, samples: bool = True) -> ModelRunner:
     """Create a runner and run its first steps on free blocks. `samples`: its model computes logits.
 
     On a CPU, the runner's profile is then that of a small step with the weights in memory. Raises ConfigError with the

@@ -23,18 +23,18 @@ from common.model_files import ModelConfig, ModelFiles, Quantization, weight_fil
 from common.model_files.architecture import Shard
 
 DTYPE_BYTES: Final = {"float32": 4.0, "bfloat16": 2.0}
-LEAST_PACKED: Final = {"float32": 2.0, "bfloat16": 1.5}
+MIN_PACKED_BYTES: Final = {"float32": 2.0, "bfloat16": 1.5}
 """Minimum bytes per weight on a CPU, whose kernels widen 16 bits to float32, and 12 bits to bfloat16."""
 ROUNDED: Final = {8: 1.0 + (2 + 4) / 64, 4: 0.5 + (2 + 2) / 32}
 """Bytes per weight by number of bits, including the scale and offset of its group."""
 ALWAYS_FLOATS: Final = ("kv_b_proj.weight", "attn_kv_b.weight", "attn_k_b.weight", "attn_v_b.weight")
 """Name suffixes of matrices that are never quantised, because they compute keys and values from latents."""
-LEAST_BLOCKS: Final = 2
+MIN_BLOCKS: Final = 2
 """Number of KV blocks that are counted if the cache size is measured after loading."""
 
 
 @dataclass(frozen=True, slots=True)
-class HeldWeights:
+class WeightFootprint:
     """Representation of a model's matrices on a CPU or GPU: see `Quantization`.
 
     `tied`: the embedding table is also the output head. `with_head`: the model computes logits.
@@ -89,7 +89,7 @@ class HeldWeights:
     def _dense(self, tensor: StoredTensor) -> float:
         # Products of integers and scales need all bits of float32.
         fits_fewer = self.on_cpu and (tensor.form is not StoredForm.INTEGERS or self.dtype == "bfloat16")
-        return tensor.num_weights * (LEAST_PACKED if fits_fewer else DTYPE_BYTES)[self.dtype]
+        return tensor.num_weights * (MIN_PACKED_BYTES if fits_fewer else DTYPE_BYTES)[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def weight_bytes(files: ModelFiles, form: WeightForm, draft_head: str = "") -> i
 def _weight_bytes(config: ModelConfig, source: StoredWeights, form: WeightForm, draft_head: str) -> int:
     place = torch_device(form.device)
     wanted = effective_quantization(form.quantization, source, place)
-    holding = HeldWeights(form.dtype, wanted, place.type == "cpu", bool(config.tie_embeddings), form.with_head)
+    holding = WeightFootprint(form.dtype, wanted, place.type == "cpu", bool(config.tie_embeddings), form.with_head)
     num_layers = config.num_layers + (draft_head == MTP)
     total = holding.of(tensor for tensor in source.stored() if tensor.is_of(num_layers))
     folder = Path(draft_head).expanduser()
@@ -124,7 +124,7 @@ def _weight_bytes(config: ModelConfig, source: StoredWeights, form: WeightForm, 
     return total + holding.of(one for one in Eagle3Tensors(found).stored() if one.name not in (*TABLE, *HEAD))
 
 
-def need_of(
+def required_memory(
     files: ModelFiles, config: WorkerConfig, form: WeightForm, kv_dtype: str, draft: DraftPlan | None = None
 ) -> MemoryNeed:
     """Return the need of a worker or its rank 0. Only rank 0 has a `draft` model. Raises like `weight_bytes`."""
@@ -146,7 +146,7 @@ def need_of(
 def _kv_bytes(config: WorkerConfig, per_block: int) -> int:
     if config.num_blocks:
         return config.num_blocks * per_block
-    return int(config.kv_gib * GIB) or LEAST_BLOCKS * per_block
+    return int(config.kv_gib * GIB) or MIN_BLOCKS * per_block
 
 
 def remedies(config: WorkerConfig) -> str:

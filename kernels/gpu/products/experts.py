@@ -1,9 +1,9 @@
-"""The products of a mixture of experts: rows sorted by expert, tiles of one expert's rows by its weights.
+"""Mixture-of-experts products: rows are sorted by expert, and each tile multiplies rows of one expert by its weights.
 
-Weights are floats, or quantised ones that programs widen in registers, as `held_linear` does.
+Weights are floats, or quantised and widened in registers as in `held_linear`.
 
-Nothing waits for the host: the grid has room for every way in which rows may fall to experts, and programs find their
-expert themselves.
+No synchronisation with the host is needed: the grid is large enough for every distribution of rows among experts, and
+programs look up their expert.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from kernels.interface import HeldWeight
 BLOCK_N, BLOCK_K = 64, 64
 """Outputs and inputs of a tile."""
 FEW_ROWS, MANY_ROWS = 16, 64
-"""Of a tile: as few as tensor cores take where most experts have few rows, else more for each read of a weight. Always
-many where a row's bits must not depend on the batch: Hopper multiplies 16 rows by another instruction than 64."""
+"""Rows of a tile. FEW_ROWS is the minimum of tensor cores, used if most experts have few rows. MANY_ROWS reads weights
+less often. Batch-invariant products always use MANY_ROWS, because Hopper uses other instructions for 16 rows."""
 BLOCK = 1024
-"""Numbers that a program of an element-wise step holds."""
+"""Elements per program of an element-wise step."""
 
 
 @triton.jit
 def pairs_of_tile(
     ends, num_pairs, i_tile, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr
 ):  # fmt: skip
-    """The expert of a tile, EXPERTS where there is no such tile, and its pairs: the first, and where they end."""
+    """Return the expert of a tile, or EXPERTS if there is no such tile, and the first and end of its pairs."""
     o_e = tl.arange(0, BLOCK_E)
     b_end = tl.load(ends + o_e, mask=o_e < EXPERTS, other=num_pairs)
     b_begin = tl.load(ends + o_e - 1, mask=(o_e > 0) & (o_e <= EXPERTS), other=0)
@@ -51,9 +51,9 @@ def multiply_grouped(
 ):  # fmt: skip
     """Program (tile, columns): up to BLOCK_M pairs of one expert by BLOCK_N rows of its weights [EXPERTS, N, K].
 
-    ends [EXPERTS]: where each expert's pairs end in `order`. GATHER: inputs are the rows of the pairs, and outputs lie
-    in that order; else inputs lie in that order, and outputs as pairs are numbered. GROUP > 0: weights are the numbers
-    of a `HeldWeight`.
+    ends [EXPERTS]: end of each expert's pairs in `order`. With GATHER, inputs are the rows of the pairs and outputs are
+    written in sorted order. Otherwise, inputs are in sorted order and outputs in order of pair number. GROUP > 0:
+    weights are the numbers of a `HeldWeight`.
     """
     i_tile, i_col = tl.program_id(0), tl.program_id(1)
     i_expert, i_first, i_end = pairs_of_tile(ends, num_pairs, i_tile, EXPERTS, BLOCK_E, BLOCK_M)
@@ -89,7 +89,7 @@ def multiply_grouped(
 
 @triton.jit
 def combine_pairs(made, shares, out, PER_TOKEN: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (row, columns): the sum of a row's pairs by their shares, in float32, one after the other."""
+    """Program (row, columns) sums a row's pairs, weighted by their shares, in order and in float32."""
     i_row = tl.program_id(0).to(tl.int64)
     o_col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m = o_col < WIDTH

@@ -1,11 +1,11 @@
-"""Products with quantised weights, which programs widen in registers: a step of few rows reads a fraction of the bytes.
+"""Products with quantised weights that are widened in registers, which reduces memory traffic for few rows.
 
     y [rows, out] = x [rows, in] W^T        W = scale * numbers + offset, rounded to the type of x
 
-The inputs are cut into SPLITS parts where there are too few outputs to keep every multiprocessor reading; parts are
-added in order. How often depends on the shape of W alone, so a row's sum has the same terms in every batch. Steps of
-many rows read a weight often: they widen the matrix once, into memory, and leave the product to cuBLAS. The kernel
-takes floats as well, for products that must not depend on the batch at all: see `invariant`.
+If there are too few outputs to keep all multiprocessors busy, the inputs are divided into SPLITS parts, which are added
+in order. The number of parts depends only on the shape of W, so a row's sum has the same terms in every batch. Steps of
+many rows would read each weight often: they widen the matrix once, into memory, and use cuBLAS. The kernel also accepts
+floats, for batch-invariant products: see `invariant`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from kernels.gpu.tiles import KIB, Chip, add_dense_product, add_held_product, ch
 from kernels.interface import HeldWeight
 
 MOST_ROWS = 256
-"""Of a step whose product reads the quantised weights: as decode steps have. Above, a matrix is worth widening."""
+"""Maximum rows for reading quantised weights directly, as in decode steps. With more, the matrix is widened first."""
 BLOCK_N, BLOCK_K = 64, 64
-"""Outputs and inputs of a tile. 64 inputs in 4 bits are 32 bytes: of more, an A100 would spill registers."""
+"""Outputs and inputs of a tile. 64 inputs of 4 bits are 32 bytes; with more, an A100 would spill registers."""
 LEAST_ROWS, MOST_TILE_ROWS = 16, 64
-"""Of a tile: as few as tensor cores take; as many as leave room for the numbers in registers."""
+"""Rows of a tile: the minimum of tensor cores, and the maximum for which the weights still fit into registers."""
 PROGRAMS = 512
-"""That there should be at least: a few for each multiprocessor."""
+"""Target number of programs: a few per multiprocessor."""
 FOUR_STAGES_BYTES = 84 * KIB
 LEAST_BLOCKS = 8
-"""Of BLOCK_K inputs in a split: below, its start costs more than it gains."""
+"""Minimum number of BLOCK_K blocks in a split. The overhead of shorter splits exceeds their benefit."""
 WIDE_ROWS, WIDE_COLUMNS = 16, 256
 """Outputs and inputs that a program widens to floats."""
 
@@ -100,7 +100,7 @@ def add_splits(
     parts, bias, out, num_rows,
     N: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, columns): the sum of parts float32 [SPLITS, num_rows, N], one after the other, and the bias."""
+    """Program (row, columns) adds parts float32 [SPLITS, num_rows, N] in order, then the bias."""
     i_row = tl.program_id(0).to(tl.int64)
     o_n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m = o_n < N
@@ -210,7 +210,7 @@ def widened_weight(weight: HeldWeight, dtype: torch.dtype) -> Tensor:
 
 
 def num_splits(outputs: int, inputs: int) -> int:
-    """Into how many parts the inputs are cut: a power of two."""
+    """Return the number of splits of the inputs, a power of two."""
     columns, blocks = triton.cdiv(outputs, BLOCK_N), triton.cdiv(inputs, BLOCK_K)
     splits = 1
     while splits * columns < PROGRAMS and blocks // (2 * splits) >= LEAST_BLOCKS:

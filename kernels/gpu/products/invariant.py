@@ -1,10 +1,10 @@
-"""Products of which a row has the same bits in every batch: whatever the number of rows, and wherever it stands.
+"""Batch-invariant products: a row's result is bitwise independent of the number of rows and its position among them.
 
-A row's sum is one chain of tensor core instructions, each over the next few inputs, or one chain for each split of the
-inputs, added in order. Where chains begin and end depends on the shape and the type of W alone. Steps of few rows keep
-the parts of splits in memory; of many rows that memory would be large, and tiles with more rows read a weight less
-often: there a program adds up the splits itself. Both tiles take the same instruction, so both have the same chains:
-`tests/kernels/gpu/test_invariant.py` reads that in what the compiler makes.
+A row's sum is one chain of tensor core instructions over consecutive inputs, or one chain for each split of the inputs,
+added in order. The bounds of the chains depend only on the shape and type of W. With few rows, partial results of
+splits are stored in memory. With many rows, these would be large, and tiles with more rows read weights less often, so
+each program adds its splits itself. Both tiles use the same instruction and therefore the same chains;
+`tests/kernels/gpu/test_invariant.py` verifies this in the compiled code.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from kernels.gpu.products.held_linear import MOST_ROWS, Tile, multiplied
 from kernels.interface import HeldWeight
 
 DENSE, DENSE_MANY = Tile(64, 128, 64, stages=3), Tile(128, 128, 64, warps=8, stages=3)
-"""Of floats of 16 bits. 64 rows are those of Hopper's instruction, so fewer would take another one."""
+"""Tiles for 16-bit floats. Hopper's instruction takes 64 rows; smaller tiles would use a different one."""
 FLOAT32 = Tile(32, 64, 32, stages=3)
-"""Multiplied number by number: tensor cores would cut float32 off."""
+"""Does not use tensor cores, which would truncate float32."""
 HELD = Tile(64, 64, 64)
-"""Of quantised weights, at any number of rows: to widen the matrix first would give its inputs another order."""
+"""Tile for quantised weights with any number of rows. Widening the matrix first would change the order of inputs."""
 
 
 def invariant_linear(x: Tensor, weight: Tensor | HeldWeight, bias: Tensor | None, *, wide: bool = False) -> Tensor:

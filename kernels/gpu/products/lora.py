@@ -30,8 +30,8 @@ def expand_grouped(
 ):  # fmt: skip
     """Program (tile, columns): adds up to BLOCK_M rows of one adapter, by BLOCK_N rows of its B [LORAS, N, RANK].
 
-    low [num_rows, PARTS * RANK] lies in the order of `order`, out [num_rows, N] does not. Outputs from SECOND and THIRD
-    on are of the second and third part; no tile of columns has outputs of two.
+    low [num_rows, PARTS * RANK] is in the order of `order`, out [num_rows, N] is not. The second and third part start
+    at outputs SECOND and THIRD. Column tiles do not cross parts.
     """
     i_tile, i_col = tl.program_id(0), tl.program_id(1)
     i_lora, i_first, i_end = pairs_of_tile(ends, num_rows, i_tile, LORAS, BLOCK_L, BLOCK_M)
@@ -84,5 +84,5 @@ def add_lora(x: Tensor, y: Tensor, stack: LoraStack, rows: GroupedRows, *, batch
 
 
 def columns_of_tile(begins: list[int]) -> int:
-    """As many as no part begins within."""
+    """Return the largest tile width for which tiles do not cross parts."""
     return min(BLOCK_N, math.gcd(*begins) & -math.gcd(*begins)) if begins else BLOCK_N

@@ -1,8 +1,8 @@
 """A tile of keys and values that the tensor memory accelerator (TMA) copies, by a descriptor of the whole cache.
 
-TMA takes a box of a tensor: its coordinates are one instruction of one thread, and it swizzles rows as matrix
-instructions want them. The descriptor is made on the host and is an argument of the launch. So it needs no memory of
-its own, and a recorded launch keeps it.
+TMA copies a box of a tensor with a single instruction of one thread, and swizzles rows for matrix instructions. The
+descriptor is created on the host and passed as an argument of the launch, so it needs no separate memory, and a
+recorded launch keeps it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def attend_box(
 ):  # fmt: skip
     """As `attend_tile`, to the bit. Row `i_row` of `boxes` is the first of a layer's head in block 0.
 
-    A box is read as a whole. Unseen keys have no weight whatever they hold; values beside [begin, end) become zeros.
+    A box is always read completely. Masked keys have no weight; values outside of [begin, end) are replaced by zeros.
     """
     o_n = start + tl.arange(0, BLOCK_N)
     i_box = i_row + tl.load(p_table + start // BLOCK_SIZE) * BLOCK_ROWS + start % BLOCK_SIZE
@@ -62,7 +62,7 @@ def refusal(kv: Tensor, tile: int, chip: Chip) -> str:
             "no TMA" + " on AMD" * (chip.vendor == "amd") + ", which NVIDIA's chips have from compute capability 9.0 on"
         )
     if block_size % tile:
-        return f"a tile of {tile} keys is no box: it lies in several blocks of {block_size} tokens"
+        return f"a tile of {tile} keys is not a box: it spans several blocks of {block_size} tokens"
     if dim * kv.itemsize % BOX_ALIGN_BYTES or kv.data_ptr() % BOX_ALIGN_BYTES:
         return f"rows of {dim * kv.itemsize} bytes do not begin at multiples of {BOX_ALIGN_BYTES}"
     if max(tile, dim) > LONGEST:

@@ -21,7 +21,7 @@ def attend_tile(
     """Keys start .. start + BLOCK_N - 1 into maximum b_m [M], sum b_l [M] and b_acc [M, BLOCK_D] of queries b_q.
 
     p_kv points at a layer's head of block 0. MASKED: slots outside of [begin, end) are not read, and a row sees the
-    keys of [low, high), scalars or [M, 1]. A tile of which a row sees nothing leaves its sums as they are, bit for bit.
+    keys of [low, high), scalars or [M, 1]. A tile without visible keys leaves a row's sums unchanged, bit for bit.
     """
     o_n, o_d = start + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     m_n = (o_n >= begin) & (o_n < end)

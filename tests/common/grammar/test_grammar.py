@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from common.engine.sampling.sampler import Sampler, SamplingRow
-from common.grammar.grammar import Constraint, unsampled
+from common.grammar.grammar import Constraint, sampling_failure
 from common.grammar.grammars import Grammars
 from common.grammar.token_rules import TokenLimits
 from common.model_files.resolve import resolve_model
@@ -120,13 +120,13 @@ def test_tokens_outside_of_the_grammar_are_its_problem(grammars: Grammars) -> No
     assert "grammar" in constraint.problem and "\n" not in constraint.problem
     assert allowed(constraint, "ax") == set()
     free, held = SamplingParams(max_tokens=1), SamplingParams(max_tokens=1, allowed_token_ids=(5,))
-    assert unsampled(free, constraint, "decode") == ("grammar", constraint.problem)
+    assert sampling_failure(free, constraint, "decode") == ("grammar", constraint.problem)
     assert (
-        unsampled(free, None, "decode")[0]
-        == unsampled(free, grammars.constraint('start: "a"'), "decode")[0]
+        sampling_failure(free, None, "decode")[0]
+        == sampling_failure(free, grammars.constraint('start: "a"'), "decode")[0]
         == "decode"
     )
-    phase, why = unsampled(held, grammars.constraint('start: "a"'), "decode")
+    phase, why = sampling_failure(held, grammars.constraint('start: "a"'), "decode")
     assert phase == "grammar" and "allowed_token_ids" in why
 
 

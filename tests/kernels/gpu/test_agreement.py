@@ -248,7 +248,7 @@ def test_sampling_that_overlooks_a_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     right = sampling.sample
     monkeypatch.setattr(triton_backend, "sample", lambda logits, rows, allowed: right(logits.nan_to_num(0.0), rows))
     (found,) = problems(shape_of(), cache())
-    assert found.startswith("sampling") and "of 4 rows with a NaN yield a token" in found
+    assert found.startswith("sampling") and "of 4 rows with NaN yield a token" in found
 
 
 @pytest.mark.slow

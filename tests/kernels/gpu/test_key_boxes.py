@@ -142,7 +142,7 @@ def test_a_worker_goes_by_pointers(make_case: Any, device: torch.device, monkeyp
     ("shape", "tile", "chip", "words"),
     [
         ((9, 2, 2, 64, 2, 128), 64, CHIPS[89], "no TMA, which NVIDIA's chips have from compute capability 9.0 on"),
-        ((9, 2, 2, 32, 2, 128), 64, TMA, "a tile of 64 keys is no box: it lies in several blocks of 32 tokens"),
+        ((9, 2, 2, 32, 2, 128), 64, TMA, "a tile of 64 keys is not a box: it spans several blocks of 32 tokens"),
         ((9, 2, 2, 64, 2, 12), 64, TMA, "rows of 24 bytes do not begin at multiples of 16"),
         ((9, 2, 2, 64, 2, 320), 64, TMA, "a box of 64 rows of 320 numbers is longer than 256"),
         ((2**20, 32, 1, 64, 2, 8), 64, TMA, "2,147,483,648 rows are more than a coordinate of 32 bits counts"),

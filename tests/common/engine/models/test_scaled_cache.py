@@ -107,10 +107,7 @@ def test_a_worker_takes_what_the_checkpoint_asks_for(
     with caplog.at_level(logging.INFO):
         model = loaded(scaled)
     assert model.kv_dtype == "fp8" and model.kv.scales == SCALES and "KV in fp8" in model.precision
-    assert (
-        "KV cache is in fp8 with the checkpoint's scales, of keys 0.0031 to 0.0124, of values 0.0017 to 0.0051"
-        in caplog.text
-    )
+    assert "in fp8 with the checkpoint's scales: keys 0.0031 to 0.0124, values 0.0017 to 0.0051" in caplog.text
     assert "kernels agree" in caplog.text
     table = range(8)
     logits = model.runner.forward([SequenceChunk(PROMPTS[2], 0, table)])
@@ -130,7 +127,9 @@ def test_a_worker_says_that_there_are_no_scales(tiny_folder: Path, caplog: pytes
 
 
 def test_frames_are_not_made_smaller_again(scaled: Path) -> None:
-    with pytest.raises(ConfigError, match="kv_wire_dtype='fp8': must be native, as the checkpoint's kv_cache_scheme"):
+    with pytest.raises(
+        ConfigError, match="kv_wire_dtype='fp8': must be native, because the checkpoint's kv_cache_scheme"
+    ):
         loaded(scaled, kv_wire_dtype="fp8")
     assert loaded(scaled, kv_wire_dtype="fp8", kv_cache_dtype="native").kv_dtype == "float32"
 

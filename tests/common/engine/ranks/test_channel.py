@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from common.engine.ranks.channel import Channel
-from common.engine.ranks.connection import LOST_S, plain_address, split_address, tuned
+from common.engine.ranks.connection import LOST_S, configured, normalized_address, split_address
 from common.errors import RankLost
 
 Ends = tuple[Channel, Channel]
@@ -31,7 +31,7 @@ def connection() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         first = socket.create_connection(listener.getsockname())
         second, _ = listener.accept()
-    return tuned(first), tuned(second)
+    return configured(first), configured(second)
 
 
 def test_messages_come_whole_and_in_order(ends: Ends) -> None:
@@ -150,5 +150,5 @@ def test_a_silent_host_is_cut_off_in_time() -> None:
 def test_addresses_of_both_families() -> None:
     assert split_address("10.0.0.7:7005") == ("10.0.0.7", 7005)
     assert split_address("[fd00::7]:7005") == ("fd00::7", 7005)
-    assert plain_address("::ffff:10.0.0.7") == "10.0.0.7"
-    assert (plain_address("fe80::1%eth0"), plain_address("10.0.0.7")) == ("fe80::1", "10.0.0.7")
+    assert normalized_address("::ffff:10.0.0.7") == "10.0.0.7"
+    assert (normalized_address("fe80::1%eth0"), normalized_address("10.0.0.7")) == ("fe80::1", "10.0.0.7")

@@ -15,7 +15,7 @@ from torch import Tensor
 from common.engine.kv.cache import KVCache
 from common.engine.models.batch import ForwardBatch, SequenceChunk
 from common.engine.ranks.liveness import WaitDeadline
-from common.engine.ranks.steps import FollowedSteps, Numbers, RankedGraphRunner, RankedRunner
+from common.engine.ranks.steps import Numbers, RankedGraphRunner, RankedRunner, StepExecutor
 from common.engine.run.recorded_steps import PlainRecorder
 from common.engine.run.runner import ModelRunner
 from common.engine.run.seats import FROM_HOST
@@ -84,7 +84,7 @@ class Pair:
             self.models[0], first, PlainRecorder(), others, self.wire.give, WaitDeadline(60.0),
             max_num_seqs=NUM_SEATS, max_model_len=LONGEST, adapts=adapts,
         )  # fmt: skip
-        self.other = FollowedSteps(ModelRunner(self.models[1], second), self.wire.take)
+        self.other = StepExecutor(ModelRunner(self.models[1], second), self.wire.take)
         self.deliver()
 
     def draw(self, count: int) -> None:
@@ -216,7 +216,7 @@ def test_a_rank_that_does_not_sample_keeps_no_logits() -> None:
 def test_a_replay_without_a_recording_is_an_error() -> None:
     pair, model = Pair(), Model()
     pair.runner.launch([row(3, [0], 10)], [FROM_HOST])
-    other = FollowedSteps(ModelRunner(model, KVCache(model.config, 4, SIZE, "float32")), pair.wire.take)
+    other = StepExecutor(ModelRunner(model, KVCache(model.config, 4, SIZE, "float32")), pair.wire.take)
     with pytest.raises(ModelError, match="rank 0 replays a step of 1 rows, but none was recorded"):
         other.run(pair.wire.messages.popleft())
     assert not model.ran

@@ -9,7 +9,7 @@ import pytest
 
 from common.engine.ranks import liveness
 from common.engine.ranks.channel import Channel
-from common.engine.ranks.liveness import LOOK_S, SIGN, SignsOfLife, give_pulse
+from common.engine.ranks.liveness import HEARTBEAT, LOOK_S, HeartbeatMonitor, send_heartbeats
 from common.engine.ranks.processes import OtherRank, RankProcesses
 from common.errors import RankLost
 
@@ -33,7 +33,7 @@ def ends() -> Iterator[tuple[Channel, Channel]]:
 
 def test_silence_is_counted_until_the_next_sign(ends: tuple[Channel, Channel]) -> None:
     clock = Clock()
-    seen = SignsOfLife(ends[0], clock)
+    seen = HeartbeatMonitor(ends[0], clock)
     for expected in (0.0, 1.0, 2.0, 3.0):  # nothing before the first look
         clock.now += 1.0
         assert seen.silent_s() == expected
@@ -46,7 +46,7 @@ def test_silence_is_counted_until_the_next_sign(ends: tuple[Channel, Channel]) -
 
 def test_a_rank_0_that_was_stopped_itself_does_not_take_that_for_silence(ends: tuple[Channel, Channel]) -> None:
     clock = Clock()
-    seen = SignsOfLife(ends[0], clock)
+    seen = HeartbeatMonitor(ends[0], clock)
     assert seen.silent_s() == 0.0
     clock.now += 3600.0
     assert seen.silent_s() == LOOK_S
@@ -58,8 +58,8 @@ def test_a_rank_0_that_was_stopped_itself_does_not_take_that_for_silence(ends: t
 def test_a_rank_gives_signs_until_rank_0_is_gone(
     ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(liveness, "PULSE_S", 0.01)
-    giving = threading.Thread(target=give_pulse, args=(ends[1],))
+    monkeypatch.setattr(liveness, "HEARTBEAT_S", 0.01)
+    giving = threading.Thread(target=send_heartbeats, args=(ends[1],))
     giving.start()
     for _ in range(3):
         assert ends[0]._has(1, 5.0) and ends[0].drain()  # 1: POLLIN
@@ -77,7 +77,7 @@ class ThreeRanks:
             ours, theirs = Channel.pair()
             steps = Channel(ours, f"rank {rank}")
             self.theirs.append(Channel(theirs, "rank 0"))
-            self.processes._ranks.append(OtherRank(steps.peer, steps, steps, SignsOfLife(steps, self.clock)))
+            self.processes._ranks.append(OtherRank(steps.peer, steps, steps, HeartbeatMonitor(steps, self.clock)))
 
     def look(self, seconds: float) -> str:
         self.clock.now += seconds
@@ -96,15 +96,15 @@ def three() -> Iterator[ThreeRanks]:
 def test_the_rank_that_is_silent_is_named_among_others(three: ThreeRanks) -> None:
     for _ in range(60):
         assert three.look(1.0) == ""
-        three.theirs[1].try_send(SIGN)
-    assert three.look(1.0) == "rank 1 has sent no sign of life for 60 s: its process or host is stopped or overloaded"
+        three.theirs[1].try_send(HEARTBEAT)
+    assert three.look(1.0) == "rank 1 has sent no heartbeat for 60 s: its process or host is stopped or overloaded"
 
 
 def test_a_rank_whose_sum_fails_first_does_not_hide_the_one_it_waited_for(three: ThreeRanks) -> None:
     for _ in range(31):
         assert three.look(1.0) == ""
-        three.theirs[1].try_send(SIGN)
-    named = "rank 1 has sent no sign of life for 30 s"
+        three.theirs[1].try_send(HEARTBEAT)
+    named = "rank 1 has sent no heartbeat for 30 s"
     with pytest.raises(RankLost, match=f"a collective failed; {named}"), three.processes.in_step():
         raise RankLost("a collective failed")
     three.theirs[1].close()

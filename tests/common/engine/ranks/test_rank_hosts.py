@@ -16,11 +16,11 @@ from common.engine.ranks import admission, rank_hosts
 from common.engine.ranks.admission import (
     LINKS,
     Handshake,
+    JoinRequest,
+    JoinResponse,
     NotAdmitted,
     Purpose,
-    RankAnswer,
     Versions,
-    Wish,
     key_of,
 )
 from common.engine.ranks.channel import Channel
@@ -34,7 +34,7 @@ KEY = b"k" * 32
 WAIT_S = 30.0
 
 
-class Meeting:
+class Rendezvous:
     """Rank 0 that waits for its hosts on a thread, and what hosts do."""
 
     def __init__(self, num_others: int, ranks_per_host: int, timeout_s: float) -> None:
@@ -53,14 +53,14 @@ class Meeting:
         except RankLost as error:
             self.problem = str(error)
 
-    def ask(self, purpose: Purpose, key: bytes = KEY, **wish: Any) -> RankAnswer:
+    def ask(self, purpose: Purpose, key: bytes = KEY, **request: Any) -> JoinResponse:
         channel = dial(self.address)
         self.channels.append(channel)
         handshake = Handshake(channel, key, leads=False)
-        handshake.send(Wish(purpose=purpose, **{"versions": Versions.of_this_host(), **wish}))
-        return handshake.receive(RankAnswer)
+        handshake.send(JoinRequest(purpose=purpose, **{"versions": Versions.of_this_host(), **request}))
+        return handshake.receive(JoinResponse)
 
-    def join(self) -> RankAnswer:
+    def join(self) -> JoinResponse:
         """A host and the connections of all its ranks."""
         host = self.ask("host")
         for rank in host.ranks:
@@ -78,8 +78,8 @@ class Meeting:
 
 
 @contextmanager
-def meeting(num_others: int = 1, ranks_per_host: int = 2, timeout_s: float = WAIT_S) -> Iterator[Meeting]:
-    found = Meeting(num_others, ranks_per_host, timeout_s)
+def rendezvous(num_others: int = 1, ranks_per_host: int = 2, timeout_s: float = WAIT_S) -> Iterator[Rendezvous]:
+    found = Rendezvous(num_others, ranks_per_host, timeout_s)
     try:
         yield found
     finally:
@@ -87,7 +87,7 @@ def meeting(num_others: int = 1, ranks_per_host: int = 2, timeout_s: float = WAI
 
 
 def test_hosts_join_and_bring_their_ranks() -> None:
-    with meeting(num_others=2) as both:
+    with rendezvous(num_others=2) as both:
         assert both.join().ranks == (2, 3)
         assert both.join().ranks == (4, 5)
         both.thread.join(WAIT_S)
@@ -100,7 +100,7 @@ def test_hosts_join_and_bring_their_ranks() -> None:
 
 
 def test_another_key_is_refused_at_both_ends(caplog: pytest.LogCaptureFixture) -> None:
-    with meeting() as one:
+    with rendezvous() as one:
         with pytest.raises(NotAdmitted, match=r"rank 0 at 127\.0\.0\.1:\d+ is refused: its --curve-key differs"):
             one.ask("host", key=b"x" * 32)
         with pytest.raises(NotAdmitted, match="or is missing on one side"):
@@ -111,23 +111,23 @@ def test_another_key_is_refused_at_both_ends(caplog: pytest.LogCaptureFixture) -
 
 def test_an_overheard_proof_serves_only_once() -> None:
     """The same message with the proof of another connection."""
-    with meeting() as one:
+    with rendezvous() as one:
         first, second = dial(one.address), dial(one.address)
         one.channels += [first, second]
         sent: list[bytes] = []
         handshake = Handshake(first, KEY, leads=False)
         first.send = lambda message, timeout_s: sent.append(bytes(message))  # type: ignore[method-assign]
-        handshake.send(Wish(purpose="host", versions=Versions.of_this_host()))
+        handshake.send(JoinRequest(purpose="host", versions=Versions.of_this_host()))
         again = Handshake(second, KEY, leads=False)
         second.send(sent[0], 1.0)
-        answer = again.receive(RankAnswer)
+        answer = again.receive(JoinResponse)
         assert "its --curve-key differs" in answer.problem
         first.close()
         one.join()
 
 
 def test_other_versions_are_refused_with_both() -> None:
-    with meeting() as one:
+    with rendezvous() as one:
         ours = Versions.of_this_host()
         answer = one.ask("host", versions=Versions("0.0.9", "2.9.0"))
         assert answer.problem == (
@@ -139,7 +139,7 @@ def test_other_versions_are_refused_with_both() -> None:
 
 
 def test_one_host_too_many_may_come_again() -> None:
-    with meeting() as one:
+    with rendezvous() as one:
         first = one.ask("host")
         second = one.ask("host")
         assert (second.problem, second.again) == ("all 2 hosts of --rank-hosts have already joined", True)
@@ -151,7 +151,7 @@ def test_one_host_too_many_may_come_again() -> None:
 
 
 def test_a_host_that_dies_before_all_are_there_makes_room() -> None:
-    with meeting(num_others=2) as both:
+    with rendezvous(num_others=2) as both:
         both.join()
         gone = both.ask("host")
         both.channels[-1].close()
@@ -170,7 +170,7 @@ def test_a_host_that_dies_before_all_are_there_makes_room() -> None:
 
 def test_connections_that_say_nothing_delay_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "ADMISSION_S", 1.5)
-    with meeting() as one:
+    with rendezvous() as one:
         silent = [dial(one.address) for _ in range(8)]
         one.channels += silent
         assert one.join().ranks == (2, 3)
@@ -182,7 +182,7 @@ def test_connections_that_say_nothing_delay_nobody(monkeypatch: pytest.MonkeyPat
 
 def test_connections_that_prove_nothing_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_hosts, "MOST_HANDSHAKES", 2)
-    with meeting() as one:
+    with rendezvous() as one:
         silent = [dial(one.address) for _ in range(2)]
         one.channels += silent
         for channel in silent:
@@ -202,7 +202,7 @@ def test_connections_that_prove_nothing_are_bounded(monkeypatch: pytest.MonkeyPa
     "said", [b"GET / HTTP/1.1\r\n\r\n", (2**40).to_bytes(8, "little"), b"\x05" + bytes(7) + b"hello"]
 )
 def test_garbage_is_closed(said: bytes) -> None:
-    with meeting() as one:
+    with rendezvous() as one:
         host, _, port = one.address.rpartition(":")
         with socket.create_connection((host, int(port))) as stranger:
             stranger.sendall(said)
@@ -214,7 +214,7 @@ def test_garbage_is_closed(said: bytes) -> None:
 
 
 def test_who_is_missing_is_said() -> None:
-    with meeting(num_others=2, timeout_s=2.0) as both:
+    with rendezvous(num_others=2, timeout_s=2.0) as both:
         both.join()
         both.thread.join(WAIT_S)
         host, _, port = both.address.rpartition(":")

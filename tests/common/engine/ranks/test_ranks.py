@@ -24,7 +24,7 @@ from common.engine.kv.staging import incoming_blocks, outgoing_blocks
 from common.engine.models.batch import SequenceChunk
 from common.engine.ranks import group, loading, processes
 from common.engine.ranks.adapters import AllPlaces
-from common.engine.ranks.liveness import PULSE_S
+from common.engine.ranks.liveness import HEARTBEAT_S
 from common.engine.ranks.loading import load_ranked, plans
 from common.engine.ranks.processes import RankPlan
 from common.engine.ranks.steps import RankedGraphRunner
@@ -180,10 +180,10 @@ def test_a_frozen_rank_ends_the_worker_at_the_deadline(folder: Path, monkeypatch
     monkeypatch.setattr(group, "COLLECTIVE_S", 10.0)
     with worker(folder, 2) as loaded:
         os.kill(rank_of(loaded), signal.SIGSTOP)
-        time.sleep(2 * PULSE_S)
+        time.sleep(2 * HEARTBEAT_S)
         assert loaded.others is not None and not loaded.others.failure  # reads what it gave before
         began = time.monotonic()
-        with pytest.raises(RankLost, match=r"a collective failed.*; rank 1 has sent no sign of life for [5-9] s"):
+        with pytest.raises(RankLost, match=r"a collective failed.*; rank 1 has sent no heartbeat for [5-9] s"):
             run(loaded, [1, 2, 3], 0, [0])
         assert 5.0 < time.monotonic() - began < 60.0
 
@@ -209,7 +209,7 @@ def test_a_rank_that_is_frozen_while_nothing_runs_ends_the_worker(
         while not others.failure:
             assert time.monotonic() < until
             time.sleep(0.05)
-        assert others.failure == "rank 1 has sent no sign of life for 6 s: its process or host is stopped or overloaded"
+        assert others.failure == "rank 1 has sent no heartbeat for 6 s: its process or host is stopped or overloaded"
         began = time.monotonic()
     step.join(30.0)
     assert time.monotonic() - began < 30.0 and "a collective failed" in failed[0]
@@ -253,7 +253,7 @@ def test_what_a_rank_cannot_load_is_said(folder: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("settings", "kind", "message"),
     [
-        ({"task": "embed"}, ModelError, "is served to embed, which prefill workers do alone"),
+        ({"task": "embed"}, ModelError, "is served to embed, which only prefill workers do"),
         ({"kv_memory_gib": 1e-6}, ConfigError, "kv_memory_gib=1e-06: must be at least"),
     ],
 )

@@ -21,8 +21,8 @@ from common.engine.kv.sharded_cache import ShardedCache, segments
 from common.engine.kv.staging import GatheredOutgoing, StagedIncoming, incoming_blocks, outgoing_blocks
 from common.engine.ranks import kv_memory
 from common.engine.ranks.channel import Channel
-from common.engine.ranks.connection import tuned
-from common.engine.ranks.kv_memory import CLEAR, READ, WRITE, HeadsOverWire, lend_heads
+from common.engine.ranks.connection import configured
+from common.engine.ranks.kv_memory import CLEAR, READ, WRITE, RemoteKVHeads, serve_kv_heads
 from common.engine.transfer.transports.shm import PeerMemory, ReachedPlaces
 from common.errors import RankLost
 from common.model_files.architecture.shard import Shard
@@ -46,7 +46,7 @@ def connected() -> tuple[Channel, Channel]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours = socket.create_connection(listener.getsockname())
         theirs, _ = listener.accept()
-    return Channel(tuned(ours), "rank 1"), Channel(tuned(theirs), "rank 0")
+    return Channel(configured(ours), "rank 1"), Channel(configured(theirs), "rank 0")
 
 
 class Hosts:
@@ -67,9 +67,9 @@ class Hosts:
                 continue
             ours, theirs = connected()
             self.ends += [ours, theirs]
-            self.threads.append(threading.Thread(target=lend_heads, args=(other, theirs), daemon=True))
+            self.threads.append(threading.Thread(target=serve_kv_heads, args=(other, theirs), daemon=True))
             self.threads[-1].start()
-            self.kv.attach_remote(HeadsOverWire(ours))
+            self.kv.attach_remote(RemoteKVHeads(ours))
 
     def write(self, index: int, whole: torch.Tensor) -> None:
         """As the steps of the ranks do. `whole` is uint8 [layers, KV heads, bytes]."""
@@ -145,8 +145,8 @@ def test_a_message_of_blocks_is_asked_for_at_once(two: Hosts, monkeypatch: pytes
         two.write(index, whole)
     calls: list[str] = []
     for name in ("ask", "take"):
-        real = getattr(HeadsOverWire, name)
-        monkeypatch.setattr(HeadsOverWire, name, recorded(name, real, calls))
+        real = getattr(RemoteKVHeads, name)
+        monkeypatch.setattr(RemoteKVHeads, name, recorded(name, real, calls))
     outgoing = outgoing_blocks(two.kv)
     assert isinstance(outgoing, GatheredOutgoing)
     views = outgoing.views([4, 0, 5])
@@ -321,7 +321,7 @@ def test_threads_take_turns(two: Hosts) -> None:
 def test_a_rank_that_does_not_answer_ends_the_worker(two: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_memory, "ORDER_S", 0.1)
     ours, theirs = connected()
-    two.kv._remotes = [HeadsOverWire(ours)]  # nothing reads at the other end
+    two.kv._remotes = [RemoteKVHeads(ours)]  # nothing reads at the other end
     began = time.monotonic()
     with pytest.raises(RankLost, match="cannot receive from rank 1: timed out"):
         outgoing_blocks(two.kv).view(0)
@@ -360,9 +360,9 @@ def test_an_order_out_of_bounds_ends_the_connection(
 ) -> None:
     kv = KVCache(Shard(1, 2).of(config), BLOCKS, BLOCK_SIZE, "float32")
     ours, theirs = connected()
-    thread = threading.Thread(target=lend_heads, args=(kv, theirs), daemon=True)
+    thread = threading.Thread(target=serve_kv_heads, args=(kv, theirs), daemon=True)
     thread.start()
-    HeadsOverWire(ours)._order(kind, indices, first, count)
+    RemoteKVHeads(ours)._order(kind, indices, first, count)
     assert ours.is_cut(5.0)
     thread.join(5.0)
     assert not thread.is_alive() and not kv.tensor.any()

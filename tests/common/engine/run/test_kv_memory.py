@@ -11,7 +11,7 @@ import torch
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig, WorkerConfig
 from common.engine.kv.cache import block_bytes
 from common.engine.run.kv_memory import blocks_left
-from common.engine.run.loaded import compute_exactly, num_kv_blocks
+from common.engine.run.loaded import num_kv_blocks, use_exact_sums
 from common.engine.run.memory_need import GIB
 from common.engine.sampling.sampler import Sampler
 from common.errors import ConfigError
@@ -114,7 +114,7 @@ def test_products_are_added_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> No
     try:
         products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = True
         torch.set_float32_matmul_precision("high")
-        compute_exactly()
+        use_exact_sums()
         assert not products.allow_bf16_reduced_precision_reduction
         assert not products.allow_fp16_reduced_precision_reduction
         assert torch.get_float32_matmul_precision() == "highest"

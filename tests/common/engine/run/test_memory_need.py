@@ -20,7 +20,7 @@ from common.engine.ranks.shard import load_shard
 from common.engine.run import memory_need
 from common.engine.run.draft_model import DraftPlan
 from common.engine.run.memory_need import GIB, REST_BYTES, MemoryNeed
-from common.engine.run.worker_need import HeldWeights, WeightForm, need_of, remedies, weight_bytes
+from common.engine.run.worker_need import WeightFootprint, WeightForm, remedies, required_memory, weight_bytes
 from common.engine.weights.formats.stored import StoredForm, StoredTensor
 from common.errors import ModelError
 from common.machine.memory import Available
@@ -141,21 +141,21 @@ def test_experts_of_small_floats(tmp_path: Path) -> None:
 
 
 def test_a_gpu_keeps_small_floats_and_widens_what_no_kernel_multiplies() -> None:
-    on_gpu = HeldWeights("bfloat16", Quantization.AUTO, on_cpu=False, tied=False)
+    on_gpu = WeightFootprint("bfloat16", Quantization.AUTO, on_cpu=False, tied=False)
     held = StoredTensor("model.layers.0.mlp.up_proj.weight", 1000, 1000, 8, StoredForm.SMALL_FLOATS)
     other = StoredTensor("blk.0.ffn_up.weight", 330, 1000, 2, StoredForm.OTHER)
     assert on_gpu.of([held]) == 1000
     assert on_gpu.of([other]) == 2000
-    assert HeldWeights("bfloat16", Quantization.AUTO, on_cpu=True, tied=False).of([held, other]) == 2 * 1093 + 1
+    assert WeightFootprint("bfloat16", Quantization.AUTO, on_cpu=True, tied=False).of([held, other]) == 2 * 1093 + 1
 
 
 def test_a_tied_table_is_counted_once() -> None:
     table = StoredTensor("model.embed_tokens.weight", 2000, 1000, 16, dtype="bfloat16")
     for on_cpu, expected in ((False, 2000), (True, 1500)):
-        assert HeldWeights("bfloat16", Quantization.NONE, on_cpu=on_cpu, tied=True).of([table]) == expected
+        assert WeightFootprint("bfloat16", Quantization.NONE, on_cpu=on_cpu, tied=True).of([table]) == expected
     # As it lies in the file it is page cache; as float32 it is not.
-    assert HeldWeights("bfloat16", Quantization.NONE, on_cpu=True, tied=False).of([table]) == 0
-    assert HeldWeights("float32", Quantization.NONE, on_cpu=True, tied=False).of([table]) == 4000
+    assert WeightFootprint("bfloat16", Quantization.NONE, on_cpu=True, tied=False).of([table]) == 0
+    assert WeightFootprint("float32", Quantization.NONE, on_cpu=True, tied=False).of([table]) == 4000
 
 
 def test_layers_that_are_not_read_are_not_counted() -> None:
@@ -177,7 +177,7 @@ def test_layers_that_are_not_read_are_not_counted() -> None:
 )
 def test_kv_by_the_settings(settings: dict[str, Any], kv: int) -> None:
     files, form = resolve_model("tiny-random"), WeightForm("float32", "cpu", "none")
-    need = need_of(files, PrefillWorkerConfig(**settings), form, settings.get("kv_cache_dtype", "float32"))
+    need = required_memory(files, PrefillWorkerConfig(**settings), form, settings.get("kv_cache_dtype", "float32"))
     assert need.kv == kv
     assert need.weights == weight_bytes(files, form) // settings.get("tensor_parallel_size", 1)
     assert need.total == need.weights + kv + REST_BYTES
@@ -199,7 +199,7 @@ def test_a_draft_model_counts() -> None:
     files, form = resolve_model("tiny-random"), WeightForm("float32", "cpu", "none")
     config = DecodeWorkerConfig(num_blocks=10, draft_model="tiny-random", draft_quantization="none")
     drafts = (None, DraftPlan.of(files, config, "float32"))
-    alone, both = (need_of(files, config, form, "float32", draft) for draft in drafts)
+    alone, both = (required_memory(files, config, form, "float32", draft) for draft in drafts)
     assert (both.weights, both.kv) == (2 * alone.weights, 2 * alone.kv)
 
 

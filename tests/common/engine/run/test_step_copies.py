@@ -11,7 +11,7 @@ import torch
 
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig
 from common.engine.models.batch import ForwardBatch, SequenceChunk
-from common.engine.run.kv_memory import MOST_BYTES, STEPS, reserve_step_copies, step_copy_bytes
+from common.engine.run.kv_memory import MAX_BYTES, STEPS, reserve_step_copies, step_copy_bytes
 from common.engine.run.memory_need import LargestSteps
 from common.engine.sampling.logprobs import token_logprobs
 from common.engine.sampling.sampler import Sampler, SamplingRow
@@ -82,7 +82,7 @@ def test_the_largest_steps_fit_side_by_side(taken: list[int], monkeypatch: pytes
 def test_what_is_pinned_is_bounded() -> None:
     usual = step_copy_bytes(largest(8192, 32), shape(vocab_size=128_256, max_model_len=131_072))
     assert usual < 16 * 2**20
-    assert step_copy_bytes(largest(8192, 4096, recorded=True), shape(max_model_len=2**20)) == MOST_BYTES
+    assert step_copy_bytes(largest(8192, 4096, recorded=True), shape(max_model_len=2**20)) == MAX_BYTES
 
 
 def test_recorded_steps_have_seats_too() -> None:

@@ -11,7 +11,7 @@ from common.config import DecodeWorkerConfig, PrefillWorkerConfig
 from common.engine.kv.cache import KVCache
 from common.engine.run.memory_need import step_tokens
 from common.engine.run.runner import ModelRunner
-from common.engine.run.warm_up import SAMPLED, largest_step, run_every_kind, warmed_up
+from common.engine.run.warm_up import SAMPLED, largest_step, run_every_kind, warm_up_runner
 from common.engine.sampling.sampler import Sampler
 from common.errors import ConfigError
 

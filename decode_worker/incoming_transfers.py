@@ -39,7 +39,7 @@ class IncomingTransfers:
         """Return why this worker must not receive from the sender, or ""."""
         message = event.message
         if message.decode_epoch != self._epoch:
-            return f"sent to boot epoch {message.decode_epoch} of this worker, which has restarted with {self._epoch}"
+            return f"sent to boot epoch {message.decode_epoch}, but this worker has restarted with {self._epoch}"
         if message.fingerprint != self._fingerprint:
             return f"KV layout {message.fingerprint} differs from this worker's {self._fingerprint}"
         if self._required and event.memory is None:
@@ -91,32 +91,32 @@ class IncomingTransfers:
             token=token,
             quantised=quantised,
         )
-        self._tell(sequence.peer, grant)
+        self._send_to(sequence.peer, grant)
 
     def renew(self, sequence: DecodeSequence, now: float) -> None:
         """Renew the lease of a prefill worker whose prompt still waits for blocks here, every RENEW_S."""
         if now - sequence.renewed_at >= RENEW_S:
             sequence.renewed_at = now
-            self._tell(sequence.peer, KVWait(request_id=sequence.request_id, attempt=sequence.attempt))
+            self._send_to(sequence.peer, KVWait(request_id=sequence.request_id, attempt=sequence.attempt))
 
     def touch(self, sequence: DecodeSequence, now: float) -> None:
         """Record that the sender still computes. In a hand-over, confirm that everything sent before has arrived."""
         self._receiver.touch(sequence.request_id, sequence.attempt, now)
         if sequence.request.num_reserved_tokens:
-            self._tell(sequence.peer, KVWait(request_id=sequence.request_id, attempt=sequence.attempt))
+            self._send_to(sequence.peer, KVWait(request_id=sequence.request_id, attempt=sequence.attempt))
 
     def not_needed(self, peer: bytes, message: KVOpen) -> None:
         """Acknowledge KV that this worker already has or computes itself."""
-        self._tell(peer, KVAck(request_id=message.request_id, attempt=message.attempt))
+        self._send_to(peer, KVAck(request_id=message.request_id, attempt=message.attempt))
 
     def refuse(self, peer: bytes, message: KVOpen, reason: str) -> None:
-        self._tell(peer, KVFailed(request_id=message.request_id, attempt=message.attempt, reason=reason))
+        self._send_to(peer, KVFailed(request_id=message.request_id, attempt=message.attempt, reason=reason))
 
     def release(self, sequence: DecodeSequence, reason: str) -> IncomingTransfer | None:
         """Revoke lent blocks, and send the prefill worker the `reason` unless it is ""."""
         transfer = self._receiver.release(sequence.request_id, sequence.attempt)
         if sequence.peer and reason:
-            self._tell(
+            self._send_to(
                 sequence.peer, KVFailed(request_id=sequence.request_id, attempt=sequence.attempt, reason=reason[:1000])
             )
         sequence.peer, sequence.lent = b"", False
@@ -137,12 +137,12 @@ class IncomingTransfers:
     def stop(self) -> None:
         self._receiver.stop()
 
-    def _tell(self, peer: bytes, message: Message) -> None:
+    def _send_to(self, peer: bytes, message: Message) -> None:
         self._receiver.send(peer, message)
 
 
 @dataclass(frozen=True, slots=True)
-class TransferEnds:
+class TransferEndpoints:
     """Both ends of a decode worker's transfers: KV from prefill workers, and of hand-overs in both directions."""
 
     incoming: IncomingTransfers
