@@ -53,15 +53,15 @@ def test_ranks_have_neighbouring_devices() -> None:
             {"tensor_parallel_size": 6, "rank_hosts": 4, "rank_port": 7005},
             "invalid rank_hosts=4: must be 1, 2, 3, 6 with --tensor-parallel-size 6",
         ),
-        ({"rank_hosts": 2, "rank_port": 7005}, "rank_hosts=2: must be 1 with --tensor-parallel-size 1"),
-        ({"tensor_parallel_size": 4, "rank_hosts": 2}, "rank_port=0: must be 1 or more with --rank-hosts 2"),
-        ({"tensor_parallel_size": 4, "rank_port": 7005}, "rank_port=7005: must be 0 without --rank-hosts"),
+        ({"rank_hosts": 2, "rank_port": 7005}, "invalid rank_hosts=2: must be 1 with --tensor-parallel-size 1"),
+        ({"tensor_parallel_size": 4, "rank_hosts": 2}, "invalid rank_port=0: must be 1 or more with --rank-hosts 2"),
+        ({"tensor_parallel_size": 4, "rank_port": 7005}, "invalid rank_port=7005: must be 0 without --rank-hosts"),
     ],
 )
 def test_each_host_has_as_many_ranks_and_finds_rank_0(settings: dict[str, Any], refusal: str) -> None:
     with pytest.raises(ConfigError) as refused:
         DecodeWorkerConfig(**settings)
-    assert str(refused.value) == f"invalid {refusal}"
+    assert str(refused.value) == refusal
 
 
 def test_ranks_of_each_host_begin_with_the_same_device() -> None:

@@ -68,4 +68,4 @@ def test_too_large_a_cache_is_refused(settings: dict[str, Any], field: str) -> N
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore words")
 
     with pytest.raises(ConfigError, match=rf"{field}: must be lower.*512 tokens .*2.00 GiB\.\)$"):
-        warmed_up(make, PrefillWorkerConfig(**settings))
+        warm_up_runner(make, PrefillWorkerConfig(**settings))
