@@ -219,9 +219,9 @@ def parse(argv: Sequence[str]) -> Namespace:
     parser.add_argument(
         "--variants",
         default=",".join(VARIANTS),
-        help="dtype, +quantization, +fp8-wire, +fp8-cache or +int8-cache, with commas",
+        help="variants, separated by commas: a dtype with +quantization, +fp8-wire, +fp8-cache or +int8-cache",
     )
-    parser.add_argument("--tokens", type=int, default=96, help="length of each greedy answer")
+    parser.add_argument("--tokens", type=int, default=96, help="tokens per greedy answer")
     return parser.parse_args(argv)
 
 

@@ -160,10 +160,12 @@ def report(console: Console, load: Load, step_s: float, parts: Sequence[Part]) -
 def parse(argv: Sequence[str]) -> Namespace:
     parser = script_parser(PROGRAM, __doc__, model="built-in name, folder or GGUF file")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="number type of the model")
-    parser.add_argument("--quantization", default="none", choices=tuple(BITS), help="of the weights")
-    parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", *SMALL_DTYPES), help="of the KV cache")
-    parser.add_argument("--threads", type=int, default=0, help="threads that compute; 0: one a core")
-    parser.add_argument("--rounds", type=int, default=20, help="steps of each load")
+    parser.add_argument("--quantization", default="none", choices=tuple(BITS), help="format of the weights")
+    parser.add_argument(
+        "--kv-cache-dtype", default="auto", choices=("auto", *SMALL_DTYPES), help="number type of the KV cache"
+    )
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 for one per core")
+    parser.add_argument("--rounds", type=int, default=20, help="steps per load")
     return parser.parse_args(argv)
 
 

@@ -12,18 +12,19 @@ from typing import Any, NoReturn, TypeVar
 
 from benchmarks.load.conditions import conditions, without_folders
 from benchmarks.time_limit import time_limit
+from common.arguments import CommandParser
 
 T = TypeVar("T")
 
 
 def script_parser(program: str, about: str | None, *, model: str = "", plot: bool = False) -> ArgumentParser:
     """A parser with `--output`; also `--model`, if `model` explains it, and `--plot`."""
-    parser = ArgumentParser(program, description=about, formatter_class=ArgumentDefaultsHelpFormatter)
+    parser = CommandParser(program, description=about, formatter_class=ArgumentDefaultsHelpFormatter)
     if model:
         parser.add_argument("--model", default="smollm2-135m", help=model)
-    parser.add_argument("--output", type=Path, help="write the result to this JSON file")
+    parser.add_argument("--output", type=Path, help="JSON file for the result")
     if plot:
-        parser.add_argument("--plot", type=Path, help="draw the result into this PNG file")
+        parser.add_argument("--plot", type=Path, help="PNG file for a plot")
     return parser
 
 

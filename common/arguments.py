@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
+_PREFIX = re.compile(r"--(no-)?|DIPTYCH_")
 _UNKNOWN = re.compile(r"unrecognized arguments: (.*)")
 _MISSING = re.compile(r"the following arguments are required: (.*)")
 _ARGUMENT = re.compile(r"argument ([^:]+): (.*)", re.DOTALL)
@@ -21,8 +22,9 @@ _TYPES = {"int": "a whole number", "float": "a number"}
 
 def suggestion(name: str, names: Iterable[str]) -> str:
     """Return "; did you mean X?" with the closest of `names`, or "" when none is similar."""
-    close = difflib.get_close_matches(name, list(names), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    by_word = {_PREFIX.sub("", one): one for one in names}
+    close = difflib.get_close_matches(_PREFIX.sub("", name), list(by_word), n=1)
+    return f"; did you mean {by_word[close[0]]}?" if close else ""
 
 
 def unknown_arguments(arguments: Sequence[str], options: Iterable[str], prog: str, help_flag: str = "--help") -> str:
@@ -61,6 +63,16 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog=prog, allow_abbrev=False, **options)
+
+    def format_help(self) -> str:
+        """Return the help with a usage line of positional arguments only, because options are listed below it."""
+        if self.usage is None:
+            names = (
+                f" [{one.metavar or one.dest}]" if one.nargs == "?" else f" {one.metavar or one.dest}"
+                for one in self._get_positional_actions()
+            )
+            self.usage = "%(prog)s [options]" + "".join(names)
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: {usage_error(message, self._option_string_actions, self.prog)}", file=sys.stderr)

@@ -37,22 +37,22 @@ PROGRAM = "python -m benchmarks.compare"
 def parse(argv: Sequence[str]) -> Namespace:
     parser = script_parser(PROGRAM, __doc__, model="model to serve, from a GGUF file", plot=True)
     several: dict[str, Any] = {"action": "append", "default": []}
-    parser.add_argument("--prepare", nargs=2, metavar=("PEER", "DIR"), help="install PEER into DIR and do no more")
-    parser.add_argument("--peer", **several, metavar="NAME[:VARIANT]", help=f"a peer to measure: {_known()}")
-    parser.add_argument("--peer-env", **several, metavar="[NAME=]DIR", help="where --prepare installed a peer")
+    parser.add_argument("--prepare", nargs=2, metavar=("PEER", "DIR"), help="only install PEER into DIR")
+    parser.add_argument("--peer", **several, metavar="NAME[:VARIANT]", help=f"peer to measure: {_known()}")
+    parser.add_argument("--peer-env", **several, metavar="[NAME=]DIR", help="folder of --prepare for a peer")
     parser.add_argument(
         "--diptych",
         **several,
         metavar="NAME=ARGS",
-        help=f"a variant: [VARIABLE=value] serve's flags ({DEFAULT_VARIANT})",
+        help=f"variant: environment variables and flags of serve (default {DEFAULT_VARIANT})",
     )
-    parser.add_argument("--diptych-args", default="", metavar="ARGS", help="more flags for every variant")
-    parser.add_argument("--workload", default="128/128", help="tokens in/out, separated by commas")
-    parser.add_argument("--concurrency", default="1,8,32", help="requests in flight, separated by commas")
+    parser.add_argument("--diptych-args", default="", metavar="ARGS", help="additional flags for all variants")
+    parser.add_argument("--workload", default="128/128", help="prompt/output lengths in tokens, separated by commas")
+    parser.add_argument("--concurrency", default="1,8,32", help="numbers of concurrent requests, separated by commas")
     parser.add_argument(
-        "--open-loop", default="", metavar="IN/OUT@RATE", help="also this load at RATE requests a second"
+        "--open-loop", default="", metavar="IN/OUT@RATE", help="additional open loop at RATE requests per second"
     )
-    parser.add_argument("--open-loop-s", type=float, default=120.0, help="seconds of arrivals of an open loop")
+    parser.add_argument("--open-loop-s", type=float, default=120.0, help="duration of an open loop in seconds")
     add_options(parser, repeats=3, per_user=3, least=6)
     return parser.parse_args(argv)
 

@@ -144,13 +144,13 @@ async def serve(front: Front, port: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("openvino_server", description=__doc__)
-    parser.add_argument("--model", required=True, help="GGUF file or folder that OpenVINO GenAI reads")
-    parser.add_argument("--port", type=int, required=True, help="port of loopback to listen on")
-    parser.add_argument("--threads", type=int, required=True, help="threads that compute")
-    parser.add_argument("--cache-gib", type=int, default=4, help="GiB of KV cache")
-    parser.add_argument("--max-num-seqs", type=int, default=32, help="sequences in a batch")
-    parser.add_argument("--max-num-batched-tokens", type=int, default=512, help="tokens in a step")
-    parser.add_argument("--properties", default="{}", help="more properties of the device, as JSON")
+    parser.add_argument("--model", required=True, help="GGUF file or folder for OpenVINO GenAI")
+    parser.add_argument("--port", type=int, required=True, help="port on the loopback address")
+    parser.add_argument("--threads", type=int, required=True, help="CPU threads")
+    parser.add_argument("--cache-gib", type=int, default=4, help="size of the KV cache in GiB")
+    parser.add_argument("--max-num-seqs", type=int, default=32, help="maximum number of sequences per batch")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=512, help="maximum number of tokens per step")
+    parser.add_argument("--properties", default="{}", help="additional device properties as JSON")
     options = parser.parse_args(argv)
     asyncio.run(serve(open_pipeline(options), options.port))
     return 0

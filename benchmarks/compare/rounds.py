@@ -150,11 +150,19 @@ def describe_runs(runs: Sequence[Run | str]) -> dict[str, Any]:
 
 def add_options(parser: ArgumentParser, *, repeats: int, per_user: int, least: int) -> None:
     """The options of rounds, with these defaults."""
-    parser.add_argument("--per-user", type=int, default=per_user, help="requests of a closed loop, times concurrency")
-    parser.add_argument("--min-requests", type=int, default=least, help="least requests of a closed loop")
-    parser.add_argument("--max-s", type=float, default=120.0, help="seconds after which a closed loop starts no more")
-    parser.add_argument("--repeats", type=int, default=repeats, help="times that every engine is started and measured")
-    parser.add_argument("--seed", type=int, default=1, help="of the prompts and arrivals")
-    parser.add_argument("--ready-timeout-s", type=float, default=600.0, help="seconds an engine may take to start")
-    parser.add_argument("--request-timeout-s", type=float, default=900.0, help="seconds a request may take")
-    parser.add_argument("--log-dir", type=Path, help="keep the engines' logs here")
+    parser.add_argument(
+        "--per-user", type=int, default=per_user, help="requests of a closed loop per concurrent request"
+    )
+    parser.add_argument("--min-requests", type=int, default=least, help="minimum number of requests of a closed loop")
+    parser.add_argument(
+        "--max-s", type=float, default=120.0, help="time after which a closed loop sends no more requests, in seconds"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=repeats, help="number of measurements per engine, each after a restart"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="random seed of the prompts and arrivals")
+    parser.add_argument(
+        "--ready-timeout-s", type=float, default=600.0, help="maximum start time of an engine, in seconds"
+    )
+    parser.add_argument("--request-timeout-s", type=float, default=900.0, help="maximum time for a request, in seconds")
+    parser.add_argument("--log-dir", type=Path, help="folder for the logs of the engines")

@@ -123,7 +123,7 @@ def _error_event(message: str) -> bytes:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.compare.vllm_proxy", description=__doc__)
-    parser.add_argument("--port", type=int, required=True, help="port of loopback to listen on")
+    parser.add_argument("--port", type=int, required=True, help="port on the loopback address")
     parser.add_argument("--prefill", required=True, help="URL of the prefill server")
     parser.add_argument("--decode", required=True, help="URL of the decode server")
     options = parser.parse_args(argv)

@@ -21,11 +21,11 @@ def read_table(path: Path, name: str) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except OSError as error:
-        raise ConfigError(name, str(path), f"a file that can be read ({error})") from error
+        raise ConfigError(name, str(path), f"a readable file ({error})") from error
     except ValueError as error:
-        raise ConfigError(name, str(path), f"a TOML or JSON file ({error})") from error
+        raise ConfigError(name, str(path), f"a valid TOML or JSON file ({error})") from error
     if not isinstance(values, dict):
-        raise ConfigError(name, str(path), "a file that holds a table")
+        raise ConfigError(name, str(path), "a file with a table")
     return values
 
 

@@ -196,7 +196,9 @@ def values_of(
     values = merged(values, _given(options))
     for role in ("prefill", "decode"):
         if not isinstance(values.get(role), Mapping) or "coefficients" not in values[role]:
-            raise ConfigError(f"{role}.coefficients", None, "in the file, or from --coefficients, --from or --profile")
+            raise ConfigError(
+                f"{role}.coefficients", None, "given in the file or by --coefficients, --from or --profile"
+            )
     values.setdefault("load", {})
     values.setdefault("goals", {})
     return with_prompts(values)

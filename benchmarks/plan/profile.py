@@ -148,6 +148,6 @@ def _learned(url: str, options: ProfileOptions) -> dict[str, Any]:
     """What the router says of both workers. Raises ConfigError when one has computed too few steps."""
     for role in ("prefill", "decode"):
         if (num_steps := _num_steps(url, role)) < FEWEST_STEPS:
-            allowed = f"enough seconds for {FEWEST_STEPS} steps of each worker: the {role} worker computed {num_steps}"
+            allowed = f"long enough for {FEWEST_STEPS} steps of each worker; the {role} worker computed {num_steps}"
             raise ConfigError("profile_s", options.seconds, allowed)
     return kinds_in(ask_load(url), url)

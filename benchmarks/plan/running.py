@@ -34,7 +34,7 @@ def ask_load(url: str, api_key: str = "") -> Mapping[str, Any]:
         if not isinstance(found, dict) or not isinstance(found.get("workers"), list):
             raise ValueError("there are no workers in it")
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        raise ConfigError("from", url, f"a router of Diptych whose /load can be read ({error})") from error
+        raise ConfigError("from", url, f"a Diptych router with a readable /load ({error})") from error
     return found
 
 
@@ -49,7 +49,7 @@ def kinds_in(load: Mapping[str, Any], source: str) -> dict[str, Any]:
         raise ConfigError(
             "from",
             source,
-            f"a router whose decode workers have computed {FEWEST_STEPS} steps: send it short and long requests first",
+            f"a router whose decode workers have computed {FEWEST_STEPS} steps; send it short and long requests first",
         )
     found: dict[str, Any] = {"decode": _kind(known["decode"])}
     if known["prefill"]:
@@ -57,7 +57,7 @@ def kinds_in(load: Mapping[str, Any], source: str) -> dict[str, Any]:
     elif found["decode"]["coefficients"]["token_s"]:
         found["prefill"] = dict(found["decode"]) | {"max_num_seqs": 0, "max_step_tokens": 0}
     else:
-        raise ConfigError("from", source, "a router with a worker that has computed prompts: send it some first")
+        raise ConfigError("from", source, "a router with a worker that has computed prompts; send it some first")
     if size := max(int(worker.get("block_size", 0)) for worker in known["decode"]):
         found["model"] = {"block_size": size}
         if window := min(int(worker.get("window", 0)) for worker in known["decode"]):

@@ -86,20 +86,20 @@ class PlanSpec(Part, frozen=True):
         """Checks over several fields. Raises ConfigError."""
         goals, load = self.goals, self.load
         if not (goals.ttft_ms or goals.tpot_ms):
-            raise ConfigError(
-                "goals.ttft_ms", goals.ttft_ms, "above 0 without a goal for TPOT: there is nothing to meet"
-            )
+            raise ConfigError("goals.ttft_ms", goals.ttft_ms, "above 0 unless goals.tpot_ms is")
         if bool(load.trace) == bool(load.rate or load.rates):
             raise ConfigError("load.rate", load.rate, "above 0 without a trace, 0 with one")
         if load.rates and not self.duration_s:
             raise ConfigError("duration_s", self.duration_s, "above 0 with load.rates")
         if not self.prefill.coefficients.token_s and not self.decode.coefficients.token_s:
-            raise ConfigError("prefill.coefficients", None, "coefficients with a time for tokens of prompts")
+            raise ConfigError("prefill.coefficients", None, "coefficients with token_s above 0")
         if not self.decode.most:
-            raise ConfigError("decode.most", self.decode.most, "at least 1: only decode workers generate")
+            raise ConfigError("decode.most", self.decode.most, "at least 1")
         cheapest, bounds = self.decode.price, self.bounds
         if 0.0 < bounds.max_cost < cheapest:
-            raise ConfigError("bounds.max_cost", bounds.max_cost, f"at least {cheapest:g}, one decode worker's price")
+            raise ConfigError(
+                "bounds.max_cost", bounds.max_cost, f"at least {cheapest:g}, the price of one decode worker"
+            )
 
     @property
     def arrivals_s(self) -> float:

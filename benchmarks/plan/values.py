@@ -22,7 +22,7 @@ def values_of(spec: PlanSpec, candidate: Candidate, model: str) -> dict[str, Any
     """`model` is a built-in name or a Hugging Face id. Raises ConfigError for a block size that no worker has."""
     if spec.model.block_size not in BLOCK_SIZES:
         allowed = ", ".join(map(str, BLOCK_SIZES))
-        raise ConfigError("model.block_size", spec.model.block_size, f"one of {allowed}, which workers take")
+        raise ConfigError("model.block_size", spec.model.block_size, f"one of {allowed}")
     flags, goals = candidate.flags, spec.goals
     router = {
         **spec.settings,

@@ -75,9 +75,9 @@ def row_of(load: Load, name: str, result: Result, best: float) -> dict[str, Any]
 
 def parse(argv: Sequence[str]) -> Namespace:
     parser = script_parser(PROGRAM, __doc__)
-    parser.add_argument("--seconds", type=float, default=3600.0, help="of virtual time for each load")
-    parser.add_argument("--only", default="", help="loads whose name begins so")
-    parser.add_argument("--seed", type=int, default=1, help="of arrivals, lengths and noise")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="virtual time per load, in seconds")
+    parser.add_argument("--only", default="", help="prefix of the names of the loads")
+    parser.add_argument("--seed", type=int, default=1, help="random seed of arrivals, lengths and noise")
     parser.add_argument(
         "--floor", action="store_true", help="compare only controllers that know the rate, now or a look of 5 s later"
     )

@@ -86,29 +86,27 @@ HALF_RATE: Final = 15_000.0
 def parse(argv: Sequence[str]) -> Namespace:
     parser = script_parser(PROGRAM, __doc__)
     parser.formatter_class = RawDescriptionHelpFormatter
-    parser.add_argument("--quick", action="store_true", help="a small load for a second or two: a check, no result")
-    parser.add_argument("--rounds", type=int, default=3, help="of all servers, in turning order (default: 3)")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help="these parts alone")
-    parser.add_argument("--model", default="smollm2-135m", help="whose tokenizer and template (default: smollm2-135m)")
-    parser.add_argument("--prefill", type=int, default=1, help="stand-ins for prefill workers (default: 1)")
-    parser.add_argument("--decode", type=int, default=4, help="stand-ins for decode workers (default: 4)")
+    parser.add_argument("--quick", action="store_true", help="run a small load for a second or two, as a check")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="rounds over all servers, in alternating order (default: 3)"
+    )
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help="parts to run")
+    parser.add_argument("--model", default="smollm2-135m", help="model of the tokenizer (default: smollm2-135m)")
+    parser.add_argument("--prefill", type=int, default=1, help="simulated prefill workers (default: 1)")
+    parser.add_argument("--decode", type=int, default=4, help="simulated decode workers (default: 4)")
     parser.add_argument("--clients", type=int, default=1, help="load processes (default: 1)")
-    parser.add_argument("--seconds", type=float, help="of each rate (default: 5)")
-    parser.add_argument("--streams", type=int, help="of streaming and latency (default: 1,000)")
+    parser.add_argument("--seconds", type=float, help="duration of each rate, in seconds (default: 5)")
+    parser.add_argument("--streams", type=int, help="streams of the parts streaming and latency (default: 1,000)")
     parser.add_argument("--idle", type=int, help="idle streams (default: 10,000)")
-    parser.add_argument("--rate", type=float, help="tokens/s of latency (default: 15,000 for each router process)")
-    parser.add_argument("--steps", type=int, nargs="+", metavar="N", help="streams in a step (default: 1 4 16 64 250)")
-    parser.add_argument("--router-processes", type=int, default=1, help="of the router (default: 1)")
-    parser.add_argument("--tree", type=Path, help="measure the router of this checkout as well, in turns")
-    parser.add_argument("--router-flags", default="", help="flags for the router, in one argument")
-    parser.add_argument(
-        "--vllm", type=Path, metavar="PYTHON", help="also vLLM's front end, with the Python that has it"
-    )
-    parser.add_argument(
-        "--pin", action="store_true", help="give each process of the server a core, and the others to all else"
-    )
-    parser.add_argument("--no-plain", action="store_true", help="without the plain application")
-    parser.add_argument("--log-dir", type=Path, help="keep the router's logs here")
+    parser.add_argument("--rate", type=float, help="tokens/s of the part latency (default: 15,000 per router process)")
+    parser.add_argument("--steps", type=int, nargs="+", metavar="N", help="streams per step (default: 1 4 16 64 250)")
+    parser.add_argument("--router-processes", type=int, default=1, help="router processes (default: 1)")
+    parser.add_argument("--tree", type=Path, help="checkout whose router is measured too, alternately")
+    parser.add_argument("--router-flags", default="", help="flags of the router, as one argument")
+    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="Python with vLLM, to measure its front end too")
+    parser.add_argument("--pin", action="store_true", help="pin each server process to its own core")
+    parser.add_argument("--no-plain", action="store_true", help="do not measure the plain application")
+    parser.add_argument("--log-dir", type=Path, help="folder for the logs of the router")
     options = parser.parse_args(argv)
     if options.pin and (options.vllm is not None or options.router_processes >= len(os.sched_getaffinity(0))):
         parser.error("--pin needs a core more than --router-processes, and is not for --vllm")

@@ -190,7 +190,7 @@ class Simulation:
         }
         for setting, value in scenario.settings.items():
             if setting not in known:
-                raise ConfigError(f"settings.{setting}", value, "the name of a router's setting")
+                raise ConfigError(f"settings.{setting}", value, "the name of a router setting")
             values[setting] = known[setting].coerce(value)
         for role in ("prefill", "decode"):
             addresses = tuple(one.address for one in self.processes.values() if one.home.role == role)

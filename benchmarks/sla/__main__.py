@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from argparse import ArgumentDefaultsHelpFormatter, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -31,6 +31,7 @@ from benchmarks.sla import planner, policies, tuning
 from benchmarks.sla.journal import Journal
 from benchmarks.sla.side_by_side import SideBySide
 from benchmarks.sla.step import Settings, Skipped, Step
+from common.arguments import CommandParser
 
 PROGRAM: Final = "python -m benchmarks.sla"
 STEPS: Final[tuple[Step, ...]] = (policies.STEP, planner.STEP, tuning.STEP)
@@ -38,47 +39,47 @@ RESULTS: Final = Path(__file__).parent.parent / "results"
 
 
 def parse(argv: Sequence[str]) -> Namespace:
-    parser = ArgumentParser(PROGRAM, description=__doc__, formatter_class=ArgumentDefaultsHelpFormatter)
+    parser = CommandParser(PROGRAM, description=__doc__, formatter_class=ArgumentDefaultsHelpFormatter)
     usual, names = Settings(), [step.name for step in STEPS]
     parser.add_argument(
-        "--only", nargs="+", choices=names, default=names, metavar="STEP", help="run these: " + ", ".join(names)
+        "--only", nargs="+", choices=names, default=names, metavar="STEP", help="steps to run: " + ", ".join(names)
     )
     parser.add_argument(
         "--traces",
         type=Path,
         metavar="FOLDER",
         help="folder with azure2023_conv.csv.gz, azure2023_code.csv.gz and mooncake_conversation.jsonl.gz; "
-        "without it loads are synthetic",
+        "without it, loads are synthetic",
     )
     parser.add_argument(
         "--begin",
         type=float,
         default=usual.begin,
         metavar="SHARE",
-        help="policies leaves out this share of each trace at its begin; results are named sla-STEP-later",
+        help="share at the start of each trace that the step policies skips; results are named sla-STEP-later",
     )
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help="where results are written")
-    parser.add_argument("--repeats", type=int, default=usual.repeats, help="runs of each policy with other requests")
-    parser.add_argument("--num-requests", type=int, default=usual.num_requests, help="of each run of a policy")
-    parser.add_argument("--seconds", type=float, default=usual.seconds, help="of virtual time for each planner's load")
-    parser.add_argument("--seed", type=int, default=usual.seed, help="of arrivals, lengths and noise")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help="folder for the results")
+    parser.add_argument("--repeats", type=int, default=usual.repeats, help="runs per policy, with different requests")
+    parser.add_argument("--num-requests", type=int, default=usual.num_requests, help="requests per run of a policy")
+    parser.add_argument("--seconds", type=float, default=usual.seconds, help="virtual time per planner load in seconds")
+    parser.add_argument("--seed", type=int, default=usual.seed, help="random seed of arrivals, lengths and noise")
     parser.add_argument(
         "--cases",
         nargs="+",
         default=[],
         metavar="TEXT",
-        help="cases of tuning and loads of policies, only those with one of these in their names",
+        help="parts of the names of the cases of tuning and the loads of policies to run",
     )
     parser.add_argument(
-        "--resume", action="store_true", help="keep what a stopped run with the same settings has measured"
+        "--resume", action="store_true", help="keep the results of an interrupted run with the same settings"
     )
-    parser.add_argument("--redraw", type=Path, nargs="+", metavar="JSON", help="only draw these results again")
+    parser.add_argument("--redraw", type=Path, nargs="+", metavar="JSON", help="only redraw the plots of these results")
     options = parser.parse_args(argv)
     for name, least in (("repeats", 1), ("num_requests", 20), ("seconds", 120.0)):
         if getattr(options, name) < least:
-            parser.error(f"argument --{name.replace('_', '-')}: {getattr(options, name)} is less than {least}")
+            parser.error(f"argument --{name.replace('_', '-')}: {getattr(options, name)}: must be at least {least}")
     if not 0 <= options.begin < 1:
-        parser.error(f"argument --begin: {options.begin} is not a share from 0 to less than 1")
+        parser.error(f"argument --begin: {options.begin}: must be at least 0 and less than 1")
     return options
 
 

@@ -72,8 +72,8 @@ class FlagParser(argparse.ArgumentParser):
                 self.add_argument(flag, metavar=metavar(field), action="append", **options)
             elif field.type in (str, int, float):
                 action = self.add_argument(flag, metavar=metavar(field), **options)
-                if field.rule.choices:  # validated by the field; argcomplete reads `completer`
-                    action.completer = [str(choice) for choice in field.rule.choices]  # type: ignore[attr-defined]
+                if choices := [str(choice) for choice in field.rule.choices]:  # for argcomplete; the field validates
+                    action.completer = lambda choices=choices, **_: choices  # type: ignore[attr-defined]
             else:
                 self.add_argument(flag, metavar=metavar(field), nargs="+", action="extend", **options)
             if is_shown:

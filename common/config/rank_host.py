@@ -19,7 +19,7 @@ class RankHostConfig(ProcessConfig):
     section: ClassVar[str] = "rank_host"
     env_prefix: ClassVar[str] = "RANK_HOST"
     about: ClassVar[str] = (
-        "Run the processes of a worker with --rank-hosts on a further host. Devices and paths are those of the worker. "
+        "Run the processes of a worker with --rank-hosts on an additional host. "
         "After the worker exits, this process waits for the next one at the same address."
     )
     examples: ClassVar[tuple[tuple[str, str], ...]] = (
@@ -29,7 +29,7 @@ class RankHostConfig(ProcessConfig):
     leader: str = setting(
         "",
         "address of the worker's --rank-port",
-        group="Sockets",
+        group="Workers",
         common=True,
         pattern=_LEADER,
         expects="HOST:PORT, such as 10.0.0.7:7005",

@@ -9,6 +9,7 @@ Unknown names and invalid values raise `ConfigError`.
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import sys
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from common.arguments import suggestion
+from common.arguments import plain, suggestion
 from common.config.decode_worker import DecodeWorkerConfig
 from common.config.field import Config, Field, fields_of
 from common.config.flags import MODEL, FlagParser
@@ -171,12 +172,12 @@ def located(
             return error.located(as_flag(name, error.value))
     if place := sources.place(cls, error.field, error.value):
         return error.located(place)
-    return with_flag(error)
+    return with_flag(error, (cls,))
 
 
-def with_flag(error: ConfigError) -> ConfigError:
+def with_flag(error: ConfigError, classes: Iterable[type[Config]] = CONFIG_CLASSES) -> ConfigError:
     """Return an error of a setting with its flag in place of the field's name."""
-    if error.is_located or not any(field.name == error.field for cls in CONFIG_CLASSES for field in fields_of(cls)):
+    if error.is_located or not any(field.name == error.field for cls in classes for field in fields_of(cls)):
         return error
     if error.value in ("", (), None):
         return error.located(f"missing --{error.field.replace('_', '-')}")
@@ -189,6 +190,8 @@ def as_flag(name: str, value: object) -> str:
     if isinstance(value, bool):
         return f"invalid --{'' if value else 'no-'}{flag}"
     text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    if isinstance(value, int | float) and math.isfinite(value):
+        text = plain(value)
     return f"invalid --{flag} {text if text == '***' else shlex.quote(text)}"
 
 

@@ -28,7 +28,7 @@ def content_of(field: str, path: str, max_bytes: int) -> bytes:
         with open(path, "rb") as file:
             return file.read(max_bytes + 1)
     except OSError as error:
-        raise ConfigError(field, path, f"a file that can be read ({error.strerror})") from error
+        raise ConfigError(field, path, f"a readable file ({error.strerror})") from error
 
 
 def check_size(field: str, path: str, data: bytes, max_bytes: int) -> None:

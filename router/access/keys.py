@@ -184,11 +184,13 @@ class _Reader:
         entries = table.get("key")
         unknown = sorted(set(table) - {"key"})
         if unknown:
-            raise ConfigError(FIELD, self._path, f"only [[key]] tables, not {unknown[0]!r}")
+            raise ConfigError(FIELD, self._path, f"a file of [[key]] tables, without {unknown[0]!r}")
         if not isinstance(entries, list) or not entries:
-            raise ConfigError(FIELD, self._path, "at least one [[key]] table (`diptych api-key NAME` prints one)")
+            raise ConfigError(
+                FIELD, self._path, "a file with at least one [[key]] table; `diptych api-key NAME` prints one"
+            )
         if len(entries) > MAX_KEYS:
-            raise ConfigError(FIELD, self._path, f"at most {MAX_KEYS:,} keys, not {len(entries):,}")
+            raise ConfigError(FIELD, self._path, f"a file with at most {MAX_KEYS:,} keys, not {len(entries):,}")
         names: set[str] = set()
         secrets: set[bytes] = set()
         keys = []
@@ -217,7 +219,7 @@ class _Reader:
             self._refuse(index, "cache_group", "a cache_group of up to 64 letters, digits and . _ -")
         admin = entry.get("admin", False)
         if not isinstance(admin, bool):
-            self._refuse(index, "admin", "true or false")
+            self._refuse(index, "admin", "admin = true or false")
         limits = Limits(**{field: self._limit(index, field, entry.get(field, 0)) for field in LIMITS})
         classes, models = self._key_classes(index, entry), self._key_models(index, entry)
         by_model = self._by_model(index, entry.get("by_model", {}))
@@ -282,7 +284,9 @@ class _Reader:
         return value
 
     def _refuse(self, index: int, field: str, allowed: str) -> NoReturn:
-        raise ConfigError(FIELD, self._path, f"{self._where(index, field)}: {allowed}") from None
+        raise ConfigError(
+            FIELD, self._path, f"a file with valid entries; {self._where(index, field)} must have {allowed}"
+        ) from None
 
     def _where(self, index: int, field: str) -> str:
         """Return the line of a field of entry `index`, or of its header; "key N" if tables are written differently."""

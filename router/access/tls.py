@@ -51,9 +51,9 @@ def load_context(cert: str, key: str) -> ssl.SSLContext:
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
             raise ConfigError(KEY, key, f"the private key of the certificate in {cert}") from None
-        raise ConfigError(CERT, cert, f"a certificate and a key that can be loaded ({error.reason})") from None
+        raise ConfigError(CERT, cert, f"a valid certificate with its key ({error.reason})") from None
     except OSError as error:
-        raise ConfigError(CERT, cert, f"files that can be read ({error.strerror})") from error
+        raise ConfigError(CERT, cert, f"a readable file ({error.strerror})") from error
     return context
 
 
@@ -62,7 +62,7 @@ def _read(field: str, path: str) -> bytes:
         with open(path, "rb") as file:
             return file.read(1 << 20)
     except OSError as error:
-        raise ConfigError(field, path, f"a file that can be read ({error.strerror})") from error
+        raise ConfigError(field, path, f"a readable file ({error.strerror})") from error
 
 
 def _no_passphrase() -> NoReturn:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from pkgutil import resolve_name
@@ -30,7 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="\n".join(("Usage:", *(f"  {line}" for line in lines.values()))),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("shell", choices=SHELLS, help="shell that evaluates the code")
+    parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
     return parser
 
 
@@ -48,12 +47,14 @@ def complete() -> None:
     import argcomplete
 
     parser = CommandParser(PROG)
-    words = shlex.split(os.environ.get("COMP_LINE", "").replace("\\", "").partition(";")[0], posix=False)
+    words = os.environ.get("COMP_LINE", "").split()
     current = words[1] if len(words) > 1 else ""
 
     def build(prog: str, **options: Any) -> argparse.ArgumentParser:
         name = prog.rpartition(" ")[2]
-        return parser_of(name) if name == current else argparse.ArgumentParser(prog, add_help=False)
+        return (
+            parser_of(name) if name == current and name in COMMANDS else argparse.ArgumentParser(prog, add_help=False)
+        )
 
     commands = parser.add_subparsers(parser_class=build)  # type: ignore[call-overload] # any callable
     for name, command in COMMANDS.items():
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     shell = build_parser().parse_args(argv).shell
     import argcomplete  # optional
 
-    print(argcomplete.shell_integration.shellcode([PROG], shell=shell))
+    print(argcomplete.shell_integration.shellcode([PROG], shell=shell))  # type: ignore[no-untyped-call]
     return 0
 
 

@@ -54,7 +54,7 @@ COMMANDS = {
     ),
     "rank-host": Command(
         "Serve",
-        "run the processes of a worker on a further host",
+        "run the processes of a worker on an additional host",
         "common.engine.ranks.rank_host",
         "common.config:RankHostConfig",
         "worker",

@@ -160,9 +160,14 @@ def report(sizing: Estimate) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of `diptych size`."""
-    parser = CommandParser("diptych size", description="Estimate the number of prefill and decode workers for a load.")
+    parser = CommandParser(
+        "diptych size",
+        description="Estimate the number of prefill and decode workers for a load.",
+        epilog="Example: diptych size --parameters 8e9 --kv-bytes 131072 --tflops 989 --memory-gb 141 "
+        "--bandwidth-gbs 4800 --rate 20 --prompt 3000 --output 300 --ttft-ms 500 --tpot-ms 20",
+    )
     positive, share = number(above=0), number(0, 1)
-    model = parser.add_argument_group("model")
+    model = parser.add_argument_group("model (--parameters and one of --kv-bytes and --config are required)")
     model.add_argument("--parameters", type=positive, required=True, metavar="N", help="parameters, such as 8e9")
     model.add_argument("--weight-bytes", type=positive, default=2, metavar="X", help="bytes per parameter (default 2)")
     cached = model.add_mutually_exclusive_group(required=True)
@@ -182,7 +187,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="attention window in tokens, if all layers have one (default: none)",
     )
-    device = parser.add_argument_group("accelerator, from its data sheet")
+    device = parser.add_argument_group("accelerator, from its data sheet (required)")
     device.add_argument(
         "--tflops", type=positive, required=True, metavar="X", help="dense TFLOP/s at the precision of the weights"
     )
@@ -198,7 +203,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="X",
         help="usable fraction of the bandwidth (default 0.7)",
     )
-    load = parser.add_argument_group("load and goals")
+    load = parser.add_argument_group("load and goals (required)")
     load.add_argument("--rate", type=positive, required=True, metavar="X", help="requests per second")
     load.add_argument("--prompt", type=positive, required=True, metavar="N", help="mean prompt length in tokens")
     load.add_argument("--output", type=positive, required=True, metavar="N", help="mean output length in tokens")

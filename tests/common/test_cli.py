@@ -9,7 +9,9 @@ import psutil
 import pytest
 
 from common import __version__
+from common.errors import ConfigError
 from router.cli.main import COMMANDS, main
+from router.cli.serve.processes import build_parser
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,6 +51,92 @@ def test_help_of_a_command_needs_no_torch(command: str) -> None:
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "usage:" in done.stdout
+
+
+OPTIONAL = (
+    *("argcomplete", "fastapi", "httpx", "huggingface_hub", "jsonschema", "matplotlib", "multipart", "nixl", "numpy"),
+    *("opentelemetry", "pydantic", "python_multipart", "rich", "safetensors", "torch", "transformers", "triton"),
+)
+"""Packages of the extras, and NumPy."""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["--help-all"]])
+def test_help_needs_no_optional_package(arguments: list[str]) -> None:
+    """In one process, because each would import for a second."""
+    commands = [name for name in COMMANDS if arguments != ["--help-all"] or name in CONFIGURED]
+    program = (
+        "import sys\n"
+        f"sys.modules.update(dict.fromkeys({OPTIONAL!r}))\n"
+        "import router.cli.main as cli\n"
+        f"for command in {commands!r}:\n"
+        "    try:\n"
+        f"        status = cli.main([command, *{arguments!r}])\n"
+        "    except SystemExit as end:\n"
+        "        status = end.code or 0\n"
+        "    assert status == 0, command\n"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert all(f"usage: diptych {command} " in done.stdout for command in commands)
+    assert not done.stderr
+
+
+CONFIGURED = ("serve", "router", "prefill-worker", "decode-worker", "rank-host", "bench")
+
+
+@pytest.mark.parametrize("columns", ["80", "200"])
+def test_the_short_help_of_serve_fits_a_page(
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    with pytest.raises(SystemExit):
+        main(["help", "serve"])
+    shown = capsys.readouterr().out
+    assert len(shown.splitlines()) <= 60
+    assert shown.index("MODEL ") < shown.index("--port") < shown.index("--slo-ttft-ms") < shown.index("Examples:")
+    assert "\x1b" not in shown
+
+
+def test_a_model_is_named_once() -> None:
+    parser = build_parser()
+    assert parser.flags(["org/name", "--port", "1"])["model"] == "org/name"
+    assert parser.flags(["--port", "1", "a", "--model", "a"])["model"] == "a"
+    for argv, said in (
+        (["a", "--model", "b"], "MODEL a and --model b differ: give one of them"),
+        (["a", "b"], "unexpected argument 'b'"),
+        (["a", "--prt", "3"], "unknown option --prt; did you mean --port?"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            parser.flags(argv)
+        assert str(refused.value) == said
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["size", "--rate", "many"], "invalid --rate many: must be a number above 0"),
+        (["size", "--rate"], "option --rate needs a value"),
+        (["batch", "in"], "missing OUT; diptych batch --help lists the options"),
+        (
+            ["batch", "in", "out", "--concurrency", "0"],
+            "invalid --concurrency 0: must be a whole number from 1 to 10000",
+        ),
+        (["top", "--onze"], "unknown option --onze; did you mean --once?"),
+        (["top", "--once=1"], "option --once takes no value"),
+        (["top", "ftp://x"], "invalid URL ftp://x: must be http://HOST:PORT or https://HOST:PORT"),
+        (["simulate", "s.toml", "--seed", "x"], "invalid --seed x: must be a whole number"),
+        (["serve", "--model"], "option --model needs a value"),
+    ],
+)
+def test_errors_are_one_sentence(
+    argv: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module in (COMMANDS[argv[0]].module, f"{COMMANDS[argv[0]].module}.__main__"):
+        monkeypatch.delitem(sys.modules, module, raising=False)  # as in a new process
+    with pytest.raises(SystemExit) as ended:
+        raise SystemExit(main(argv))
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"diptych {argv[0]}: {said}\n"
 
 
 @pytest.mark.parametrize(

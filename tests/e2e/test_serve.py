@@ -34,7 +34,8 @@ class Served(Program):
         self, log: Path, *flags: str, program: Sequence[str] = ("-m", "router.cli.serve.serve"), wait: bool = True
     ) -> None:
         super().__init__("serve", log, group=True)
-        self.launch([sys.executable, "-P", *program, "--model", "tiny-random", "--port", "0", *flags])
+        model = () if "--models-file" in flags else ("--model", "tiny-random")
+        self.launch([sys.executable, "-P", *program, *model, "--port", "0", *flags])
         self.url = self._wait_for_url() if wait else ""
 
     def _wait_for_url(self) -> str:
@@ -122,11 +123,29 @@ def test_a_pool_at_zero_is_started_for_those_who_ask(served: list[Served], tmp_p
     assert served[0].end(signal.SIGTERM, whole_group=False) == set()
 
 
+def both_of(folder: str, path: Path) -> tuple[str, str]:
+    """The flags for tiny-random and the model of a folder."""
+    file = path / "models.toml"
+    file.write_text(f'[[model]]\nmodel = "tiny-random"\n[[model]]\nmodel = "{folder}"\n')
+    return "--models-file", str(file)
+
+
 @pytest.mark.slow
 def test_of_two_models_the_one_that_is_asked_for_grows(served: list[Served], tmp_path: Path) -> None:
     folder = str(make_tiny_model(tmp_path / "another", seed=7))
     goals = ("--slo-ttft-ms", "10000", "--slo-tpot-ms", "1000", "--planner-interval-s", "0.3")
-    flags = ("--model", folder, "--threads", "1", "--prefill", "0", "--max-prefill", "1", "--max-decode", "1", *goals)
+    flags = (
+        *both_of(folder, tmp_path),
+        "--threads",
+        "1",
+        "--prefill",
+        "0",
+        "--max-prefill",
+        "1",
+        "--max-decode",
+        "1",
+        *goals,
+    )
     served.append(Served(tmp_path / "a.log", "--autoscale", *flags))
 
     def workers() -> list[tuple[str, str]]:
@@ -161,7 +180,7 @@ def test_two_services_side_by_side_end_by_control_c_and_by_sigterm(served: list[
 @pytest.mark.slow
 def test_two_models_behind_one_router(served: list[Served], tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "another", seed=7)
-    served.append(Served(tmp_path / "a.log", "--model", str(folder), "--prefill", "0"))
+    served.append(Served(tmp_path / "a.log", *both_of(str(folder), tmp_path), "--prefill", "0"))
     assert served[0].said("Diptych serves tiny-random, another, ready after", "0 prefill + 2 decode + router")
     answers = {model: ask(served[0].url, model) for model in ("tiny-random", "another")}
     assert answers["tiny-random"] != answers["another"]

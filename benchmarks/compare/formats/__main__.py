@@ -65,22 +65,22 @@ def held_weights(
 
 
 def parse(argv: Sequence[str]) -> Namespace:
-    parser = script_parser(PROGRAM, __doc__, model="a GGUF file; of safetensors formats, of a Llama", plot=True)
-    parser.add_argument("--formats", default=",".join(FORMATS), help="some of these, with commas")
-    parser.add_argument("--peers", default=",".join(ENGINES), help="engines beside, with commas; empty: none")
+    parser = script_parser(PROGRAM, __doc__, model="GGUF file; a Llama model for safetensors formats", plot=True)
+    parser.add_argument("--formats", default=",".join(FORMATS), help="formats, separated by commas")
+    parser.add_argument("--peers", default=",".join(ENGINES), help="peer engines, separated by commas; empty for none")
     parser.add_argument(
         "--peer-env",
         action="append",
         default=[],
         metavar="NAME=DIR",
-        help="where `python -m benchmarks.compare --prepare` installed a peer",
+        help="folder of `python -m benchmarks.compare --prepare` for a peer",
     )
-    parser.add_argument("--random-k", action="store_true", help="a model of random weights with --model's tokenizer")
-    parser.add_argument("--diptych-args", default="", metavar="ARGS", help="more flags for every format")
-    parser.add_argument("--tokens", type=int, default=128, help="prompt and output tokens of the streams")
+    parser.add_argument("--random-k", action="store_true", help="use random weights with the tokenizer of --model")
+    parser.add_argument("--diptych-args", default="", metavar="ARGS", help="additional flags for all formats")
+    parser.add_argument("--tokens", type=int, default=128, help="prompt and output tokens per stream")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the long prompt")
-    parser.add_argument("--streams", type=int, default=32, help="streams of the third load")
-    parser.add_argument("--show", type=Path, metavar="JSON", help="print the table of this result and do no more")
+    parser.add_argument("--streams", type=int, default=32, help="number of streams of the third load")
+    parser.add_argument("--show", type=Path, metavar="JSON", help="only print the table of this result")
     add_options(parser, repeats=2, per_user=1, least=4)
     return parser.parse_args(argv)
 

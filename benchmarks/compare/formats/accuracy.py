@@ -103,17 +103,19 @@ def described(formats: Sequence[Format], paths: Mapping[str, Path], files: Model
 
 
 def parse(argv: Sequence[str]) -> Namespace:
-    parser = script_parser(PROGRAM, __doc__, model="a GGUF file; of safetensors formats, of a Llama")
-    parser.add_argument("--formats", default=",".join(FORMATS), help="some of these, with commas")
+    parser = script_parser(PROGRAM, __doc__, model="GGUF file; a Llama model for safetensors formats")
+    parser.add_argument("--formats", default=",".join(FORMATS), help="formats, separated by commas")
     parser.add_argument(
         "--llama-cpp",
         type=Path,
         metavar="DIR",
-        help="where `python -m benchmarks.compare --prepare llama.cpp DIR` installed it; without: no peer, no K-quants",
+        help="folder of `python -m benchmarks.compare --prepare llama.cpp DIR`, for the peer and for K-quants",
     )
-    parser.add_argument("--tokens", type=int, default=48, help="length of each greedy answer")
-    parser.add_argument("--ready-timeout-s", type=float, default=600.0, help="patience with a start of llama.cpp")
-    parser.add_argument("--show", type=Path, metavar="JSON", help="print the table of this result and do no more")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens per greedy answer")
+    parser.add_argument(
+        "--ready-timeout-s", type=float, default=600.0, help="maximum start time of llama.cpp, in seconds"
+    )
+    parser.add_argument("--show", type=Path, metavar="JSON", help="only print the table of this result")
     return parser.parse_args(argv)
 
 

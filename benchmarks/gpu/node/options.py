@@ -20,16 +20,20 @@ def parse(argv: Sequence[str], about: str = "") -> Namespace:
     halves = {"first": FIRST, "second": SECOND}
     names = (*halves, *PARTS, *MORE_PARTS)
     parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="folder for the results")
-    parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU, kernels in Triton's interpreter")
+    parser.add_argument("--dry-run", action="store_true", help="use tiny sizes on the CPU and Triton's interpreter")
     parser.add_argument(
         "--parts", nargs="+", choices=names, default=list(halves), metavar="PART", help=", ".join(names)
     )
     parser.add_argument("--device", default="cuda", help="CUDA device")
-    parser.add_argument("--time-limit-s", type=float, default=LIMIT_S, help="end by then; 0: no limit")
-    parser.add_argument("--landing-s", type=float, default=LANDING_S, help="seconds of transfers during replays")
-    parser.add_argument("--kv-memory-gib", type=float, default=24.0, help="KV memory of each worker in the service")
-    parser.add_argument("--requests", type=int, default=128, help="requests to each arm of the service")
-    parser.add_argument("--full", action="store_true", help="more repeats and lengths; takes longer than ten minutes")
+    parser.add_argument("--time-limit-s", type=float, default=LIMIT_S, help="time limit in seconds; 0 for none")
+    parser.add_argument(
+        "--landing-s", type=float, default=LANDING_S, help="duration of transfers in replays, in seconds"
+    )
+    parser.add_argument("--kv-memory-gib", type=float, default=24.0, help="size of the KV cache per worker, in GiB")
+    parser.add_argument("--requests", type=int, default=128, help="requests per arm of the service")
+    parser.add_argument(
+        "--full", action="store_true", help="use more repeats and lengths, which takes longer than ten minutes"
+    )
     parser.add_argument("--skip", nargs="+", default=(), metavar="WORD", help="skip kernels whose name contains WORD")
     options = parser.parse_args(argv)
     wanted = {part for name in options.parts for part in halves.get(name, {name: 0})}

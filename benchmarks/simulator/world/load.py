@@ -80,7 +80,7 @@ def requests_of(scenario: Scenario) -> list[SimulatedRequest]:
     for request in found:
         if request.content.num_prompt_tokens + request.output_len > longest:
             length = request.content.num_prompt_tokens + request.output_len
-            raise ConfigError("model.max_model_len", longest, f"at least {length}, which one request has")
+            raise ConfigError("model.max_model_len", longest, f"at least {length}, the length of the longest request")
     return found
 
 
@@ -143,7 +143,8 @@ def _lengths_of(part: LoadSpec | LoadPart, where: str) -> tuple[LengthRange, Len
         try:
             found.append(LengthRange.parse(getattr(part, name)))
         except ValueError as error:
-            raise ConfigError(f"{where}.{name}", getattr(part, name), str(error)) from error
+            allowed = f"a length such as 128, or a range such as 64-512 ({error})"
+            raise ConfigError(f"{where}.{name}", getattr(part, name), allowed) from error
     return found[0], found[1]
 
 

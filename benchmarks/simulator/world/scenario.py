@@ -76,7 +76,7 @@ class PoolSpec(Part, frozen=True):
         if role == self.role:
             return self
         if self.other_role is None:
-            raise ConfigError("pool.other_role", None, f"a part that says what {self.name} does as {role}")
+            raise ConfigError("pool.other_role", None, f"set for {self.name} as {role}")
         return msgspec.structs.replace(self, role=role, **msgspec.structs.asdict(self.other_role))
 
     @property
@@ -144,7 +144,7 @@ class LoadSpec(Part, frozen=True):
     def check(self, duration_s: float) -> None:
         """Checks over several fields. Raises ConfigError."""
         if self.parts and (self.trace or self.rate or self.rates):
-            raise ConfigError("load.parts", len(self.parts), "none beside trace, rate or rates")
+            raise ConfigError("load.parts", len(self.parts), "empty with trace, rate or rates")
         if not self.parts and bool(self.trace) == bool(self.rate or self.rates):
             raise ConfigError("load.rate", self.rate, "above 0 without a trace, 0 with one")
         if not self.trace and not duration_s:
@@ -157,7 +157,7 @@ class LoadSpec(Part, frozen=True):
             if end_s > longest_s:
                 raise ConfigError(f"load.parts[{number}].end_s", part.end_s, f"at most {longest_s:g}")
             if part.begin_s >= end_s:
-                raise ConfigError(f"load.parts[{number}].begin_s", part.begin_s, f"below {end_s:g}, where it ends")
+                raise ConfigError(f"load.parts[{number}].begin_s", part.begin_s, f"below {end_s:g}, its end")
 
 
 class Goals(Part, frozen=True):
@@ -235,9 +235,9 @@ class Scenario(Part, frozen=True):
         names = [pool.name for pool in self.pool]
         for name in names:
             if names.count(name) > 1:
-                raise ConfigError("pool.name", name, "a name of its own for each pool")
+                raise ConfigError("pool.name", name, "unique among the pools")
         if not any(pool.role == "decode" for pool in self.pool):
-            raise ConfigError("pool.role", sorted({pool.role for pool in self.pool}), "at least one pool of decode")
+            raise ConfigError("pool.role", sorted({pool.role for pool in self.pool}), "decode for at least one pool")
         self.load.check(self.duration_s)
         self._check_others()
         workers = {f"{pool.name}-{number}" for pool in self.pool for number in range(pool.count)}
@@ -246,20 +246,24 @@ class Scenario(Part, frozen=True):
             allowed = {"start": set(names), "router_death": routers}.get(event.kind, workers)
             if event.worker not in allowed:
                 some = ", ".join(sorted(allowed)[:8])
-                raise ConfigError("event.worker", event.worker, f"for {event.kind} one of {some}, ...")
+                raise ConfigError("event.worker", event.worker, f"one of {some} for {event.kind}")
 
     def _check_others(self) -> None:
         models = [self.name, *(other.name for other in self.also)]
         rates: dict[str, float] = {}
         for scenario in (self, *self.also):
             if self.also and (not scenario.name or models.count(scenario.name) > 1):
-                raise ConfigError("name", scenario.name, "a name of its own for each model")
+                raise ConfigError("name", scenario.name, "unique among the models")
             for pool in scenario.pool:
                 if pool.link and rates.setdefault(pool.link, pool.link_rate) != pool.link_rate:
-                    raise ConfigError("pool.link_rate", pool.link_rate, f"{rates[pool.link]:g}, as {pool.link} has")
+                    raise ConfigError(
+                        "pool.link_rate", pool.link_rate, f"{rates[pool.link]:g}, the rate of the link {pool.link}"
+                    )
         for other in self.also:
             if other.also:
-                raise ConfigError("also.also", len(other.also), "none: all models belong to the first scenario")
+                raise ConfigError(
+                    "also.also", len(other.also), "empty, because all models belong to the first scenario"
+                )
             other.check()
 
 

@@ -95,8 +95,8 @@ def test_goals_out_of_reach_end_with_1_and_what_is_possible(tmp_path: Path, caps
         (("--coefficients", "FILE", "--slo-ttft-ms", "5", "--rate", "1", "--input-len", "9-2"), "load.input_len"),
         (("--coefficients", "/no/file"), "/no/file"),
         (("--from", "http://127.0.0.1:9"), "from="),
-        (("--jobs", "-1"), "--jobs -1"),
-        (("--profile", "tiny-random", "--profile-s", "0"), "--profile-s 0"),
+        (("--jobs", "-1"), "invalid --jobs -1: must be a whole number from 0 to 1024"),
+        (("--profile", "tiny-random", "--profile-s", "0"), "invalid --profile-s 0: must be a number from 1 to 3600"),
     ),
 )
 def test_bad_input_ends_with_2_and_one_line(

@@ -46,13 +46,13 @@ LOAD = {"rate": 1.0}
         ({"pool": []}, r"pool=\[\]: must be.*length >= 1"),
         ({"pool": [{**POOLS[0], "count": -1}]}, r"pool\[0\].count=-1: must be.*>= 0"),
         ({"pool": [{**POOLS[0], "colour": 1}]}, "colour"),
-        ({"pool": [*POOLS, *POOLS]}, "pool.name='d': must be a name of its own"),
-        ({"pool": [{**POOLS[0], "role": "prefill"}]}, "at least one pool of decode"),
+        ({"pool": [*POOLS, *POOLS]}, "pool.name='d': must be unique among the pools"),
+        ({"pool": [{**POOLS[0], "role": "prefill"}]}, "must be decode for at least one pool"),
         ({"load": {"rate": 1.0, "trace": "x"}}, "above 0 without a trace, 0 with one"),
         ({"duration_s": 0.0}, "duration_s=0.0: must be above 0 without a trace"),
-        ({"event": [{"at_s": 1.0, "kind": "death", "worker": "d-7"}]}, "event.worker='d-7': must be for death one"),
-        ({"event": [{"at_s": 1.0, "kind": "start", "worker": "x"}]}, "event.worker='x': must be for start one of d"),
-        ({"load": {"rate": 1.0, "parts": [{"rate": 1.0}]}}, "load.parts=1: must be none beside trace"),
+        ({"event": [{"at_s": 1.0, "kind": "death", "worker": "d-7"}]}, "event.worker='d-7': must be one of d-0"),
+        ({"event": [{"at_s": 1.0, "kind": "start", "worker": "x"}]}, "event.worker='x': must be one of d for start"),
+        ({"load": {"rate": 1.0, "parts": [{"rate": 1.0}]}}, "load.parts=1: must be empty with trace"),
         ({"load": {"rate": 1.0, "period_s": 9.0}}, "load.period_s=9.0: must be 0 without parts"),
         ({"load": {"parts": [{"rate": 1.0, "end_s": 21.0}]}}, r"load.parts\[0\].end_s=21.0: must be at most 20"),
         ({"load": {"parts": [{"rate": 1.0, "begin_s": 20.0}]}}, r"load.parts\[0\].begin_s=20.0: must be below 20"),
@@ -60,7 +60,7 @@ LOAD = {"rate": 1.0}
         ({"noise": 3.0}, r"noise=3.0: must be .*<= 0.5"),
         ({"load": {"rate": 1.0, "input_len": "9-3"}}, "load.input_len='9-3': must be"),
         ({"model": {"max_model_len": 100}}, "model.max_model_len=100: must be at least 640"),
-        ({"settings": {"colour": 1}}, "settings.colour=1: must be the name of a router's setting"),
+        ({"settings": {"colour": 1}}, "settings.colour=1: must be the name of a router setting"),
         ({"settings": {"max_wait_s": -1.0}}, "max_wait_s=-1.0: must be"),
         ({"policy": "best"}, "policy='best': must be one of diptych, random"),
     ),
@@ -72,11 +72,11 @@ def test_a_bad_scenario_is_refused(values: dict[str, Any], words: str) -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a file that can be read"):
+    with pytest.raises(ConfigError, match="a readable file"):
         read_scenario(tmp_path / "none.toml")
     for name in ("a.toml", "a.json"):
         (tmp_path / name).write_text("[[[")
-        with pytest.raises(ConfigError, match="a TOML or JSON file"):
+        with pytest.raises(ConfigError, match="a valid TOML or JSON file"):
             read_scenario(tmp_path / name)
 
 

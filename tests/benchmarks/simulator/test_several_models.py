@@ -64,8 +64,8 @@ def test_the_same_seed_gives_the_same_result(scenario: Callable[..., Scenario]) 
 @pytest.mark.parametrize(
     ("values", "words"),
     (
-        ({"name": ""}, "name='': must be a name of its own"),
-        ({"name": "a"}, "name='a': must be a name of its own"),
+        ({"name": ""}, "name='': must be unique among the models"),
+        ({"name": "a"}, "name='a': must be unique among the models"),
     ),
 )
 def test_each_model_has_a_name(scenario: Callable[..., Scenario], values: dict[str, Any], words: str) -> None:
@@ -75,7 +75,7 @@ def test_each_model_has_a_name(scenario: Callable[..., Scenario], values: dict[s
 
 def test_a_link_has_one_rate(scenario: Callable[..., Scenario]) -> None:
     pool = {"link": "host", "link_rate": 1e9}
-    with pytest.raises(ConfigError, match="pool.link_rate=2000000000.0: must be 1e\\+09, as host has"):
+    with pytest.raises(ConfigError, match="pool.link_rate=2000000000.0: must be 1e\\+09, the rate of the link host"):
         scenario(prefill=pool, decode=pool | {"link_rate": 2e9})
 
 

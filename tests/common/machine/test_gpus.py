@@ -97,7 +97,8 @@ def test_a_worker_is_placed() -> None:
         named = DecodeWorkerConfig(device=given)
         assert with_device(named, "whatever") is named
     with pytest.raises(
-        ConfigError, match="on a CPU or with --tensor-parallel-size above 1; --device auto: the CPU, because no driver"
+        ConfigError,
+        match="on a CPU or with --tensor-parallel-size.*; --device auto: the CPU, because no driver",
     ):
         with_device(PrefillWorkerConfig(kv_transport="cuda-ipc"), "no driver")
 

@@ -65,12 +65,12 @@ def test_a_process_that_is_started_again_goes_by_what_the_others_accepted(file: 
     first = source(file)
     file.write_text(WRONG)
     assert not first.look() and first.look()
-    with pytest.raises(ConfigError, match="line 4: only name"):
+    with pytest.raises(ConfigError, match="line 4 must have only name"):
         first.read()
     again = source(file, 1)
     assert names(again) == names(first) == ["alice"]
     assert again.look(), "the file is another one than what is in force"
-    with pytest.raises(ConfigError, match="line 4: only name"):
+    with pytest.raises(ConfigError, match="line 4 must have only name"):
         again.read()
     assert names(again) == ["alice"] and not again.look() and not first.look()
 
@@ -86,7 +86,7 @@ def test_a_router_of_one_process_has_no_copy(file: Path) -> None:
     assert names(keys) == ["alice"] and not keys.look()
     file.unlink()
     assert not keys.look() and keys.look()
-    with pytest.raises(ConfigError, match="a file that can be read"):
+    with pytest.raises(ConfigError, match="a readable file"):
         keys.read()
     assert names(keys) == ["alice"]
     assert KeySource(RouterConfig(decode=("tcp://a:1",))).ring is None

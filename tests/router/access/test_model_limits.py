@@ -106,11 +106,14 @@ def test_models_in_the_key_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("models = []", "line 4: a list of 1 to 256 model names"),
-        ("models = 'a'", "line 4: a list of 1 to 256 model names"),
-        ("by_model = 3", "line 4: a table of up to 256 models"),
-        ("by_model = { a = { rpm = 3 } }", "line 4: a table of up to 256 models, each with requests_per_minute"),
-        ("by_model = { a = { tokens_per_minute = -3 } }", "line 4: a whole number from 0"),
+        ("models = []", "line 4 must have a list of 1 to 256 model names"),
+        ("models = 'a'", "line 4 must have a list of 1 to 256 model names"),
+        ("by_model = 3", "line 4 must have a table of up to 256 models"),
+        (
+            "by_model = { a = { rpm = 3 } }",
+            "line 4 must have a table of up to 256 models, each with",
+        ),
+        ("by_model = { a = { tokens_per_minute = -3 } }", "line 4 must have a whole number from 0"),
     ],
 )
 def test_mistakes_in_the_key_file(tmp_path: Path, line: str, why: str) -> None:

@@ -101,7 +101,7 @@ async def test_a_key_has_classes_of_its_own(start: Any, tmp_path: Path) -> None:
 
 async def test_classes_that_do_not_exist_are_refused_in_the_key_file(start: Any, tmp_path: Path) -> None:
     for wrong in ('["bulk"]', "[]", '"batch"', "[1]"):
-        with pytest.raises(ConfigError, match=r"line 7: a list of classes from default, interactive, batch"):
+        with pytest.raises(ConfigError, match=r"line 7 must have a list of classes from default, interactive, batch"):
             await start(request_class=CLASSES, api_key_file=write_keys(tmp_path / "keys.toml", wrong))
 
 

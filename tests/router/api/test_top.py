@@ -54,7 +54,7 @@ async def test_the_answer_as_json(running: Any) -> None:
 async def test_the_key_comes_as_option_or_variable(start: Any) -> None:
     running = await start(api_key=KEY)
     status, out, errors = await top("--once", running.url)
-    assert (status, out) == (1, "") and "wants its API key: --api-key or DIPTYCH_API_KEY" in errors
+    assert (status, out) == (1, "") and "requires an API key: set --api-key or DIPTYCH_API_KEY" in errors
     assert (await top("--once", running.url, "--api-key", KEY))[0] == 0
     assert (await top("--once", running.url, DIPTYCH_API_KEY=KEY))[0] == 0
 
@@ -224,9 +224,9 @@ async def test_a_router_that_fails_is_a_line_and_is_asked_again(
     await shown.until("decode-0")
     with monkeypatch.context() as patched:
         patched.setattr(type(running.engine), "load", away)
-        await shown.until("What you see is from")
+        await shown.until("This data is from")
         assert "The router answers HTTP 503: it is away." in shown.shown
-    while "What you see is" in (last := shown.shown.rpartition(HOME)[2]) or "decode-0" not in last:
+    while "This data is from" in (last := shown.shown.rpartition(HOME)[2]) or "decode-0" not in last:
         assert await shown.read()
     shown.press(b"q")
     assert await shown.end() == 0

@@ -76,7 +76,7 @@ def test_an_adapter_of_no_model_is_refused(tmp_path: Path, catalog: Catalog, tex
     file.write_text(text)
     with pytest.raises(ConfigError, match=message):
         AdaptersSource(str(file), catalog)
-    with pytest.raises(ConfigError, match="a file that can be read"):
+    with pytest.raises(ConfigError, match="a readable file"):
         AdaptersSource(str(tmp_path / "none"), catalog)
 
 

@@ -102,11 +102,9 @@ def test_one_model_is_what_it_was() -> None:
 
 
 def test_several_models_are_named_by_a_file_only() -> None:
-    with pytest.raises(
-        ConfigError, match="option --model is given 2 times .*: use --models-file to serve several models"
-    ):
+    with pytest.raises(ConfigError, match=r"option --model is given 2 times \(a, b\): use --models-file"):
         router_of("--model", "a", "--model=b")
-    with pytest.raises(ConfigError, match="given 2 times .*: a worker serves one model"):
+    with pytest.raises(ConfigError, match="option --model is given 2 times"):
         read(PrefillWorkerConfig, ["--model", "a", "--model", "b"], environ={})
 
 

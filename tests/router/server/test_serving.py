@@ -158,7 +158,7 @@ async def test_models_are_planned_by_settings_of_their_own_within_one_budget(
         (
             PLANNED,
             {"max_cost": 3.0},
-            "max_cost=3.0: must be 0 or at least 3.5, the cost of the minimum number of workers",
+            "max_cost=3.0: must be 0 or at least 3.5, the cost of the minimum number of workers of all models",
         ),
     ],
 )

@@ -74,7 +74,7 @@ def test_sizes_that_a_model_takes(config: ModelConfig) -> None:
     with pytest.raises(ConfigError) as refused:
         check_size(config, 3)
     assert str(refused.value) == (
-        "invalid tensor_parallel_size=3: must be 1, 2 or 4 for this model: 4 heads, 2 KV heads and MLP widths 160 must "
-        "be divisible by the number of ranks"
+        "invalid tensor_parallel_size=3: must be 1, 2 or 4 for this model: 4 heads, 2 KV heads and MLP widths 160 "
+        "must be divisible by the number of ranks"
     )
     assert allowed_sizes(replace(config, num_heads=6, num_kv_heads=3, intermediate_size=96)) == [1, 3, 6]

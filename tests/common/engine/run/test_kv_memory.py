@@ -92,7 +92,9 @@ def test_steps_beyond_the_memory_are_refused_with_the_numbers(tiny: Any, monkeyp
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB\nmore words")
 
     monkeypatch.setattr("common.engine.run.kv_memory.run_every_kind", too_much)
-    words = r"=0.5: must be higher, or use smaller steps: a step of 40 tokens .* 7.00 GiB of 8.00 .*allocate 9 GiB\)$"
+    words = (
+        r"=0.5: must be higher, or use smaller steps: a step of 40 tokens .* 7.00 GiB of 8.00 GiB .*allocate 9 GiB\)$"
+    )
     with pytest.raises(ConfigError, match=words):
         found(tiny, PrefillWorkerConfig(**SMALL, max_num_batched_tokens=40))
 

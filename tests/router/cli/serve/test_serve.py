@@ -341,7 +341,7 @@ async def test_hanging_processes_may_be_left_alone(records: Path) -> None:
 @pytest.mark.slow
 async def test_a_worker_that_cannot_start_ends_the_service(records: Path) -> None:
     supervisor = pretended(records, "--decode-max-waiting", "7")
-    with pytest.raises(StartFailed, match=r"decode-0 ended while starting \(exit status 3\)"):
+    with pytest.raises(StartFailed, match=r"decode-0 exited during startup \(exit status 3\)"):
         await supervisor.start()
     await supervisor.shutdown()
     assert not any(child.alive for child in supervisor.children)
