@@ -10,10 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 
 from common.config import RouterConfig
@@ -21,8 +24,9 @@ from common.errors import Unavailable
 from router.generation.models import Models
 from router.generation.served_model import ServedModel
 from router.observe.metrics import RouterMetrics
+from router.server import server as subject
 from router.server.app import build_app
-from router.server.server import listen, serve, stop_on_signals
+from router.server.server import catch_up, listen, serve, stop_on_signals
 from router.stored.location import store_of
 
 from ...rig import Program
@@ -151,3 +155,51 @@ def test_it_listens_without_workers_and_ends_in_order(number: signal.Signals, la
     assert router.returncode == 0, router.describe_end()
     assert json.loads(router.output().splitlines()[0])["message"] == "listening"
     assert "Traceback" not in router.output()
+
+
+@dataclass
+class Siblings:
+    """Other processes and the models that each has workers for."""
+
+    able: list[list[str]]
+
+    async def ask_all(self, path: str) -> dict[int, bytes]:
+        return {number: orjson.dumps(models) for number, models in enumerate(self.able, 1)}
+
+
+@dataclass
+class Process:
+    """This process: `available` grows as it hears from workers."""
+
+    available: list[str] = field(default_factory=list)
+
+    async def begin(self, *others: list[str], stop: asyncio.Event | None = None) -> None:
+        service: Any = SimpleNamespace(models=self)
+        siblings: Any = Siblings(list(others))
+        await catch_up(service, siblings, stop or asyncio.Event())
+
+
+async def test_it_waits_for_each_model_that_another_process_has_workers_of() -> None:
+    process = Process(["a"])
+    begun = asyncio.create_task(process.begin(["a"], ["b"]))
+    await asyncio.sleep(5 * subject.POLL_S)
+    assert not begun.done()
+    process.available.append("b")
+    await asyncio.wait_for(begun, 10)
+
+
+async def test_the_first_of_all_does_not_wait() -> None:
+    await asyncio.wait_for(Process().begin([], []), 10)
+
+
+async def test_its_patience_ends(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(subject, "PATIENCE_S", 0.05)
+    await asyncio.wait_for(Process().begin(["a", "b"]), 10)
+    (record,) = caplog.records
+    assert record.__dict__["models"] == "a, b"
+
+
+async def test_it_does_not_wait_when_it_is_to_end() -> None:
+    stop = asyncio.Event()
+    stop.set()
+    await asyncio.wait_for(Process().begin(["a"], stop=stop), 10)

@@ -1,3 +1,5 @@
+"""What ends a sequence, and which tokens may come next."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -9,10 +11,77 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.engine.sampling.sampler import Sampler, SamplingRow
-from common.grammar.token_rules import FREE, TokenLimits, num_output_needed, token_limits, token_mask
+from common.grammar.token_rules import (
+    FREE,
+    TokenLimits,
+    banned_tokens,
+    finish_reason,
+    num_output_needed,
+    token_limits,
+    token_mask,
+)
 from common.wire.sampling_params import BadWord, SamplingParams, ThinkingBudget
 
-VOCAB, EOS = 40, 39
+EOS = (2, 3)
+
+
+def reason(token_id: int, num_output: int = 1, num_tokens: int = 10, max_model_len: int = 100, **params: object) -> str:
+    return finish_reason(
+        SamplingParams(**({"max_tokens": 5} | params)),  # type: ignore[arg-type]
+        EOS,
+        num_output_tokens=num_output,
+        token_id=token_id,
+        num_tokens=num_tokens,
+        max_model_len=max_model_len,
+    )
+
+
+@pytest.mark.parametrize("token_id", EOS)
+def test_end_token_stops(token_id: int) -> None:
+    assert reason(token_id) == "stop"
+
+
+def test_other_token_goes_on() -> None:
+    assert reason(7) == ""
+
+
+def test_ignore_eos_ignores_the_models_end_tokens_only() -> None:
+    assert reason(2, ignore_eos=True) == ""
+    assert reason(9, ignore_eos=True, stop_token_ids=(9,)) == "stop"
+
+
+@pytest.mark.parametrize(("num_output", "expected"), [(4, ""), (5, "length"), (6, "length")])
+def test_max_tokens(num_output: int, expected: str) -> None:
+    assert reason(7, num_output) == expected
+
+
+@pytest.mark.parametrize(("num_tokens", "expected"), [(99, ""), (100, "length"), (101, "length")])
+def test_model_length(num_tokens: int, expected: str) -> None:
+    assert reason(7, num_tokens=num_tokens) == expected
+
+
+def test_stop_goes_before_length() -> None:
+    assert reason(2, 5) == "stop"
+
+
+@pytest.mark.parametrize(("num_output", "expected"), [(1, ""), (2, ""), (3, "stop")])
+def test_end_token_counts_after_min_tokens_others(num_output: int, expected: str) -> None:
+    assert reason(2, num_output, min_tokens=2) == expected
+
+
+def test_length_needs_no_min_tokens() -> None:
+    assert reason(7, 5, min_tokens=50) == "length"
+
+
+@pytest.mark.parametrize("num_output", range(6))
+def test_an_end_token_that_may_be_sampled_stops(num_output: int) -> None:
+    params = SamplingParams(max_tokens=50, min_tokens=3, stop_token_ids=(9,))
+    banned = banned_tokens(params, EOS, num_output)
+    assert set(banned) == ({2, 3, 9} if num_output < 3 else set())
+    assert reason(9, num_output + 1, max_tokens=50, min_tokens=3, stop_token_ids=(9,)) == ("" if banned else "stop")
+
+
+VOCAB, END_TOKENS = 40, 39
 
 
 def packed(*words: Sequence[int]) -> tuple[BadWord, ...]:
@@ -22,14 +91,14 @@ def packed(*words: Sequence[int]) -> tuple[BadWord, ...]:
 def limits(output: Sequence[int], **fields: object) -> TokenLimits:
     params = SamplingParams(max_tokens=100, **fields)  # type: ignore[arg-type]
     kept = output[max(0, len(output) - num_output_needed(params, len(output))) :]
-    return token_limits(params, (EOS,), len(output), kept)
+    return token_limits(params, (END_TOKENS,), len(output), kept)
 
 
 def generate(logits: torch.Tensor, count: int, **fields: object) -> list[int]:
     """Greedy tokens of logits that are always the same."""
     params, output = SamplingParams(max_tokens=100, temperature=0.0, **fields), []  # type: ignore[arg-type, var-annotated]
     for _ in range(count):
-        row = SamplingRow(params, len(output), output, (), token_limits(params, (EOS,), len(output), output))
+        row = SamplingRow(params, len(output), output, (), token_limits(params, (END_TOKENS,), len(output), output))
         (token,) = Sampler(VOCAB).sample(logits[None], [row])
         output.append(token.token_id)
     return output
@@ -67,7 +136,7 @@ def test_bad_words_ban_exactly_what_would_complete_one(words: list[tuple[int, ..
 def test_only_allowed_tokens_come(logits: torch.Tensor) -> None:
     assert generate(logits, 2, allowed_token_ids=(7, 30, 1000)) == [7, 7]
     assert generate(logits, 2, allowed_token_ids=(7, 30), logit_bias=((30, 50.0),)) == [30, 30]
-    assert generate(logits, 1, allowed_token_ids=(EOS,), min_tokens=5) == [EOS]  # nothing else may come
+    assert generate(logits, 1, allowed_token_ids=(END_TOKENS,), min_tokens=5) == [END_TOKENS]  # nothing else may come
 
 
 def test_without_an_allowed_token_there_is_none(logits: torch.Tensor) -> None:
