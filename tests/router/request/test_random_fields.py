@@ -77,6 +77,7 @@ def names_a_field(api: Api, error: Any) -> bool:
     return field in api.table or field in api.extensions or ("param" not in error and overflow)
 
 
+@pytest.mark.parametrize("response_store", ["memory"])
 @pytest.mark.parametrize("name", APIS)
 async def test_random_fields(start: Any, tools: Any, name: str) -> None:
     api, running = APIS[name], await start(tools.Engine(max_model_len=1024, eos_after=3, per_event=64))

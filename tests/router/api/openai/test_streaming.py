@@ -75,7 +75,7 @@ async def test_an_echo_comes_first(running: Any) -> None:
     assert (texts(events, 0), texts(events, 1)) == ("abTh", "cdTh")
 
 
-@pytest.mark.quick_cover(1)
+@pytest.mark.quick_cover(2)
 @pytest.mark.parametrize("per_event", [1, 2, 5, 100])
 @pytest.mark.parametrize("logprobs", [None, 0])
 async def test_a_stop_string_over_tokens(start: Any, tools: Any, per_event: int, logprobs: int | None) -> None:
@@ -208,7 +208,7 @@ async def test_headers(running: Any) -> None:
 # ---------------------------------------------------------------- clients that leave
 
 
-@pytest.mark.quick_cover(1)
+@pytest.mark.quick_cover(2)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("hold_after", [0, 5])
