@@ -34,18 +34,11 @@ from common.wire.messages import KVOffer, KVPeer, Message, RequestFailed, TokenD
 from common.wire.sampling_params import SamplingParams
 
 from .oracle import generate
+from .waiting import wait_until
 
 WAIT_S = 60.0
 ROUTER = b"router"
 Rig = TypeVar("Rig")
-
-
-def wait(condition: Callable[[], object], meanwhile: Callable[[], object] = lambda: time.sleep(0.002)) -> None:
-    """Wait for a condition; fail the test when it never comes true."""
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true"
-        meanwhile()
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -118,11 +111,11 @@ class RouterSide:
             self.engine._turn()
 
     def until(self, condition: Callable[[], object]) -> None:
-        wait(condition, self.turn)
+        wait_until(condition, meanwhile=self.turn)
 
     def gently(self, condition: Callable[[], object]) -> None:
         """While the engine turns for what comes to it only: nothing is computed to its end before something comes."""
-        wait(condition, self.nudge)
+        wait_until(condition, meanwhile=self.nudge)
 
     def nudge(self) -> None:
         if not self.engine._inbox.empty():
@@ -131,7 +124,7 @@ class RouterSide:
 
     def wait(self, condition: Callable[[], object]) -> None:
         """While the engine turns by itself."""
-        wait(condition)
+        wait_until(condition)
 
     def deltas(self, name: str = "a", *, attempt: int | None = None) -> list[TokenDelta]:
         """Reports on a request, under one attempt or any; not that it makes progress, as some time says."""

@@ -21,6 +21,8 @@ import pytest
 from benchmarks.stack import Stack, StackProcess, StackSettings
 from common.machine.child_process import ChildProcess
 
+from . import waiting
+
 MODEL = "tiny-random"
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 4  # one token a byte
 POLL_S = 0.02
@@ -54,11 +56,8 @@ class Program(ChildProcess):
 
 
 def wait_until(true: Callable[[], object], what: str, patience_s: float = PATIENCE_S) -> None:
-    """Poll a condition. Fails with `what` after `patience_s`."""
-    deadline = time.monotonic() + patience_s
-    while not true():
-        assert time.monotonic() < deadline, f"not within {patience_s:g} s: {what}"
-        time.sleep(POLL_S)
+    """Ask processes, which takes longer than a look at this one, until a condition is true. See `waiting`."""
+    waiting.wait_until(true, what, patience_s, meanwhile=lambda: time.sleep(POLL_S))
 
 
 def make_stack(

@@ -10,7 +10,8 @@ from common.wire.message_fields import pack_tokens
 from common.wire.messages import AbortRequest, DecodeRequest, HandOver, KVTarget, TokenDelta
 from common.wire.sampling_params import SamplingParams
 
-from ..engine_rig import prompt, wait
+from ..engine_rig import prompt
+from ..waiting import wait_until
 
 Rig = Any  # EngineRig of conftest, which other modules cannot import
 
@@ -49,11 +50,11 @@ class Pair:
 
     def until(self, condition: Callable[[], object]) -> None:
         """While both decode as fast as they can."""
-        wait(condition, self.turn)
+        wait_until(condition, meanwhile=self.turn)
 
     def wait(self, condition: Callable[[], object]) -> None:
         """While the old worker decodes no more than it must: no stream ends before it has left, on any machine."""
-        wait(condition, self.nudge)
+        wait_until(condition, meanwhile=self.nudge)
 
     def nudge(self) -> None:
         nudge(self.old, self.new)
@@ -63,7 +64,7 @@ class Pair:
         self.prompts[name] = prompt(length, length)
         self.params[name] = {"max_tokens": count, **params}
         self.old.ask(self.prompts[name], name, **self.params[name])
-        wait(lambda: len(self.old.tokens(name)) >= tokens, self.old.turn)
+        wait_until(lambda: len(self.old.tokens(name)) >= tokens, meanwhile=self.old.turn)
 
     def hand_over(self, name: str = "a", *, new_attempt: int = 1, attempt: int = 0, reserved: int = 32) -> None:
         """Both messages of the router, which has every token that the old worker sent."""

@@ -30,7 +30,8 @@ from decode_worker.drafting.row_costs import RowCosts
 from decode_worker.duty import decode_offer
 from prefill_worker.duty import prefill_offer
 
-from ..engine_rig import RouterSide, prompt, wait
+from ..engine_rig import RouterSide, prompt
+from ..waiting import wait_until
 
 NUM_TOKENS = 12
 
@@ -64,12 +65,12 @@ class Term(RouterSide):
 
     def answer(self, request: Message) -> list[int]:
         self.tell(request)
-        wait(lambda: any(delta.finish_reason for delta in self.deltas()) or self.failures())
+        wait_until(lambda: any(delta.finish_reason for delta in self.deltas()) or self.failures())
         assert not self.failures()
         return [token for delta in self.deltas() for token in delta.token_ids]
 
     def end(self) -> None:
-        wait(lambda: self.engine.is_empty)
+        wait_until(lambda: self.engine.is_empty)
         assert self.engine.stop()
         assert self.engine.check_integrity().owned == 0
         self.context.term()

@@ -16,7 +16,8 @@ from common.wire.messages import AbortRequest
 from decode_worker import handover
 from decode_worker.sequence import RequestStatus
 
-from ..engine_rig import ROUTER, prompt, wait
+from ..engine_rig import ROUTER, prompt
+from ..waiting import wait_until
 from .handover_pair import Pair, Rig
 
 # ---------------------------------------------------------------- what goes wrong
@@ -189,7 +190,7 @@ def test_a_stream_without_kv_is_given_up_for_another_worker_to_compute(make_engi
     pair.start(40, count=60, tokens=1)
     pair.start(41, "b", count=60, tokens=1)
     preempted = lambda: [s for s in pair.old.engine.scheduler.queue if s.num_preemptions]  # noqa: E731
-    wait(preempted, pair.old.turn)
+    wait_until(preempted, meanwhile=pair.old.turn)
     name = preempted()[0].request_id
     pair.old.tell(pair.order(name, 1, 1, 0, 8))
     pair.until(lambda: pair.old.failures(name))
@@ -215,10 +216,10 @@ def test_nothing_is_shipped_of_blocks_that_were_given_to_others(
         pair.prompts[name], pair.params[name] = prompt(length, seed), {"max_tokens": 40}
         old.ask(pair.prompts[name], name, max_tokens=40)
         old.turn()
-    wait(lambda: len(old.tokens("s")) >= 3, old.turn)
+    wait_until(lambda: len(old.tokens("s")) >= 3, meanwhile=old.turn)
     known = old.tokens("s")
     pair.hand_over("s")
-    wait(lambda: new.engine._inbox.qsize() == 2, lambda: take_order(old))  # the router's request and the sender's offer
+    wait_until(lambda: new.engine._inbox.qsize() == 2, meanwhile=lambda: take_order(old))
     forward = old.engine._runner.forward
     preempted: list[list[int]] = []
 
@@ -236,10 +237,10 @@ def test_nothing_is_shipped_of_blocks_that_were_given_to_others(
         return result
 
     monkeypatch.setattr(old.engine._runner, "forward", slow)
-    wait(lambda: preempted, old.turn)
+    wait_until(lambda: preempted, meanwhile=old.turn)
     assert preempted == [[]]
     assert "its blocks are needed here" in old.failures("s")[0].message
-    wait(lambda: new.failures("s"), new.turn)
+    wait_until(lambda: new.failures("s"), meanwhile=new.turn)
     text = pair.prompts["s"] + known
     assert not new.engine.scheduler.pool.match(block_hashes(text, 16))
     new.ask(text, "s", attempt=5, num_output=len(known), max_tokens=40)
@@ -253,7 +254,7 @@ def test_a_stream_that_loses_its_blocks_meanwhile_stays(make_engine: Callable[..
     pair.start(40, count=60, tokens=1)
     pair.start(41, "b", count=60, tokens=1)
     pair.old.tell(pair.order("b", len(pair.old.tokens("b")), 1, 0, 128))  # no request at the target
-    wait(lambda: pair.old.failures("b"), pair.old.turn)
+    wait_until(lambda: pair.old.failures("b"), meanwhile=pair.old.turn)
     assert "its blocks are needed" in pair.old.failures("b")[0].message
     pair.until(lambda: not pair.new.engine._transfers.incoming._early)
     pair.finish("a")

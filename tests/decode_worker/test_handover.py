@@ -11,7 +11,8 @@ from msgspec import structs
 
 from common.wire.messages import KVTarget
 
-from ..engine_rig import prompt, wait
+from ..engine_rig import prompt
+from ..waiting import wait_until
 from .handover_pair import Pair, Rig, nudge
 from .lazy_device import LazyDevice
 
@@ -92,8 +93,8 @@ def test_a_stream_that_came_by_hand_over_leaves_again(make_engine: Callable[...,
     third.tell(structs.replace(pair.request("a", known, 2, 32), prefill_worker="new"))
     target = KVTarget("third", 7, third.receiver.address)
     pair.new.tell(structs.replace(pair.order("a", len(known), 2, 1, 32), target=target))
-    wait(lambda: pair.new.reason(attempt=1) == "moved", lambda: nudge(pair.new, third))
-    wait(lambda: third.is_clean and third.reason(attempt=2), third.turn)
+    wait_until(lambda: pair.new.reason(attempt=1) == "moved", meanwhile=lambda: nudge(pair.new, third))
+    wait_until(lambda: third.is_clean and third.reason(attempt=2), meanwhile=third.turn)
     assert pair.new.is_clean
     assert pair.merged()[: len(known)] + third.tokens(attempt=2) == pair.expected()
 

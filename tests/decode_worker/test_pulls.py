@@ -10,7 +10,8 @@ import pytest
 
 from common.wire.messages import AbortRequest
 
-from ..engine_rig import as_peer, prompt, wait
+from ..engine_rig import as_peer, prompt
+from ..waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +56,7 @@ def test_the_true_tokens_whatever_is_preempted_aborted_or_pulled(make: Callable[
     holder.mix(1)
     other.mix(2, peer=peer_of(holder))
     assert pulled_tokens(other) > 0
-    wait(lambda: not other.caches.puller._pulls)
+    wait_until(lambda: not other.caches.puller._pulls)
 
 
 def test_a_lender_s_evictions_make_no_wrong_token(make: Callable[..., Rig]) -> None:

@@ -23,7 +23,8 @@ from common.model_files.resolve import resolve_model
 from common.wire.messages import KVAck, KVBlocks, KVDone, KVFailed, KVGrant, KVTarget
 from kernels import gather_blocks, scatter_blocks
 
-from ..engine_rig import prompt, wait
+from ..engine_rig import prompt
+from ..waiting import wait_until
 
 NUM_BLOCKS = 40
 UNTOUCHED = 7.0
@@ -115,7 +116,7 @@ def make_caches(make_rig: Callable[..., Rig]) -> Iterator[Callable[..., Caches]]
 def test_what_lands_is_what_the_kernels_make_of_it(make_caches: Callable[..., Caches], dtype: str) -> None:
     caches = make_caches(dtype)
     caches.ship("a", NUM_BLOCKS - 2)
-    wait(lambda: caches.ended and caches.received)
+    wait_until(lambda: caches.ended and caches.received)
     shipped = list(range(1, NUM_BLOCKS - 2))
     found, exact = caches.target.tensor[[caches.blocks[index] for index in shipped]], caches.source.tensor[shipped]
     assert torch.equal(found, through_fp8(caches.source.tensor, shipped))
@@ -135,7 +136,7 @@ def test_what_lands_is_what_the_kernels_make_of_it(make_caches: Callable[..., Ca
 def test_only_who_offers_and_who_takes_quantise(make_caches: Callable[..., Caches], offer: bool, take: bool) -> None:
     caches = make_caches(offer=offer, take=take)
     caches.ship("a", 8)
-    wait(lambda: caches.ended and caches.received)
+    wait_until(lambda: caches.ended and caches.received)
     for index in range(1, 8):
         assert torch.equal(caches.target.tensor[caches.blocks[index]], caches.source.tensor[index])
     assert caches.sender.num_bytes == 7 * caches.source.block_bytes
@@ -145,19 +146,19 @@ def test_only_who_offers_and_who_takes_quantise(make_caches: Callable[..., Cache
 def test_an_abort_in_flight_harms_nobody(make_caches: Callable[..., Caches]) -> None:
     caches = make_caches()
     caches.sender.open("a", 0, KVTarget("d", 7, caches.rig.receiver.address), list(range(NUM_BLOCKS)), 2)
-    wait(lambda: caches.rig.receiver.num_bytes)
+    wait_until(lambda: caches.rig.receiver.num_bytes)
     transfer = caches.rig.receiver.release("a", 0)
     assert transfer.received == {1}
     caches.target.tensor.fill_(UNTOUCHED)
     caches.sender.progress("a", 0, NUM_BLOCKS, KVDone(request_id="a", attempt=0, first_token=3))
     caches.ship("b", 3)
-    wait(lambda: caches.received)
+    wait_until(lambda: caches.received)
     assert caches.received == ["b"]
     assert (caches.target.tensor[: NUM_BLOCKS - 3] == UNTOUCHED).all()
     blocks = [caches.blocks[1], caches.blocks[2]]
     assert torch.equal(caches.target.tensor[blocks], through_fp8(caches.source.tensor, [1, 2]))
     caches.sender.cancel("a", 0, "aborted")
-    wait(lambda: caches.failed)
+    wait_until(lambda: caches.failed)
     assert (caches.failed[0].request_id, caches.failed[0].by_peer) == ("a", True)
 
 
@@ -191,7 +192,7 @@ def test_a_frame_that_was_spoilt_never_reaches_the_cache(
     peer.send(header, frames[0], spoil(frames[1]), frames[2])
     answer = peer.read()
     assert isinstance(answer, KVFailed) and says in answer.reason and "block 2" in answer.reason
-    wait(lambda: caches.failed)
+    wait_until(lambda: caches.failed)
     assert not caches.received and caches.rig.receiver.release("a", 0) is None
     blocks = [caches.blocks[index] for index in (1, 3)]
     assert torch.equal(caches.target.tensor[blocks], through_fp8(caches.source.tensor, [1, 3]))

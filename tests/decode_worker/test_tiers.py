@@ -10,7 +10,8 @@ import pytest
 
 from common.wire.messages import AbortRequest
 
-from ..engine_rig import prompt, wait
+from ..engine_rig import prompt
+from ..waiting import wait_until
 
 Rig = Any  # EngineRig of conftest, which test modules cannot import
 FIRST = prompt(40)
@@ -22,7 +23,7 @@ def rig(make_engine: Callable[..., Rig], tmp_path: Path) -> Rig:
     rig = make_engine(disk=tmp_path / "blocks", num_blocks=12)
     rig.ask(FIRST, "first", max_tokens=40)
     rig.until(lambda: rig.is_clean)
-    wait(lambda: rig.tiers.counts[0].num_blocks == 4)
+    wait_until(lambda: rig.tiers.counts[0].num_blocks == 4)
     rig.ask(prompt(180, 1), "others", max_tokens=1)
     rig.until(lambda: rig.is_clean)
     return rig
@@ -59,7 +60,7 @@ def test_a_prompt_may_be_aborted_while_it_is_read(rig: Rig) -> None:
     rig.tell(AbortRequest(request_id="again", attempt=0))
     rig.until(lambda: rig.is_clean)
     rig.tiers.file.gate.set()
-    wait(lambda: rig.tiers.num_unread_blocks == 0)
+    wait_until(lambda: rig.tiers.num_unread_blocks == 0)
     rig.turn()
     assert rig.is_clean
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 
 from common.engine.worker.step_times import LONGEST_S
 
-from ..rig import faulty
+from ..rig import faulty, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -42,13 +42,6 @@ class Run:
         self._thread.join(200)
         assert not self._thread.is_alive(), "requests hang"
         return bool(self.results) and all(result == expected for result in self.results)
-
-
-def wait_until(true: Callable[[], object], what: str, within_s: float = 60.0) -> None:
-    end = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < end, what
-        time.sleep(0.02)
 
 
 def workers(system: Any) -> dict[str, dict[str, Any]]:

@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from ..kubernetes_api import KubernetesAPI, endpoint
+from ..waiting import wait_until
 from .chart import NAMESPACE, Rendered, render
 from .cluster import Container, small_values
 
@@ -318,10 +319,7 @@ class World:
 
 
 def until(true: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PHASE_TIMEOUT_S
-    while not true():
-        assert time.monotonic() < deadline, f"not within {PHASE_TIMEOUT_S:g} s: {what}"
-        time.sleep(0.2)
+    wait_until(true, what, PHASE_TIMEOUT_S, meanwhile=lambda: time.sleep(0.2))
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from common.latency.step_model import StepModel
 from common.wire.codec import decode, encode
 from common.wire.messages import KVBlocks, KVFailed, KVOpen
 
-from ..engine_rig import prompt, wait
+from ..engine_rig import prompt
+from ..waiting import wait_until
 from .test_pulls import ask, outcomes, pair, peer_of  # noqa: F401 - a fixture
 
 Parts = list[bytes]
@@ -125,7 +126,7 @@ def test_no_fault_makes_a_wrong_answer(
     tokens, num_cached = ask(other, LONG, "a", peer=peer_of(holder, 18, address=wire.address))
     assert tokens == other.oracle(LONG)
     assert 64 <= num_cached < 288 or (fault == "twice" and num_cached == 288)
-    wait(lambda: not other.puller._pulls)
+    wait_until(lambda: not other.puller._pulls)
     other.until(lambda: other.is_clean)
     again = [*LONG, *prompt(20, 22)]  # the puller and the connection are of use as before
     wire.fault = lambda parts: [parts]
@@ -148,7 +149,7 @@ def test_frames_that_come_after_the_deadline_harm_nobody(
 
     wire.fault = late
     assert ask(other, LONG, "a", peer=peer_of(holder, 18, address=wire.address)) == (other.oracle(LONG), 0)
-    wait(lambda: not other.puller._pulls)
+    wait_until(lambda: not other.puller._pulls)
     other.until(lambda: other.is_clean)
     before = [bytes(other.kv.block(block)) for block in range(32)]
     wire.fault = lambda parts: [*held, parts]  # with the next message that comes

@@ -17,7 +17,8 @@ from common.engine.transfer.lender import LendableBlocks, LentBlock
 from common.latency.step_model import StepModel
 from common.wire.messages import AbortRequest, KVPeer, ResetPrefixCache
 
-from ..engine_rig import prompt, wait
+from ..engine_rig import prompt
+from ..waiting import wait_until
 
 Rig = Any  # EngineRig of conftest, which test modules cannot import
 FIRST = prompt(70)
@@ -97,7 +98,7 @@ def test_blocks_below_the_memory_of_a_peer_are_pulled(make_engine: Callable[...,
     holder = make_engine(peers=True, name="holder", disk=tmp_path / "blocks", num_blocks=10)
     other = make_engine(peers=True, name="other")
     ask(holder, FIRST, "first")
-    wait(lambda: holder.tiers.counts[0].num_blocks == 4)
+    wait_until(lambda: holder.tiers.counts[0].num_blocks == 4)
     ask(holder, prompt(160, 1), "others")
     assert holder.engine.scheduler.pool.match(holder.hashes(FIRST)) == []
     assert ask(other, FIRST, "a", peer=peer_of(holder)) == (other.oracle(FIRST), 64)
@@ -178,7 +179,7 @@ def test_a_silent_peer_costs_what_computing_takes_once(
     began = time.monotonic()
     assert ask(other, FIRST, "a", peer=silent) == (other.oracle(FIRST), 0)
     assert time.monotonic() - began > 0.05
-    wait(lambda: not other.puller._pulls)
+    wait_until(lambda: not other.puller._pulls)
     assert ask(other, prompt(70, 4), "b", peer=silent)[1] == 0
     assert outcomes(other) == {"late": 1.0, "refused": 1.0}
     other.until(lambda: other.is_clean)
@@ -205,7 +206,7 @@ def test_a_prompt_may_end_while_it_is_pulled(
     assert ask(other, own, "own") == (other.oracle(own), 0)  # others are computed meanwhile
     other.tell(AbortRequest(request_id="a", attempt=0) if end == "abort" else ResetPrefixCache(request_id="reset"))
     other.until(lambda: other.is_clean)
-    wait(lambda: not other.puller._pulls)
+    wait_until(lambda: not other.puller._pulls)
     assert (end == "reset") == bool(other.deltas("a"))
 
 
@@ -221,7 +222,7 @@ def test_pulls_are_bounded_on_both_sides(
     assert outcomes(other) == {"refused": 1.0}
     other.tell(AbortRequest(request_id="held", attempt=0))
     other.until(lambda: other.is_clean)
-    wait(lambda: not other.puller._pulls)
+    wait_until(lambda: not other.puller._pulls)
     monkeypatch.setattr("common.engine.transfer.lender.MAX_LENT", 0)
     other.tell(ResetPrefixCache(request_id="reset"))
     assert ask(other, FIRST, "b", peer=peer_of(holder)) == (other.oracle(FIRST), 0)

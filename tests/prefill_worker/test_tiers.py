@@ -14,7 +14,8 @@ from common.latency.step_model import StepModel
 from common.wire.messages import AbortRequest, KVBlocks, KVDone, ResetPrefixCache
 
 from .. import engine_rig
-from ..engine_rig import prompt, wait
+from ..engine_rig import prompt
+from ..waiting import wait_until
 
 Rig = Any  # EngineRig of conftest, which test modules cannot import
 FIRST, OTHERS = prompt(70), prompt(160, 1)
@@ -40,7 +41,7 @@ def ask(rig: Rig, tokens: list[int], name: str, **options: Any) -> tuple[list[in
 def evicted(rig: Rig, *, written: int = 4) -> None:
     """FIRST was computed and written, and has left memory."""
     assert ask(rig, FIRST, "first") == (rig.oracle(FIRST), 0)
-    wait(lambda: rig.tiers.counts[0].num_blocks == written)
+    wait_until(lambda: rig.tiers.counts[0].num_blocks == written)
     ask(rig, OTHERS, "others")
     assert rig.engine.scheduler.pool.match(rig.hashes(FIRST)) == []
 
@@ -87,7 +88,7 @@ def allocate(rig: Rig) -> bool:
     """Other prompts push FIRST out of both memories; it is answered from the file. Whether that was right."""
     for seed in (11, 12, 13):
         ask(rig, prompt(160, seed), f"others {seed}")
-        wait(lambda: not rig.tiers._offered)
+        wait_until(lambda: not rig.tiers._offered)
     return ask(rig, FIRST, "once more") == (rig.oracle(FIRST), 64)
 
 
@@ -121,7 +122,7 @@ def test_what_was_read_is_shipped_like_what_was_computed(make: Callable[..., Rig
 def test_a_restarted_engine_reads_what_the_one_before_wrote(make: Callable[..., Rig]) -> None:
     rig = make()
     assert ask(rig, FIRST, "first")[1] == 0
-    wait(lambda: rig.tiers.counts[0].num_blocks == 4)
+    wait_until(lambda: rig.tiers.counts[0].num_blocks == 4)
     rig.tiers.close()
     again = make()
     assert ask(again, FIRST, "first") == (again.oracle(FIRST), 64)
@@ -176,10 +177,10 @@ def test_a_prompt_may_end_while_it_is_read(make: Callable[..., Rig], end: str) -
     rig.tell(AbortRequest(request_id="again", attempt=0) if end == "abort" else ResetPrefixCache(request_id="reset"))
     rig.until(lambda: rig.is_clean)
     rig.tiers.file.gate.set()
-    wait(lambda: rig.tiers.num_unread_blocks == 0)
+    wait_until(lambda: rig.tiers.num_unread_blocks == 0)
     if end == "reset":
         assert list(rig.deltas("again")[0].token_ids) == rig.oracle(FIRST)
-        wait(lambda: rig.tiers.counts[0].num_blocks == 4)  # those that were computed since
+        wait_until(lambda: rig.tiers.counts[0].num_blocks == 4)  # those that were computed since
     rig.turn()
     assert rig.is_clean
 

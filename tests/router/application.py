@@ -29,6 +29,8 @@ from router.server.app import build_app
 from router.server.server import Server, listen, server_of
 from router.text.text_pipeline import TextPipeline
 
+from ..waiting import until
+
 MODEL = "tiny-random"
 EOS = 259
 TIMELINE = RequestTimeline("prefill-0", "decode-0", queue_s=0.001, prefill_s=0.02, transfer_s=0.003, decode_s=0.1)
@@ -211,13 +213,6 @@ async def listening(app: FastAPI, listener: socket.socket) -> Server:
     server = server_of(app)
     await server.startup(sockets=[listener])
     return server
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Wait for a condition; fail the test when it never comes true."""
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 (no event tells of a change)
-            await asyncio.sleep(0.001)
 
 
 class Tools:

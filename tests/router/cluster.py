@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from router.dispatch.client import GenerationRequest, TokenEvent
 from router.dispatch.dispatcher import Dispatcher
 
 from ..fake_worker import FakeWorker, Job, Work, expected
+from ..waiting import until
 
 PATIENT_S = 3.0
 """Silence that is no worker's fault, on a machine that has other things to do, is shorter. Deaths are told at once."""
@@ -176,15 +176,6 @@ class Cluster:
         for worker in self.workers:
             worker.die()
         self.context.term()
-
-
-async def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
-    """Wait for a condition; fail the test when it never comes true."""
-    end = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > end:
-            pytest.fail("the condition did not come true")
-        await asyncio.sleep(0.005)
 
 
 def make_request(

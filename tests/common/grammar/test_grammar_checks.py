@@ -24,6 +24,8 @@ from common.grammar.grammars import CompiledGrammar, Grammars
 from common.model_files.resolve import resolve_model
 from common.model_files.tiny import VOCAB_SIZE
 
+from ...waiting import wait_until
+
 TRIES = 3
 WAIT_S = 60.0
 TRIVIAL = 'start: "yes"'
@@ -85,13 +87,6 @@ def patient_verdict(checks: GrammarChecks, grammar: str) -> Verdict:
         except Unavailable:
             continue
     return verdict(checks, grammar)
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def pid_of(checks: GrammarChecks) -> int:

@@ -6,7 +6,6 @@ import json
 import os
 import stat
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,16 +14,11 @@ from common.errors import ConfigError
 from router.access import audit as audit_module
 from router.access.audit import FLAGS, AuditLog
 
+from ...waiting import wait_until
+
 
 def lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_lines_are_appended_in_order(tmp_path: Path) -> None:
@@ -57,7 +51,7 @@ def test_a_file_that_was_moved_is_followed_by_a_new_one(tmp_path: Path) -> None:
     path = tmp_path / "audit.log"
     audit = AuditLog(str(path), lambda num: None)
     audit.write({"n": 1})
-    wait_for(lambda: lines(path))
+    wait_until(lambda: lines(path))
     path.rename(tmp_path / "audit.log.1")
     audit.write({"n": 2})
     audit.close()
@@ -109,7 +103,7 @@ def test_a_slow_reader_is_waited_for_however_many_descriptors_are_open(
             got.extend(os.read(reader, 4096))
         return got.count(b"\n") == 2000
 
-    wait_for(read_all)
+    wait_until(read_all)
     audit.close()
     os.close(reader)
     os.close(writer)
@@ -122,7 +116,7 @@ def test_a_disk_that_is_full_is_complained_of_once(caplog: pytest.LogCaptureFixt
     audit = AuditLog("/dev/full", dropped.append)
     for n in range(3):
         audit.write({"n": n})
-        wait_for(lambda n=n: sum(dropped) == n + 1)
+        wait_until(lambda n=n: sum(dropped) == n + 1)
     audit.close()
     assert [record.getMessage() for record in caplog.records] == ["audit log: cannot write"]
 

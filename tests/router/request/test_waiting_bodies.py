@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import json
 from typing import Any
@@ -16,6 +17,7 @@ from router.request import body as request_body
 from router.request.body import OBJECT_BYTES, BodyBudget
 from router.request.fields import ContentPart, Message
 
+from ... import waiting
 from ..application import Engine, Start
 
 NUM = 1500
@@ -46,10 +48,7 @@ def num_parsed() -> int:
     return sum(isinstance(each, kinds) for each in gc.get_objects())
 
 
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+until = functools.partial(waiting.until, patience_s=30.0)
 
 
 @pytest.mark.parametrize("name", ASKED)

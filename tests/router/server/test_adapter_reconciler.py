@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
+import functools
 
 import pytest
 
@@ -12,6 +11,8 @@ from router.dispatch.adapter_orders import Superseded
 from router.fleet.adapters import Outcome
 from router.models.adapters_file import AdapterEntry
 from router.server.adapter_reconciler import FIRST_BACKOFF_S, LONGEST_BACKOFF_S, LOOK_S, AdapterReconciler
+
+from ... import waiting
 
 A, B = AdapterEntry("a", "/a", "small"), AdapterEntry("b", "/b", "small")
 
@@ -171,12 +172,7 @@ async def test_an_unload_that_fails_is_tried_again() -> None:
     assert one.small.paths == {}
 
 
-async def until(true: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if true():
-            return
-        await asyncio.sleep(0.01)
-    pytest.fail("not within 10 s")
+until = functools.partial(waiting.until, patience_s=10.0)
 
 
 async def test_the_task_follows_until_it_is_closed_and_a_bug_in_it_shows() -> None:

@@ -34,7 +34,7 @@ from common.model_files.config import from_hf
 from common.model_files.resolve import resolve_model
 
 from .... import pretended_cuda
-from ....engine_rig import wait
+from ....waiting import wait_until
 
 PAGE = 65536
 OTHERS: set[str] = set()
@@ -131,7 +131,7 @@ def test_a_frozen_owner_is_waited_for_only_briefly(
     process, offer = owner
     monkeypatch.setattr("common.engine.kv.device_memory.WAIT_S", 0.1)
     process.send_signal(signal.SIGSTOP)
-    wait(lambda: ") T " in Path(f"/proc/{process.pid}/stat").read_text())
+    wait_until(lambda: ") T " in Path(f"/proc/{process.pid}/stat").read_text())
     files = num_files()
     with pytest.raises(DescriptorError, match="cannot receive the memory descriptor"):
         ImportedMemory(offer, 0)

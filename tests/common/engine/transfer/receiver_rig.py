@@ -27,7 +27,8 @@ from common.wire.codec import decode, encode
 from common.wire.messages import AnyMessage, KVBlocks, KVDone, KVGrant, KVOffer, KVOpen, Message
 from common.wire.sampling_params import TokenLogprobs
 
-from ....engine_rig import WAIT_S, PlainBlocks, made, wait
+from ....engine_rig import WAIT_S, PlainBlocks, made
+from ....waiting import wait_until
 
 
 class Peer:
@@ -123,7 +124,7 @@ class ReceiverRig:
     ) -> IncomingTransfer:  # fmt: skip
         """Lend `blocks` to a prefill worker that announces itself, makes its `offer` and gets its grant."""
         peer.open(name, len(blocks), attempt=attempt, offer=offer or peer.offer)
-        wait(lambda: self.events)
+        wait_until(lambda: self.events)
         opened = self.events.pop()
         assert isinstance(opened, TransferOpened)
         transfer = IncomingTransfer(
@@ -136,14 +137,14 @@ class ReceiverRig:
         return transfer
 
     def event(self) -> TransferOpened | TransferCompleted | TransferFailed:
-        wait(lambda: self.events)
+        wait_until(lambda: self.events)
         return self.events.pop(0)
 
     def sync(self) -> None:
         """Wait until everything that peers have sent so far was handled."""
         for number, peer in enumerate(self.peers):
             peer.open(f"sync{number}")
-            wait(lambda name=f"sync{number}": any(_name(event) == name for event in self.events))  # type: ignore[misc]
+            wait_until(lambda name=f"sync{number}": any(_name(event) == name for event in self.events))  # type: ignore[misc]
         self.events = [event for event in self.events if not _name(event).startswith("sync")]
         self.on_event = self.events.append
 

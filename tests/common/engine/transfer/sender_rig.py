@@ -16,7 +16,8 @@ from common.engine.transfer.transports.tcp import Frames
 from common.wire.codec import decode, encode
 from common.wire.messages import AnyMessage, KVAck, KVDone, KVFailed, KVGrant, KVOpen, KVTarget, Message
 
-from ....engine_rig import WAIT_S, made, wait
+from ....engine_rig import WAIT_S, made
+from ....waiting import wait_until
 
 
 class DecodeSide:
@@ -81,7 +82,7 @@ class DecodeSide:
         assert isinstance(message, KVFailed)
         return message
 
-    wait = staticmethod(wait)
+    wait = staticmethod(wait_until)
 
 
 class SenderRig(DecodeSide):

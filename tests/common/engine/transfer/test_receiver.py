@@ -17,7 +17,8 @@ from common.engine.transfer.receiver import KVListener, KVReceiver, TransferComp
 from common.errors import BlockError
 from common.wire.messages import KVAck, KVBlocks, KVDone, KVFailed, KVGrant, KVOffer, KVWait
 
-from ....engine_rig import WAIT_S, PlainBlocks, wait
+from ....engine_rig import WAIT_S, PlainBlocks
+from ....waiting import wait_until
 
 Rig = Any  # ReceiverRig and Peer of conftest, which test modules cannot import
 Peer = Any
@@ -364,7 +365,7 @@ def test_a_release_waits_for_the_block_that_is_written_and_no_other_follows(
     assert begun.wait(WAIT_S)
     with ThreadPoolExecutor(1) as engine:
         released = engine.submit(rig.receiver.release, "a", 0)
-        wait(lambda: transfer.released)
+        wait_until(lambda: transfer.released)
         assert not released.done(), "the block is still being written"
         go_on.set()
         assert released.result(WAIT_S) is transfer

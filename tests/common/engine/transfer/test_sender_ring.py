@@ -12,8 +12,8 @@ from common.engine.kv.block_ring import BlockRing
 from common.engine.transfer.transports.shm import PeerMemory
 from common.wire.messages import KVBlocks, KVDone, KVOffer, KVTaken
 
-from ....engine_rig import wait
 from ....late_stream import LateStream, ring_over
+from ....waiting import wait_until
 from .sender_rig import DecodeSide
 
 Rig = Any
@@ -86,7 +86,7 @@ def test_places_are_filled_as_they_are_given_back(make: Callable[..., Rig], ring
     assert contents(memory, first.sources[0]) == bytes(rig.memory[0]), "a place was overwritten before its time"
     assert isinstance(rig.read()[0], KVDone) and ring.num_free == 0
     rig.ack()
-    wait(lambda: rig.ended)
+    wait_until(lambda: rig.ended)
     assert ring.num_free == NUM_PLACES and rig.ended[0].transport == "shm" and rig.sender.num_bytes == 6 * BLOCK_BYTES
     memory.close()
 
@@ -98,7 +98,7 @@ def test_places_of_another_transfer_cannot_be_given_back(make: Callable[..., Rig
     granted(rig, "b")
     give_back(rig, places, "b")
     give_back(rig, (99,))
-    wait(lambda: rig.sender.num_dropped_frames == 2)
+    wait_until(lambda: rig.sender.num_dropped_frames == 2)
     assert not rig.router.poll(50) and ring.num_free == 0
 
 
@@ -116,7 +116,7 @@ def test_a_receiver_that_keeps_all_places_delays_no_other(make: Callable[..., Ri
         assert frames == [bytes(rig.memory[7]), bytes(rig.memory[8])]
         other.read()
         other.ack("b")
-        wait(lambda: rig.ended)
+        wait_until(lambda: rig.ended)
         assert (rig.ended[0].request_id, rig.ended[0].reason) == ("b", "")
         assert sorted(kept) == list(range(NUM_PLACES)) and ring.num_free == 0
     finally:
@@ -151,7 +151,7 @@ def test_places_are_free_however_a_transfer_ends(make: Callable[..., Rig], ring:
         rig.sender.cancel("a", 0, "aborted")
     elif how == "refused":
         rig.fail()
-    wait(lambda: ring.num_free == NUM_PLACES)
+    wait_until(lambda: ring.num_free == NUM_PLACES)
     assert rig.read_failed().reason if how != "refused" else rig.ended
 
 
@@ -171,7 +171,7 @@ def test_blocks_that_were_taken_back_while_they_were_copied_do_not_leave(
     device.on_part = lambda: rig.sender.cancel("a", 0, "aborted")
     granted(rig)
     assert rig.read_failed().reason == "aborted"
-    wait(lambda: ring.num_free == NUM_PLACES)
+    wait_until(lambda: ring.num_free == NUM_PLACES)
     assert device.num_parts and rig.sender.num_bytes == 0
 
 

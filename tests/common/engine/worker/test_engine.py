@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,6 +13,8 @@ from common.engine.worker.engine import INBOX_BOUND, Engine, EngineStatus
 from common.engine.worker.step_times import LONGEST_S, StepTimes
 from common.errors import RankLost
 from common.latency.step_model import StepShape
+
+from ....waiting import wait_until
 
 
 class SleepyEngine(Engine):
@@ -69,15 +71,8 @@ def engine() -> Iterator[SleepyEngine]:
     assert engine.stop()
 
 
-def wait(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
 def test_an_idle_loop_turns(engine: SleepyEngine) -> None:
-    wait(lambda: engine.num_steps > 3)
+    wait_until(lambda: engine.num_steps > 3)
     assert not engine.is_stuck(time.monotonic())
 
 
@@ -85,20 +80,20 @@ def test_a_step_that_hangs_is_stuck_and_one_that_ends_is_not(engine: SleepyEngin
     engine.step_times = StepTimes(fixed_s=0.3)
     engine.submit("work")
     assert engine.in_step.wait(60)
-    wait(lambda: engine.is_stuck(time.monotonic()))
+    wait_until(lambda: engine.is_stuck(time.monotonic()))
     assert engine.alive
     engine.go.set()
-    wait(lambda: engine.num_done == 1 and not engine.is_stuck(time.monotonic()))
+    wait_until(lambda: engine.num_done == 1 and not engine.is_stuck(time.monotonic()))
 
 
 def test_the_limit_follows_the_steps(engine: SleepyEngine) -> None:
-    wait(lambda: engine.num_steps > 0)
+    wait_until(lambda: engine.num_steps > 0)
     idle = engine.turn_limit_s
     engine.submit("work")
     assert engine.in_step.wait(60)
     assert engine.turn_limit_s == LONGEST_S > idle
     engine.go.set()
-    wait(lambda: engine.num_done == 1 and not engine.status.num_waiting)
+    wait_until(lambda: engine.num_done == 1 and not engine.status.num_waiting)
     engine.in_step.clear()
     engine.go.clear()
     engine.submit("work")
@@ -124,11 +119,11 @@ def test_the_inbox_is_bounded(engine: SleepyEngine) -> None:
 def test_progress_is_told_once_a_while_and_whether_anything_was_computed(engine: SleepyEngine) -> None:
     engine.go.set()
     engine._progress_told_at = 0.0
-    wait(lambda: engine.told)
+    wait_until(lambda: engine.told)
     assert engine.told == [False]
     engine.submit("work")
-    wait(lambda: engine.num_done == 1)
-    wait(lambda: len(engine.told) >= 2)
+    wait_until(lambda: engine.num_done == 1)
+    wait_until(lambda: len(engine.told) >= 2)
     assert engine.told[1:2] == [True]
 
 
@@ -147,7 +142,7 @@ def test_a_lost_rank_ends_the_engine_at_once() -> None:
     engine = LostEngine()
     engine.submit("work")
     engine.start()
-    wait(lambda: not engine.alive)
+    wait_until(lambda: not engine.alive)
     assert isinstance(engine.failure, RankLost)
     assert (engine.num_done, engine.told) == (1, [])
     assert engine.stop()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from common.cluster.api import KubernetesClient
 from common.engine.worker.pod_deletion_cost import ANNOTATION, PodDeletionCost, cost_of
 
 from ....kubernetes_api import KubernetesAPI
+from ....waiting import until
 
 
 @pytest.fixture
@@ -39,13 +39,6 @@ async def load(api: KubernetesAPI) -> AsyncIterator[Load]:
     assert not task.done()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "it did not come true"
-        await asyncio.sleep(0.005)
 
 
 def test_costs_are_coarse() -> None:

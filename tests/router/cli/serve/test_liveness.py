@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import signal
 import ssl
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from common.config import RouterConfig, ServeConfig
 from router.cli.serve.child import Child
 from router.cli.serve.liveness import ROUTER_ROUNDS, WORKER_ROUNDS, Pulse, loading, watch
 from router.cli.serve.probe import Health, ask_health, claim_port
+
+from .... import waiting
 
 GOLDEN = Path(__file__).parents[3] / "helm" / "golden" / "default.yaml"
 
@@ -141,10 +144,7 @@ class Probed(Child):
         os.kill(self.pid, signal.SIGSTOP)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110 (files of other processes)
-            await asyncio.sleep(0.01)
+until = functools.partial(waiting.until, patience_s=30.0)
 
 
 @asynccontextmanager

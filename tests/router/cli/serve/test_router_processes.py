@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ from common.config import RouterConfig
 from common.wire.listening import listen
 from router.cli.serve import child, keeper, router_processes
 from router.cli.serve.router_processes import RouterProcesses, remove_left, run_together
+
+from .... import waiting
 
 PROCESS = """
 import http.server, os, pathlib, signal, socket, socketserver, sys, threading
@@ -77,10 +80,7 @@ async def parent_of(config: RouterConfig, folder: Path) -> AsyncIterator[RouterP
         await running
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110 (it asks processes)
-            await asyncio.sleep(0.02)
+until = functools.partial(waiting.until, patience_s=WAIT_S)
 
 
 async def answered(config: RouterConfig) -> tuple[int, int]:

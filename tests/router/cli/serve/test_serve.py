@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import io
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,8 @@ from router.cli.serve.probe import claim_port, ready_reason
 from router.cli.serve.processes import ROUTER_OWN, WORKER_OWN, ServePlan, build_parser, read_plan
 from router.cli.serve.serve import main, supervise
 from router.cli.serve.supervisor import Supervisor
+
+from .... import waiting
 
 # ---------------------------------------------------------------- the plan
 
@@ -246,10 +248,7 @@ def is_running(pid: int) -> bool:
     return True
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110 (files and processes of others)
-            await asyncio.sleep(0.01)
+until = functools.partial(waiting.until, patience_s=30.0)
 
 
 async def test_everything_starts_and_everything_ends(records: Path) -> None:

@@ -16,7 +16,7 @@ from common.engine.kv.tiers.block_tiers import BlockTiers, ReadEnded
 from common.engine.kv.tiers.host_slots import HostSlotStore
 from common.engine.kv.tiers.tier import BlockTier
 
-from .....engine_rig import wait
+from .....waiting import wait_until
 
 BLOCK_BYTES = 32
 
@@ -128,16 +128,16 @@ def make_rig() -> Iterator[Callable[..., Rig]]:
 def test_published_blocks_come_back_after_they_were_evicted(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(Slots(4))
     rig.publish(1, 2, 3)
-    wait(lambda: rig.held(1, 2, 3))
+    wait_until(lambda: rig.held(1, 2, 3))
     rig.publish(*range(10, 18))  # evicts all
     assert rig.pool.match([digest(1)]) == []
-    wait(lambda: rig.held(17))
+    wait_until(lambda: rig.held(17))
     rig.tiers.touch([digest(14)])
     rig.publish(20)
-    wait(lambda: rig.held(20))
+    wait_until(lambda: rig.held(20))
     assert rig.held(14) and not rig.held(15)
     read = rig.read(16, 17, 20)
-    wait(lambda: rig.ended)
+    wait_until(lambda: rig.ended)
     assert (read.ended, read.num_done, read.by_tier, rig.content(read)) == (True, 3, {"disk": 3}, [16, 17, 20])
     assert rig.tiers.tiers[0].link.num_transfers == 1
     assert (digest(1), True) in rig.changes and (digest(1), False) in rig.changes
@@ -151,17 +151,17 @@ def test_a_block_that_is_written_to_while_it_is_copied_is_not_kept(make_rig: Cal
     assert begun.wait(60)
     rig.publish(*range(10, 18))  # takes its block
     go_on.set()
-    wait(lambda: rig.held(*range(10, 18)))
+    wait_until(lambda: rig.held(*range(10, 18)))
     assert not rig.held(1) and rig.tiers.num_lost == 1
 
 
 def test_a_read_ends_at_the_first_block_that_no_tier_holds(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(Slots(4), Slots(4))
     rig.publish(1, 2)
-    wait(lambda: rig.held(1, 2) and all(len(tier.hashes()) == 2 for tier in rig.tiers.tiers))
+    wait_until(lambda: rig.held(1, 2) and all(len(tier.hashes()) == 2 for tier in rig.tiers.tiers))
     rig.slots[0]._held.clear()  # what the faster tier says it has is damaged
     read = rig.read(1, 2, 3)
-    wait(lambda: rig.ended)
+    wait_until(lambda: rig.ended)
     assert (read.num_done, read.by_tier, rig.content(read)) == (2, {"slower": 2}, [1, 2, 0])
     assert [tier.counts(0).num_corrupt for tier in rig.tiers.tiers] == [2, 0]
 
@@ -169,13 +169,13 @@ def test_a_read_ends_at_the_first_block_that_no_tier_holds(make_rig: Callable[..
 def test_nothing_is_written_to_blocks_that_were_taken_back(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(Slots(4))
     rig.publish(1, 2)
-    wait(lambda: rig.held(1, 2))
+    wait_until(lambda: rig.held(1, 2))
     rig.slots[0].gate.clear()
     read = rig.read(1, 2)
-    wait(lambda: rig.slots[0].num_reads)
+    wait_until(lambda: rig.slots[0].num_reads)
     read.cancel()
     rig.slots[0].gate.set()
-    wait(lambda: rig.ended)
+    wait_until(lambda: rig.ended)
     assert (read.num_done, rig.content(read)) == (0, [0, 0])
     assert rig.tiers.num_unread_blocks == 0
 
@@ -185,14 +185,14 @@ def test_a_full_disk_turns_the_tier_off_and_says_so_once(
 ) -> None:
     rig = make_rig(Slots(4))
     rig.publish(1)
-    wait(lambda: rig.held(1))
+    wait_until(lambda: rig.held(1))
     rig.slots[0].error = OSError(errno.ENOSPC, "No space left on device")
     rig.publish(2, 3)
-    wait(lambda: not rig.tiers.tiers[0].is_on)
+    wait_until(lambda: not rig.tiers.tiers[0].is_on)
     rig.publish(4)
     assert not rig.held(1)
     read = rig.read(1)
-    wait(lambda: rig.ended)
+    wait_until(lambda: rig.ended)
     assert read.num_done == 0
     assert [line.count("No space left") for line in caplog.messages] == [1]
     assert not rig.tiers.counts[0].is_on and rig.changes[-1] == (digest(1), False)
@@ -201,13 +201,13 @@ def test_a_full_disk_turns_the_tier_off_and_says_so_once(
 def test_a_reset_forgets_also_what_is_being_written(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(Slots(4))
     rig.publish(1)
-    wait(lambda: rig.held(1))
+    wait_until(lambda: rig.held(1))
     rig.slots[0].gate.clear()
     rig.publish(2, 3)
-    wait(lambda: len(rig.tiers._offered) == 1)
+    wait_until(lambda: len(rig.tiers._offered) == 1)
     rig.pool.reset_cache()
     rig.tiers.reset()
     rig.slots[0].gate.set()
     rig.publish(4)
-    wait(lambda: rig.held(4))
+    wait_until(lambda: rig.held(4))
     assert rig.tiers.tiers[0].hashes() == [digest(4)]

@@ -19,9 +19,9 @@ from common.engine.transfer.transports.shm import SharedBlocks, SharedReads
 from common.engine.transfer.transports.tcp import Frames
 from common.wire.messages import KVDone, KVGrant, KVTarget
 
-from .....engine_rig import wait
 from .....late_stream import LateStream, reach_into, ring_over
 from .....pretended_nixl import PretendedNixl
+from .....waiting import wait_until
 
 NUM_BLOCKS, NUM_PLACES = 48, 5
 Rig = Any
@@ -119,7 +119,7 @@ class Pair:
         self.sender.progress(name, 0, num_blocks, KVDone(request_id=name, attempt=0, first_token=3))
 
     def wait(self, condition: Callable[[], object]) -> None:
-        wait(condition)
+        wait_until(condition)
 
 
 @pytest.fixture(params=WAYS)

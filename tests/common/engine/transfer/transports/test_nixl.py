@@ -23,8 +23,8 @@ from common.engine.transfer.transports.nixl import (
 )
 from common.wire.messages import KVAck, KVBlocks, KVFailed, KVOffer, KVTaken
 
-from .....engine_rig import wait
 from .....pretended_nixl import PretendedNixl
+from .....waiting import wait_until
 
 Rig = Any
 BLOCK_BYTES = 64
@@ -100,7 +100,7 @@ def test_the_end_may_come_before_the_blocks(late: RemoteSide) -> None:
     late.expect((7,))
     late.peer.name(0, [9])
     late.peer.done()
-    wait(lambda: late.nixl.reads)
+    wait_until(lambda: late.nixl.reads)
     late.rig.sync()
     assert not late.peer.socket.poll(50) and not late.rig.memory.any()
     late.nixl.deliver(late.nixl.reads[0])
@@ -121,7 +121,7 @@ def test_frames_are_taken_beside_reads(side: RemoteSide) -> None:
 def test_what_is_overwritten_before_it_is_read_is_not_taken(late: RemoteSide) -> None:
     transfer = late.expect()
     late.peer.name(0, [1, 2])
-    wait(lambda: late.nixl.reads)
+    wait_until(lambda: late.nixl.reads)
     late.blocks[2, 5] ^= 1
     late.nixl.deliver(late.nixl.reads[0])
     reply = late.peer.read()
@@ -133,7 +133,7 @@ def test_what_is_overwritten_before_it_is_read_is_not_taken(late: RemoteSide) ->
 def test_a_read_that_ends_after_its_transfer_reaches_no_block(late: RemoteSide) -> None:
     late.expect()
     late.peer.name(0, [1, 2])
-    wait(lambda: late.nixl.reads)
+    wait_until(lambda: late.nixl.reads)
     late.rig.receiver.release("a", 0)
     late.rig.memory[:] = 99
     late.nixl.deliver(late.nixl.reads[0])
@@ -149,9 +149,9 @@ def test_a_peer_that_does_not_answer_costs_its_own_transfers_only(late: RemoteSi
     other.expect((5,), "b")
     late.peer.name(0, [1])
     late.peer.name(1, [2])
-    wait(lambda: len(late.nixl.reads) == 2)
+    wait_until(lambda: len(late.nixl.reads) == 2)
     other.peer.name(0, [9], "b")
-    wait(lambda: len(late.nixl.reads) == 3)
+    wait_until(lambda: len(late.nixl.reads) == 3)
     late.nixl.deliver(late.nixl.reads[2])
     other.peer.done("b")
     assert acknowledged(other)
@@ -161,7 +161,7 @@ def test_a_peer_that_does_not_answer_costs_its_own_transfers_only(late: RemoteSi
     for read in late.nixl.reads[:2]:
         late.nixl.deliver(read)
     assert (late.rig.memory == 99).all()
-    wait(lambda: len(late.rig.events) == 2)
+    wait_until(lambda: len(late.rig.events) == 2)
     late.rig.events.clear()
     assert late.expect((7,), "c").memory is None  # over TCP for a while
     late.peer.ship(0, 1, "c")
@@ -173,7 +173,7 @@ def test_a_memory_that_failed_is_tried_again_later(late: RemoteSide, monkeypatch
     monkeypatch.setattr(peer_memories, "RETRY_S", 0.3)
     late.expect((7,))
     late.peer.name(0, [1])
-    wait(lambda: late.nixl.reads)
+    wait_until(lambda: late.nixl.reads)
     late.nixl.fail(late.nixl.reads[0])
     reply = late.peer.read()
     assert isinstance(reply, KVFailed) and "NIXL reports an error" in reply.reason
@@ -236,7 +236,7 @@ def test_a_new_duty_of_a_worker_leaves_its_old_memory(side: RemoteSide) -> None:
     side.expect((7,))
     first = side.offered.offer
     side.peer.open("b", 1, epoch=6, offer=KVOffer.of("nixl", first.__class__("second", *_rest(side))))
-    wait(lambda: side.nixl.connected == ["second"])
+    wait_until(lambda: side.nixl.connected == ["second"])
 
 
 # ---------------------------------------------------------------- who gets a slot
