@@ -34,7 +34,7 @@ class LaunchedStep(Protocol):
     """A launched step."""
 
     def sample(self, rows: Mapping[int, SamplingRow]) -> None:
-        """Sample the step before the next launch: `rows` as given, all others with their chunks' parameters."""
+        """Sample `rows` as given, and all others with their chunks' parameters. Call it before the next launch."""
 
     def read(self) -> list[SampledToken]:
         """Wait for the step and return a token for each row. Raises the device's error."""

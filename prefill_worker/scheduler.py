@@ -7,7 +7,7 @@ needs, so overtaken prompts can always finish. Prompts are admitted only when th
 waiting ones own no blocks that a more urgent one might need.
 
 If the model has a sliding window, an admitted prompt owns the maximum number of blocks that it needs at once. After
-each chunk it releases those that are out of the window, and immediately reallocates that number for the next chunk.
+each chunk it releases those that are out of the window, and immediately allocates up to that number for the next one.
 Blocks that several prompts share are counted for each of them, because a released block may still belong to another
 prompt.
 
@@ -343,7 +343,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
 
     @property
     def _is_at_capacity(self) -> bool:
-        """Whether the maximum number of prompts is admitted and not yet computed, or in a step in flight."""
+        """Whether the maximum number of admitted prompts have tokens that are in no completed or launched step."""
         if len(self.running) < self.max_num_seqs:
             return False
         return sum(sequence.num_remaining > 0 for sequence in self.running) >= self.max_num_seqs

@@ -210,7 +210,7 @@ class Engine(ABC):
 
     @property
     def is_prefill(self) -> bool:
-        """Whether the next step computes only prompts. Decode workers on the same cores have priority over it."""
+        """Whether the next step computes only prompts. Decode workers on the same cores leave cores to it."""
         return False
 
     def hold_s(self, now: float) -> float:
