@@ -57,7 +57,6 @@ class DecodeModel:
 
     A `launcher` launches steps ahead, before the tokens of the previous step are known. A `drafter` computes draft
     tokens.
-    draft tokens.
     """
 
     runner: ModelRunner

@@ -256,9 +256,8 @@ class DecodeScheduler(DecodeQueue):
     def room_for(self, sequence: DecodeSequence, num_tokens: int) -> int:
         """Return how many of `num_tokens` draft tokens after the next one fit. Allocates blocks if enough are free."""
         wanted = self.blocks_for(sequence.num_planned + num_tokens) - len(sequence.blocks)
-        kept = max(
-            self.num_watermark_blocks, len(self.running)
-        )  # each sequence may need another block for its next token
+        # Each sequence may need another block for its next token.
+        kept = max(self.num_watermark_blocks, len(self.running))
         if wanted > 0 and self.pool.num_available - wanted >= kept:
             sequence.blocks += self.pool.allocate(wanted)
         return min(num_tokens, len(sequence.blocks) * self.block_size - sequence.num_planned)

@@ -143,9 +143,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         )
         self.waiting: list[PrefillSequence] = []  # oldest first
         self.held: dict[str, PrefillSequence] = {}
-        self._in_flight: dict[
-            PrefillChunk, frozenset[bytes]
-        ] = {}  # with the hashes of the blocks that each chunk fills
+        self._in_flight: dict[PrefillChunk, frozenset[bytes]] = {}  # hashes of the blocks that each chunk fills
         self._top_priority = 0
         self._owned: Counter[int] = Counter()  # blocks of prompts, by priority
 

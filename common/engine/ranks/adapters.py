@@ -68,9 +68,7 @@ class AllPlaces(RankPlaces):
             channel.send(order, SEND_S)
         num_bytes = super().fill(place, adapter, path)
         until, problems = time.monotonic() + LOAD_S, []
-        for rank, channel in enumerate(
-            self._channels, 1
-        ):  # read all reports, so that none is taken for the next order's
+        for rank, channel in enumerate(self._channels, 1):  # all, so that no report is taken for the next order's
             report = msgspec.json.decode(channel.receive(max(0.001, until - time.monotonic())), type=RankReport)
             if report.problem:
                 problems.append(f"rank {rank}: {report.problem}")

@@ -81,8 +81,7 @@ class GraphRecorder:
                     run()
             outside.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
-            # Only this thread's calls: NCCL queries CUDA about earlier collectives at the same time (pytorch 104487,
-            # 110665).
+            # Only this thread's calls: NCCL queries CUDA at the same time (pytorch 104487, 110665).
             recording = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
             # `outside` again, because a failed recording leaves its own stream current.
             with collection_paused(), torch.cuda.stream(outside), recording:
