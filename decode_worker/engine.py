@@ -287,7 +287,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         self._remote_prefills.expire(now)
         self._handovers.expire(now)
 
-    def tell_progress(self, *, has_stepped: bool) -> None:
+    def report_progress(self, *, has_stepped: bool) -> None:
         for sequence in self.scheduler:
             is_due = has_stepped and sequence.awaits_turn
             if is_due or sequence.awaits_mask or sequence.status is RequestStatus.TRANSFERRING:

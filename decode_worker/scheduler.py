@@ -163,7 +163,7 @@ class DecodeScheduler(DecodeQueue):
     def skip_to(self, sequence: DecodeSequence, first_block: int) -> None:
         """Release the blocks before `first_block` of a sequence whose KV was announced again, from there on."""
         self._check_not_lent(sequence)
-        self._give_back_before(sequence, first_block)
+        self._release_before(sequence, first_block)
         sequence.first_block = max(sequence.first_block, first_block)
         sequence.num_received_blocks = max(sequence.num_received_blocks, first_block)
 
@@ -341,7 +341,7 @@ class DecodeScheduler(DecodeQueue):
     def _slide(self, sequence: DecodeSequence) -> None:
         """Release the blocks that no uncomputed token sees, unless they are lent."""
         if self.window and not sequence.lent:
-            self._give_back_before(sequence, self.window.first_block(_position(sequence)))
+            self._release_before(sequence, self.window.first_block(_position(sequence)))
 
     def _make_room(self, withdraw: Callable[[DecodeSequence], None]) -> list[DecodeSequence]:
         """Allocate the blocks for the next tokens of each running sequence, preempting others if necessary.

@@ -124,7 +124,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         if self._pipeline.in_flight is None:
             self._free_adapters()
 
-    def tell_progress(self, *, has_stepped: bool) -> None:
+    def report_progress(self, *, has_stepped: bool) -> None:
         if not has_stepped:
             return  # no prompt has advanced: they wait for decode workers or blocks
         for sequence in self.scheduler:

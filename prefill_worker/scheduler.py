@@ -308,7 +308,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
     def _slide(self, sequence: PrefillSequence) -> None:
         """Release the blocks that left the window, and reallocate up to that number for the next chunk."""
         num_before, position = sequence.num_owned, sequence.num_computed
-        self._give_back_before(sequence, self.window.first_block(position))
+        self._release_before(sequence, self.window.first_block(position))
         wanted = self._table_end(position, sequence.num_tokens) - len(sequence.blocks)
         if wanted > 0:
             sequence.blocks += self.pool.allocate(wanted)

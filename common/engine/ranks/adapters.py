@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from common.engine.adapters import AdaptedModel, AdapterPlaces, AdapterWeights, shard_of
+from common.engine.adapters import AdaptedModel, AdapterSlots, AdapterWeights, shard_of
 from common.engine.ranks.channel import Channel
 from common.engine.ranks.processes import SEND_S, RankReport
 from common.errors import DiptychError, ModelError
@@ -35,7 +35,7 @@ class AdapterOrder(msgspec.Struct, frozen=True):
     digest: str
 
 
-class RankPlaces(AdapterPlaces):
+class RankPlaces(AdapterSlots):
     """Adapter slots of one rank's model. Adapters are validated against the whole model."""
 
     def __init__(self, model: AdaptedModel, whole: ModelConfig, shard: Shard, *, max_loras: int, max_rank: int) -> None:

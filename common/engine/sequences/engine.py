@@ -14,8 +14,8 @@ from common.blocks import BlockHasher
 from common.engine.adapters import AdapterBank
 from common.engine.kv import BlockCounts
 from common.engine.kv.tiers import BlockRead, BlockTiers, ReadEnded
-from common.engine.sequences.awaited_grammars import AwaitedGrammars, MaskReady
-from common.engine.sequences.hidden_states import HiddenPlaces
+from common.engine.sequences.hidden_states import HiddenStateSlots
+from common.engine.sequences.pending_grammars import MaskReady, PendingGrammars
 from common.engine.sequences.reports import Reports
 from common.engine.sequences.restores import BlockRestorer
 from common.engine.sequences.scheduler import Scheduler
@@ -60,7 +60,7 @@ class EngineParts:
     tiers: BlockTiers | None = None
     adapters: AdapterBank | None = None
     peers: PeerCaches | None = None
-    hidden: HiddenPlaces | None = None
+    hidden: HiddenStateSlots | None = None
 
 
 NO_PARTS = EngineParts()
@@ -118,7 +118,7 @@ class RequestEngine(Engine, Generic[R, S]):
         self.scheduler: Scheduler[S] = scheduler
         self.metrics = metrics
         self._rules, self._max_waiting = rules, config.max_waiting
-        self._grammars = AwaitedGrammars(parts.grammars, self.notify, scheduler.constrain, self._fail)
+        self._grammars = PendingGrammars(parts.grammars, self.notify, scheduler.constrain, self._fail)
         self._rate, self._knob_log = StepRate(), KnobLog(metrics)
         self._in_step: Collection[S] = ()
         self._serials: Mapping[bytes, int] = {}  # replaced, never modified, because snapshots share it
