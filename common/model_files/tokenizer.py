@@ -198,5 +198,5 @@ def _check_unicode(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequest(
-            f"invalid text: lone surrogate at character {error.start}, must be valid Unicode"
+            f"Invalid text: lone surrogate at character {error.start}, must be valid Unicode."
         ) from error

@@ -68,7 +68,7 @@ class NoAdapters:
         raise ModelNotFound(f"The adapter {name!r} does not exist.", param="model")
 
     async def load(self, name: str, path: str, *, in_place: bool) -> Outcome:
-        raise Unavailable("this model does not support adapters")
+        raise Unavailable("This model does not support adapters.")
 
     async def unload(self, name: str) -> None:
         raise ModelNotFound(f"The adapter {name!r} does not exist.", param="lora_name")

@@ -236,7 +236,7 @@ class TextPipeline:
             return
         bad = next(token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size)
         raise InvalidRequest(
-            f"token id {bad} is not in the vocabulary: must be 0 to {self.vocab_size - 1}", param=param
+            f"Token id {bad} is not in the vocabulary: must be 0 to {self.vocab_size - 1}", param=param
         )
 
     def close(self) -> None:

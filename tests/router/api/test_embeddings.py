@@ -112,7 +112,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"input": []}, "input", "input: must not be empty"),
     ({"input": ""}, "input", "input: must not be empty"),
     ({"input": ["a", ""]}, "input[1]", "input[1]: must not be empty"),
-    ({"input": [1, 9999]}, "input", "token id 9999 is not in the vocabulary"),
+    ({"input": [1, 9999]}, "input", "Token id 9999 is not in the vocabulary"),
     ({"input": ["a"] * 2049}, "input", "2048"),
     ({"input": "a", "dimensions": WIDTH + 1}, "dimensions", f"dimensions: must be at most {WIDTH}, "),
     ({"input": "a", "dimensions": 0}, "dimensions", "greater than or equal to 1"),

@@ -13,5 +13,5 @@ async def test_workers_without_places_for_adapters_are_the_askers_matter(cluster
 
 async def test_without_workers_it_is_worth_asking_again(cluster):
     dispatcher = await cluster.start(prefill=0, decode=0)
-    with pytest.raises(Unavailable, match="no worker is ready"):
+    with pytest.raises(Unavailable, match="No worker is ready"):
         await dispatcher.adapters.load("a", "/adapters/a", in_place=False)

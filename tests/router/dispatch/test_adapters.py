@@ -136,5 +136,5 @@ async def test_an_order_whose_workers_are_all_lost_is_worth_giving_again(fleet: 
     await asyncio.sleep(0)
     for address in fleet.registry.workers:
         fleet.registry.on_cut(address)
-    with pytest.raises(Unavailable, match="adapter 'a' was not loaded: its workers are gone"):
+    with pytest.raises(Unavailable, match="Adapter 'a' was not loaded: its workers are gone"):
         await asyncio.wait_for(loading, 60)
