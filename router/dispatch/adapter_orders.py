@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from common.errors import RETRY_AFTER_S, DeadlineExceeded, InvalidRequest, ModelNotFound, Unavailable
 from common.wire import ROLES
 from common.wire.messages import SetAdapter
-from router.fleet import FleetAdapters, KnownAdapter, Outcome, WorkerFleet
+from router.fleet import AdapterInfo, FleetAdapters, Outcome, WorkerFleet
 
 log = logging.getLogger(__name__)
 LOAD_TIMEOUT_S = 120.0
@@ -35,7 +35,7 @@ class AdapterOrders:
         """Return whether clients may request this adapter."""
         return self._adapters.has(name)
 
-    def names(self) -> Iterator[KnownAdapter]:
+    def names(self) -> Iterator[AdapterInfo]:
         """Return the adapters that clients may request."""
         return self._adapters.names()
 
