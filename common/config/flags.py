@@ -85,8 +85,6 @@ class FlagParser(CommandParser):
         for name, instead in self._once.items():
             if len(several := values.get(name, ())) > 1 and isinstance(several, list):
                 flag = "--" + name.replace("_", "-")
-                if "--models-file" not in self._option_string_actions:
-                    instead = "a worker serves one model"
                 raise UsageError(name, f"option {flag} is given {len(several)} times ({', '.join(several)}): {instead}")
         flags = {name: ",".join(text) if isinstance(text, list) else text for name, text in values.items()}
         if (model := flags.pop(MODEL, None)) is not None:
