@@ -254,7 +254,7 @@ async def test_log_lines_name_a_worker_by_its_id_once_it_is_known(
     with_address = [line for line in caplog.messages if worker.address in line]
     assert with_address[0] == f"worker at {worker.address} (decode): discovered"
     assert [line.partition(" (KV layout")[0] for line in with_address[1:]] == [
-        f"{name} at {worker.address}: said hello"
+        f"{name} at {worker.address}: connected"
     ]
     assert f"{name} (decode): no new requests: terminating" in caplog.messages
 
