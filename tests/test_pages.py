@@ -40,7 +40,7 @@ PAGES = [
 ]
 FENCE = re.compile(r"(?:<!-- not run: (?P<reason>[^>]+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
 LANGUAGES = {"bash", "console", "python", "toml", "yaml", "json", "text", "ini", "promql", "http"}
-START_S, COMMAND_S = 240.0, 120.0
+START_S, COMMAND_S = 240.0, 300.0
 SETTINGS = {
     "serve": ServeConfig,
     "router": RouterConfig,
