@@ -375,9 +375,9 @@ def native_backend() -> NativeBackend | None:
         return None
     native = NativeBackend(library)
     log.info(
-        "this CPU multiplies %s and %s",
-        "pairs of bfloat16" if native.multiplies_bf16 else "no bfloat16 (oneDNN's products, float32 attention)",
-        "int8 by fours" if native.multiplies_int8 else "int8 by way of wider numbers, which is slower",
+        "CPU dot-product instructions: bfloat16 %s, int8 %s",
+        "yes" if native.multiplies_bf16 else "no (oneDNN matrix products, float32 attention)",
+        "yes" if native.multiplies_int8 else "no (wider integers, slower)",
     )
     return native
 

@@ -314,9 +314,9 @@ def record(dtype: torch.dtype, forward: Callable[[ProgramRecorder], Tensor]) -> 
         recorder = ProgramRecorder(native, dtype)
         program = recorder.finish(forward(recorder))
     except NotRecordable as reason:
-        log.warning("the model runs operation by operation, which is slower: %s", reason)
+        log.warning("the model runs operation by operation in PyTorch, which is slower: %s", reason)
         return None
-    log.info("a step is one native program of %d operations", program.num_ops)
+    log.info("model compiled to one native CPU program of %d operations", program.num_ops)
     return program
 
 

@@ -136,8 +136,8 @@ class WorkerProcess:
             router_timeout_s=config.router_timeout_s,
             blocks=lambda: self.duties.block_log,
         )
-        where = {"kv": self.duties.kv_address, "http": http_port}
-        log.info("%s listens on %s", self.duties.identity.worker_id, address, extra=where)
+        where = {"kv": self.duties.kv_address, "http": http_port} if self.duties.kv_address else {"http": http_port}
+        log.info("listening on %s", address, extra=where)
         return self.control, http
 
     async def _close(self, http: WorkerHTTP) -> None:
