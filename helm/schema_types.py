@@ -21,7 +21,7 @@ def closed(properties: Schema, required: tuple[str, ...] = ()) -> Schema:
 
 
 def named(entry: Schema, most: int = 0) -> Schema:
-    """Entries by name; an overlay removes one with null. Lists pass: templates refuse them and print the map to write."""
+    """Entries by name; an overlay removes one with null. Lists pass: templates refuse them and print the map."""
     either = entry | {"type": ["object", "null"]}
     schema: Schema = {"type": ["object", "array"], "propertyNames": NAME, "additionalProperties": either}
     return schema | ({"maxProperties": most} if most else {})

@@ -160,7 +160,9 @@ OVERVIEW = (
             "reqps",
             summed("diptych_retries_total", ROUTER, "role", over="5m"),
         ),
-        Panel("Failed requests", "By error class.", "reqps", summed("diptych_failures_total", ROUTER, "reason", over="5m")),
+        Panel(
+            "Failed requests", "By error class.", "reqps", summed("diptych_failures_total", ROUTER, "reason", over="5m")
+        ),
     ),
 )
 
@@ -190,7 +192,10 @@ POOLS = (
         Panel("Running", "Requests in the running batches.", "short", by_pool("vllm:num_requests_running")),
         Panel("Waiting", "Requests that wait to be scheduled.", "short", by_pool("vllm:num_requests_waiting")),
         Panel(
-            "Active", "Requests that would be interrupted if the pool ended now.", "short", by_pool("diptych_active_requests")
+            "Active",
+            "Requests that would be interrupted if the pool ended now.",
+            "short",
+            by_pool("diptych_active_requests"),
         ),
     ),
     (
@@ -271,7 +276,12 @@ TRANSFER = (
             "reqps",
             summed("diptych_kv_transfers_total", DECODE, "transport", over="5m"),
         ),
-        Panel("In transfer", "Requests whose KV is being transferred.", "short", by_pool("diptych_num_requests_transferring")),
+        Panel(
+            "In transfer",
+            "Requests whose KV is being transferred.",
+            "short",
+            by_pool("diptych_num_requests_transferring"),
+        ),
     ),
     (
         Panel(

@@ -1,4 +1,4 @@
-"""Generates values.schema.json: `make docs`. Settings come from the configuration classes, so misspelt ones are refused."""
+"""Generates values.schema.json: `make docs`. Settings come from the configuration classes: typos are refused."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def run(*command: str) -> str:
     print("+", " ".join(command), flush=True)
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
-        raise ReleaseError(f"{command[0]} {command[1]} exited with status {done.returncode}: {done.stdout[-2000:].strip()}")
+        raise ReleaseError(f"{command[0]} {command[1]} exited with {done.returncode}: {done.stdout[-2000:].strip()}")
     return done.stdout
 
 
@@ -162,7 +162,9 @@ def options_of(arguments: argparse.Namespace) -> Options:
     pairs = [pair.partition("=") for pair in arguments.torch_index.split(",") if pair]
     variants = {image.accelerator for image in IMAGES} - {""}
     if wrong := next((key for key, _, address in pairs if key not in variants or not address), ""):
-        raise ReleaseError(f"TORCH_INDEX: {wrong!r}: write ACCELERATOR=ADDRESS with one of {', '.join(sorted(variants))}")
+        raise ReleaseError(
+            f"TORCH_INDEX: {wrong!r}: write ACCELERATOR=ADDRESS for one of {', '.join(sorted(variants))}"
+        )
     return Options(
         checked_registry(arguments.registry),
         chosen_engine(arguments.engine),

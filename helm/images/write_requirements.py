@@ -16,7 +16,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 EXTRAS = {"router": ("router", "tracing", "hub"), "worker": ("worker", "hub")}
 OF_TORCH = re.compile(r"^(torch|triton|nvidia-|cuda-)")
-HEADER = "# Packages of the {name} image, except Diptych and torch. `make lock` generates this file from constraints.txt.\n"
+HEADER = "# Packages of the {name} image, except Diptych and torch. `make lock` writes it from constraints.txt.\n"
 
 
 def entries(text: str) -> Iterator[tuple[str, str]]:
