@@ -59,7 +59,9 @@ def test_without_a_host_nothing_is_built(given: str, said: str) -> None:
 def test_a_name_that_is_no_image_is_refused() -> None:
     assert chosen_images("") == IMAGES
     assert [image.name for image in chosen_images("worker-cpu, router")] == ["worker-cpu", "router"]
-    with pytest.raises(ReleaseError, match="'worker' is unknown; available: router, worker-cpu, worker-cuda, worker-rocm"):
+    with pytest.raises(
+        ReleaseError, match="'worker' is unknown; available: router, worker-cpu, worker-cuda, worker-rocm"
+    ):
         chosen_images("worker")
 
 
