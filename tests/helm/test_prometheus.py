@@ -31,7 +31,7 @@ RARE = {
     # Without --planner there are none.
     "overview: Workers planned",
     "overview: Requests offered",
-    "overview: Tails, predicted and measured",
+    "overview: Tail latency, predicted and measured",
     "transfer: Failed",
     "transfer: Streams handed over",
 }
