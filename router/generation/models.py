@@ -35,10 +35,10 @@ class ModelCandidates:
 
 @dataclass(frozen=True, slots=True)
 class ShownModel:
-    """An entry of the model list. `model` is the model behind the name; None for a split.
+    """An entry of the model list. `model` is the model with this name or alias; None for a split.
 
-    `ready`: whether a worker would answer now. `max_model_len`: the smallest limit, in tokens, of the models behind the
-    name. `parent`: the base model of an adapter, else "".
+    `ready`: whether a worker can serve it now. `max_model_len`: the smallest limit, in tokens, of the models that the
+    name resolves to. `parent`: the base model of an adapter, else "".
     """
 
     name: str

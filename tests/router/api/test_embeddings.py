@@ -255,7 +255,7 @@ async def test_cosines_of_pairs_and_rankings(start: Start) -> None:
     bare = (await post("/v1/rerank", json={"query": "one", "documents": texts, "return_documents": False})).json()
     assert all("document" not in one for one in bare["results"]) and len(bare["results"]) == 3
     wrong = (await post("/v1/score", json={"text_1": ["a", "b"], "text_2": texts})).json()["error"]
-    assert wrong["param"] == "text_1" and "as many as text_2 (3), got 2" in wrong["message"]
+    assert wrong["param"] == "text_1" and "the number of texts of text_2 (3), got 2" in wrong["message"]
 
 
 @pytest.mark.parametrize(
