@@ -104,7 +104,7 @@ def test_one_model_is_what_it_was() -> None:
 def test_several_models_are_named_by_a_file_only() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"option --model is given 2 times \(a, b\): a worker serves one model, a router several with --models-file",
+        match=r"option --model is given 2 times \(a, b\): a worker serves one model, a router several",
     ):
         router_of("--model", "a", "--model=b")
     with pytest.raises(ConfigError, match="option --model is given 2 times"):
