@@ -7,11 +7,11 @@ ARGS ?=
 # Number of test files that run at the same time. Many wait for processes that they started.
 JOBS ?= 3
 # Tests of pure code: no processes, no models; a few seconds in total.
-PURE := tests/test_layers.py tests/test_documented.py $(addprefix tests/common/,config engine/kv engine/transfer grammar/test_finish.py observe wire) \
-  $(addprefix tests/common/engine/worker/test_,scaling.py step_times.py) $(addprefix tests/router/,policy text access observe/test_slo.py cli/test_size.py) \
-  $(addprefix tests/router/dispatch/test_,admission.py prompt.py stream.py) \
-  $(addprefix tests/router/fleet/test_,prefix_index.py registry.py slices.py) tests/prefill_worker/test_scheduler.py \
-  $(addprefix tests/decode_worker/test_,scheduler.py draft_tokens.py)
+PURE := tests/test_layers.py tests/test_documented.py $(addprefix tests/common/,blocks cluster config engine/kv engine/worker/test_step_times.py grammar/test_token_rules.py observe wire) \
+  $(addprefix tests/common/engine/transfer/test_,connection.py frames.py incoming.py mailbox.py outgoing.py) $(addprefix tests/router/,policy text observe/test_slo.py cli/test_size.py) \
+  $(addprefix tests/router/access/test_,audit.py keys.py limits.py tls.py) $(addprefix tests/router/dispatch/test_,admission.py prompt.py stream.py) \
+  $(addprefix tests/router/fleet/test_,estimates.py prefix_index.py registry.py slices.py) tests/prefill_worker/test_scheduler.py \
+  $(addprefix tests/decode_worker/,test_scheduler.py drafting/test_draft_tokens.py)
 
 BIN := $(VENV)/bin
 # Tests start hundreds of processes: without bytecode each would compile every module again.

@@ -38,7 +38,7 @@ pytest="$python -P -m pytest -q -W default --tb=short"
 tests() {
     # Some versions of torch refuse products without the first, where tests ask for reproducible results.
     echo "export CUBLAS_WORKSPACE_CONFIG=:4096:8 OMP_NUM_THREADS=2; exec $pytest --maxfail=40 -m 'gpu or interpret'" \
-        "tests/kernels/gpu tests/common/engine/{models/test_{staging,quantised_staging},sampling/test_sampler}.py" \
+        "tests/kernels/gpu tests/common/engine/{kv/test_{staging,quantised_staging},sampling/test_sampler}.py" \
         "--ignore=tests/kernels/gpu/test_launches.py $*"
 }
 

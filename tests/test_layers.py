@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 PACKAGES = ("kernels", "common", "prefill_worker", "decode_worker", "router", "benchmarks")
 HEAVY = ("torch", "triton", "transformers", "safetensors")
 
@@ -64,10 +66,29 @@ def public_names(repository: Path, *tops: str) -> str:
     names = [".".join(folder.relative_to(repository).parts) for folder in packages(repository)]
     return (
         "import importlib\n"
-        f"for name in {[name for name in names if name.partition('.')[0] in tops]!r}:\n"
+        f"names = {[name for name in names if name.partition('.')[0] in tops]!r}\n"
+        "def take(name):\n"
         "    module = importlib.import_module(name)\n"
         "    for public in module.__all__: getattr(module, public)\n"
+        "for name in names: take(name)\n"
     )
+
+
+CHILDREN = f"""
+import gc, os, sys, traceback
+def fails_anew(names):
+    if not (child := os.fork()):
+        try:
+            for name in [name for name in sys.modules if name.partition(".")[0] in {PACKAGES!r}]: del sys.modules[name]
+            for name in names: take(name)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] != 0
+gc.freeze()
+"""
+"""`fails_anew` takes names in a child that has all other projects' modules, and imports ours as a new process does."""
 
 
 def test_the_router_never_imports_torch(repository: Path) -> None:
@@ -81,8 +102,14 @@ def test_the_router_never_imports_torch(repository: Path) -> None:
 
 
 def test_every_public_name_exists(repository: Path) -> None:
-    """Those of the router in the test above. Lower layers come first, as everywhere."""
-    run(public_names(repository, *(package for package in PACKAGES if package != "router")))
+    """In both orders: a package that needs another imported before it fails in one of them."""
+    run(public_names(repository, *PACKAGES) + CHILDREN + "sys.exit(fails_anew(reversed(names)))\n")
+
+
+@pytest.mark.slow
+def test_every_package_may_be_the_first_that_is_imported(repository: Path) -> None:
+    program = public_names(repository, *PACKAGES) + CHILDREN + "print([name for name in names if fails_anew([name])])\n"
+    assert run(program).strip() == "[]"
 
 
 def test_one_file_chooses_backends_and_one_pins_memory(repository: Path) -> None:

@@ -1,7 +1,7 @@
 """Request fields of OpenAI's older APIs. Unknown fields are ignored, and every optional field may be null.
 
 A field that would change the answer in other servers, but is not supported here, is `Refused` unless its value has no
-effect: ignoring it would give a wrong answer. `tests/router/api/known` lists these fields.
+effect: ignoring it would give a wrong answer. `tests/router/request/known` lists these fields.
 """
 
 from __future__ import annotations

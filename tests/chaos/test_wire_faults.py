@@ -297,7 +297,7 @@ HEARTBEATS = (RouterHeartbeat, WorkerHeartbeat)
 # They generate text: tests/router/dispatch/test_pooled_prompts.py loses and repeats vectors.
 # They compute prompts faster than they could pull them, and have no places for adapters: test_pull_faults.py and
 # test_adapter_faults.py have workers that do and have. Their caches can be mapped, so they have no ring:
-# tests/prefill_worker/test_ring.py loses and forges what gives its places back.
+# tests/common/engine/transfer/test_sender_ring.py loses and forges what gives its places back.
 APART = {ChangeRole, PooledOutput, KVPull, KVTaken, SetAdapter}
 KINDS = sorted(set(typing.get_args(AnyMessage)) - APART, key=lambda kind: kind.__name__)
 

@@ -9,10 +9,10 @@ import pytest
 from common.engine.kv.checksums import checksum
 from common.wire.messages import DecodeRequest, HandOver, KVBlocks, KVDone, KVFailed, Message
 
+from ..common.engine.transfer.receiver_rig import Peer
 from ..engine_rig import prompt
 from ..hostile import forged, garbage
 from .conftest import EngineRig as Rig
-from .conftest import Peer
 
 TOKENS = prompt(40)
 TO_DECODE = ("KVOpen", "KVBlocks", "KVDone", "KVFailed")

@@ -1,7 +1,7 @@
 """KV by real NIXL, and from GPU to GPU over a pretended driver: workers that die, freeze or leave change no answer.
 
-What a scenario asks of one of the two only is shown for the other in one process, by tests/decode_worker
-(test_remote_reads.py, test_device_transfer.py) and tests/common/engine/kv/test_device_memory.py.
+What a scenario asks of one of the two only is shown for the other in one process, by test_nixl.py and
+test_cuda_ipc.py in tests/common/engine/transfer/transports and by tests/common/engine/kv/test_device_memory.py.
 """
 
 from __future__ import annotations

@@ -397,3 +397,12 @@ def test_the_loop_runs_in_its_own_thread_until_stopped(engine: Rig) -> None:
     assert engine.engine.alive and engine.engine.stop()
     assert not engine.engine.alive and engine.engine.failure is None
     assert threading.current_thread() is not engine.engine._thread
+
+
+def test_the_decode_worker_learns_that_no_other_try_can_help(engine: Rig) -> None:
+    engine.ask(prompt(100), remote=True, temperature=1.0, logit_bias=((7, float("nan")),))
+    engine.turn()
+    engine.read_open()
+    engine.until(lambda: engine.is_clean)
+    assert [(failed.phase, failed.retryable) for failed in engine.failures()] == [("prefill", False)]
+    assert engine.read_failed().phase == "prefill"

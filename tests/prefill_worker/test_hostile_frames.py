@@ -13,11 +13,16 @@ from common.wire.message_fields import pack_tokens
 from common.wire.messages import KVBlocks, KVDone, KVGrant, KVTarget, Message, PrefillRequest
 from common.wire.sampling_params import SamplingParams
 
+from ..common.engine.transfer.sender_rig import DecodeSide
+from ..common.engine.transfer.sender_rig import SenderRig as Rig
 from ..engine_rig import prompt
 from ..hostile import forged, garbage
-from .conftest import DecodeSide
 from .conftest import EngineRig as Engine
-from .conftest import SenderRig as Rig
+
+
+@pytest.fixture
+def rig(make_sender_rig: Callable[..., Rig]) -> Rig:
+    return make_sender_rig()
 
 
 @pytest.fixture
@@ -95,10 +100,10 @@ def test_more_targets_than_sockets_fail_and_the_rest_goes_on(rig: Rig) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", ["none", "another"])
 def test_a_decode_worker_that_takes_no_connection_fails_its_transfers_soon(
-    make_rig: Callable[..., Rig], keys: str
+    make_sender_rig: Callable[..., Rig], keys: str
 ) -> None:
     """It wants CURVE; the lease would hold the blocks for 30 s."""
-    rig = make_rig()
+    rig = make_sender_rig()
     router = rig.context.socket(zmq.ROUTER)
     Curve(KeyPair.generate()).serve(router)
     router.bind("tcp://127.0.0.1:*")

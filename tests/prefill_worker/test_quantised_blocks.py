@@ -23,8 +23,8 @@ def quantise(indices: Sequence[int]) -> list[memoryview]:
     return [memoryview(SMALL + bytes([index])) for index in indices]
 
 
-def test_blocks_are_quantised_for_who_takes_it_only(make_rig: Callable[..., Rig]) -> None:
-    rig = make_rig(quantise=quantise)
+def test_blocks_are_quantised_for_who_takes_it_only(make_sender_rig: Callable[..., Rig]) -> None:
+    rig = make_sender_rig(quantise=quantise)
     for name, quantised in (("a", True), ("b", False)):
         rig.open(name, num_ready=4)
         rig.finish(name)
@@ -45,8 +45,10 @@ OFFER = KVMemory(1, 3, 64 * 16, bytes(16))
 
 
 @pytest.mark.parametrize("options", [{}, {"memory": OFFER}, {"memory": OFFER, "quantise": quantise}])
-def test_a_grant_of_what_was_not_offered_is_dropped(make_rig: Callable[..., Rig], options: dict[str, Any]) -> None:
-    rig = make_rig(**options)
+def test_a_grant_of_what_was_not_offered_is_dropped(
+    make_sender_rig: Callable[..., Rig], options: dict[str, Any]
+) -> None:
+    rig = make_sender_rig(**options)
     rig.open(num_ready=4)
     rig.finish()
     assert rig.read_open().quantised == ("quantise" in options)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from common.machine.memory import host_memory
+from common.machine.memory import host_memory, keep_large_buffers
 
 Write = Callable[[str, str], None]
 MEMINFO = "MemTotal: 1000 kB\nMemFree: 100 kB\nMemAvailable: 500 kB\nSwapFree: 20 kB\nHugePages_Total: 0\n"
@@ -66,3 +67,7 @@ def test_a_limit_above_what_the_kernel_has_does_not_count(tmp_path: Path, write:
 
 def test_a_system_that_tells_nothing(tmp_path: Path) -> None:
     assert host_memory(tmp_path / "proc", tmp_path / "cgroup") is None
+
+
+def test_it_says_whether_the_setting_took() -> None:
+    assert keep_large_buffers() is hasattr(ctypes.CDLL(None), "mallopt")

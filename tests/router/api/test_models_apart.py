@@ -9,9 +9,9 @@ import pytest
 from router.api.load import joined_load
 from router.dispatch.load import ClassLoad, DispatchLoad
 
-from .batching import ended, line, made
-from .sdk import client_of
-from .several import Start
+from ..sdk import client_of
+from ..several import Start
+from .batches.batching import ended, line, made
 
 GOALS = ((500.0, 0.0), (200.0, 30.0), (0.0, 60.0))
 NO_WORKER = (False, "no decode worker is ready (1 configured: decode-0 is silent)")

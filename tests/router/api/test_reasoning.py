@@ -14,7 +14,7 @@ from common.model_files.files import ModelFiles
 from common.wire.sampling_params import ThinkingBudget
 from router.text.text_pipeline import TextPipeline
 
-from .sdk import client_of
+from ..sdk import client_of
 
 THOUGHT = "The user greets. I greet."
 ANSWER = f"<think>\n{THOUGHT}\n</think>\n\nHello!"

@@ -12,7 +12,7 @@ from common.errors import Overloaded, Unavailable
 from router.access.keys import Limits
 from router.cli.top import LoadSource
 
-from .several import Start
+from ..several import Start
 from .test_dashboard import NODE, SEES, browse
 
 KEYS = """

@@ -306,7 +306,7 @@ async def test_calls_have_no_stop_strings(asking: Any, engine: Any, api: str, st
         assert await asking.ask(api, stream=stream, required=True, max_tokens=max_tokens, stops=IN_MARKUP) == cut
 
 
-@pytest.mark.quick_cover(1)
+@pytest.mark.quick_cover(2)
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_content_around_calls_has_stop_strings(asking: Any, engine: Any, api: str, stream: bool) -> None:

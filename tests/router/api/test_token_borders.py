@@ -91,7 +91,7 @@ def marked(files: ModelFiles, tmp_path_factory: pytest.TempPathFactory) -> Itera
     made.close()
 
 
-@pytest.mark.quick_cover(1)
+@pytest.mark.quick_cover(2)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "fields", [{}, {"stop": ["h"]}, {"tools": [{"type": "function", "function": {"name": "now"}}]}]

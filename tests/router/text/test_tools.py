@@ -76,7 +76,7 @@ ANSWERS: list[tuple[str, str]] = [
 ]
 
 
-@pytest.mark.quick_cover(1)
+@pytest.mark.quick_cover(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("text", "accepted"), ANSWERS)
 def test_what_an_answer_may_be(form: str, text: str, accepted: str) -> None:
@@ -128,7 +128,7 @@ TRICKY = json.dumps({"a": '}\n</tool_call>"\\', "b": [{"c": "{"}], "d": {}})
 WEATHER_CALL, NOW_CALL = ("get_weather", '{"city": "Paris"}'), ("now", "{}")
 
 
-@pytest.mark.quick_cover(1)
+@pytest.mark.quick_cover(2)
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 @pytest.mark.parametrize(
     ("text", "expected"),

@@ -7,6 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from triton.runtime.errors import OutOfResources
+
+from common.engine.worker import process
+from common.errors import ModelError, Unavailable
 
 LIMITED = """
 import sys
@@ -74,3 +78,37 @@ def test_a_kernel_that_does_not_fit_is_a_sentence() -> None:
         in ended.stderr
     )
     assert "--device auto: " in ended.stderr
+
+
+@pytest.fixture
+def unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the settings of this process, which a worker changes before it starts."""
+    for owner, name in ((process, "keep_large_buffers"), (process, "raise_file_limit"), (sys, "setswitchinterval")):
+        monkeypatch.setattr(owner, name, lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (OutOfResources(102_400, 101_376, "shared memory"), 2, "cannot start: a kernel needs 102,400 bytes of shared"),
+        (ModelError("no config.json"), 2, "cannot start: no config.json"),
+        (Unavailable("no store"), 1, "stopped by an error: no store"),
+        (OSError("port in use"), 1, "stopped by an error: port in use"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
+)
+@pytest.mark.usefixtures("unchanged")
+def test_the_exit_status_of_an_error(
+    caplog: pytest.LogCaptureFixture, error: Exception, status: int, words: str
+) -> None:
+    def start() -> process.WorkerProcess:
+        raise error
+
+    assert process.run_worker(start) == status
+    assert words in caplog.text
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_other_errors_keep_their_traceback() -> None:
+    with pytest.raises(ZeroDivisionError):
+        process.run_worker(lambda: 1 // 0)  # type: ignore[arg-type, return-value]

@@ -140,7 +140,7 @@ def test_a_thought_whose_marks_are_special_tokens_may_come_first(
     assert not check_of(vocabulary, form, required=True, thought=(bos, end))(f"hm<|im_start|>{call}")
 
 
-@pytest.mark.quick_cover(1)
+@pytest.mark.quick_cover(2)
 def test_an_answer_of_one_call_has_no_text_behind_it(vocabulary: Vocabulary, form: CallFormat) -> None:
     accepts = check_of(vocabulary, form, several=False)
     assert not accepts(f"{form.written(GOOD[0])} Done.")
@@ -265,7 +265,7 @@ def test_channels(vocabulary: Vocabulary) -> None:
         assert schema(answer) is (text == '{"a": 1}')
 
 
-@pytest.mark.quick_cover(1)
+@pytest.mark.quick_cover(2)
 def test_what_schemas_have_that_is_not_known_is_left_out(vocabulary: Vocabulary, form: CallFormat) -> None:
     odd = Function("odd", None, {"properties": {"a": {"not": {}}, "b-c": {"minLength": 1}}, "if": {}, "type": "string"})
     empty = Function("empty.one", None, {})
