@@ -1,12 +1,12 @@
-# make serve | sla | gpu | check | test | test-all | lint | format | fetch | wheel | images | release | clean. `make` alone says what each does.
+# make serve | sla | gpu | check | test | test-all | lint | format | fetch | wheel | images | release | clean. `make` lists all targets.
 PYTHON ?= python3
 VENV ?= .venv
 PORT ?= 8000
 MODEL ?= smollm2-135m
 ARGS ?=
-# Test files that run side by side: many of them wait for processes of their own.
+# Number of test files that run at the same time. Many wait for processes that they started.
 JOBS ?= 3
-# Tests of what is pure: no process, no model, seconds in all.
+# Tests of pure code: no processes, no models; a few seconds in total.
 PURE := tests/test_layers.py tests/test_documented.py $(addprefix tests/common/,blocks cluster config engine/kv engine/worker/test_step_times.py grammar/test_token_rules.py observe wire) \
   $(addprefix tests/common/engine/transfer/test_,connection.py frames.py incoming.py mailbox.py outgoing.py) $(addprefix tests/router/,policy text observe/test_slo.py cli/test_size.py) \
   $(addprefix tests/router/access/test_,audit.py keys.py limits.py tls.py) $(addprefix tests/router/dispatch/test_,admission.py prompt.py stream.py) \
@@ -14,9 +14,9 @@ PURE := tests/test_layers.py tests/test_documented.py $(addprefix tests/common/,
   $(addprefix tests/decode_worker/,test_scheduler.py drafting/test_draft_tokens.py)
 
 BIN := $(VENV)/bin
-# Tests start hundreds of processes: each would compile every module again.
+# Tests start hundreds of processes: without bytecode each would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
-# On a terminal pip shows what it downloads; into a file it says what went wrong, and no more.
+# pip shows progress on a terminal, and only errors in a file.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install $(if $(MAKE_TERMOUT),,--quiet)
 NEWER := pyproject.toml constraints.txt
 
@@ -24,27 +24,30 @@ NEWER := pyproject.toml constraints.txt
 .PHONY: help serve fetch bench compare sla gpu check test test-all clients chaos soak lint format docs docs-site docs-serve wheel images release lock clean
 
 help:
-	@echo "make serve      a service on this machine (PORT=8000 MODEL=smollm2-135m ARGS='--prefill 2 --decode 2')"
-	@echo "make fetch      download MODEL only"
-	@echo "make bench      load generator (ARGS='--help')"
-	@echo "make compare    Diptych beside another engine (ARGS='--peer openvino --peer-env DIR'; --help)"
-	@echo "make sla        how well goals are met and at what cost, in virtual time: tables and plots (ARGS='--only policies'; --help)"
-	@echo "make gpu        what a GPU node can tell, in ten minutes, into a folder (OUT=build/gpu ARGS='--parts first'; --help)"
-	@echo "make check      lint and the tests of what is pure, in a minute"
-	@echo "make test       lint and every quick test; says which 30 were slowest"
-	@echo "make test-all   lint and every test that this machine can run, but for make clients"
-	@echo "make clients    every client of docs/reference/clients.md, in environments of their own (ARGS='-k aider')"
-	@echo "make chaos      kills, freezes and cuts off workers for minutes (SEED=1 DURATION=180)"
-	@echo "make soak       half an hour of load, to see what grows (DURATION=1800 PLOT=build/soak.png)"
-	@echo "make lint       ruff and mypy;  make format  rewrites as ruff wants it;  make docs  rewrites docs/reference/configuration.md and helm/"
-	@echo "make docs-site  the documentation with search in build/site;  make docs-serve  shows it while you write"
-	@echo "make wheel      wheel and sdist into dist/, with CPU kernels for KERNELS=all instruction sets or those named"
-	@echo "make images     router, and workers for cpu, cuda and rocm (REGISTRY=ghcr.io/acme PUSH=yes IMAGES=router,worker-cpu)"
-	@echo "make release    wheel, sdist, bills of materials, images, chart, signatures into dist/ (REGISTRY=...; IMAGES=none)"
-	@echo "make lock       hashes of what the images install, from helm/images/constraints.txt"
-	@echo "make clean      remove what was built, the virtual environment included"
+	@echo "make serve      run the service on this machine (PORT=8000 MODEL=smollm2-135m ARGS='--prefill 2 --decode 2')"
+	@echo "make fetch      download MODEL without serving it"
+	@echo "make bench      put load on a server; report latencies and throughput (ARGS='--help')"
+	@echo "make compare    measure Diptych and another engine on this machine (ARGS='--peer openvino --peer-env DIR'; --help)"
+	@echo "make sla        simulate how well goals are met and at what cost: tables and plots (ARGS='--only policies'; --help)"
+	@echo "make gpu        test and measure this machine's GPU in ten minutes, results in a folder (OUT=build/gpu ARGS='--parts first'; --help)"
+	@echo "make check      lint, and tests without processes or models; about a minute"
+	@echo "make test       lint and all quick tests; lists the 30 slowest"
+	@echo "make test-all   lint and all tests that this machine can run, except those of make clients"
+	@echo "make clients    test the clients in docs/reference/clients.md, each in its own environment (ARGS='-k aider')"
+	@echo "make chaos      kill, freeze and disconnect workers under load (SEED=1 DURATION=180)"
+	@echo "make soak       half an hour of load to find leaks (DURATION=1800 PLOT=build/soak.png)"
+	@echo "make lint       ruff, mypy, package layers and style"
+	@echo "make format     fix and format the code with ruff"
+	@echo "make docs       regenerate docs/reference/configuration.md and the generated files in helm/"
+	@echo "make docs-site  build the documentation with search in build/site"
+	@echo "make docs-serve preview the documentation; reloads after each change"
+	@echo "make wheel      build wheel and sdist in dist/ (KERNELS=all, or names of CPU instruction sets such as avx2)"
+	@echo "make images     build images of the router and of workers for cpu, cuda and rocm (REGISTRY=ghcr.io/acme PUSH=yes IMAGES=router,worker-cpu)"
+	@echo "make release    build wheel, sdist, SBOMs, images, chart and signatures in dist/ (REGISTRY=...; IMAGES=none)"
+	@echo "make lock       update the hashes of packages that images install, from helm/images/constraints.txt"
+	@echo "make clean      delete build outputs and the virtual environment"
 
-# ------------------------------------------------------------------ environment: made on demand, remade when NEWER changes
+# ------------------------------------------------------------------ environment: created on demand, updated when NEWER changes
 
 $(BIN)/python:
 	@for python in "$(PYTHON)" python3 python3.13 python3.12 python3.11; do \
@@ -54,7 +57,7 @@ $(BIN)/python:
 	echo "creating $(VENV) with $$("$$found" --version)"; "$$found" -m venv "$(VENV)"
 
 $(VENV)/.serve: $(NEWER) | $(BIN)/python
-	@echo "installing Diptych into $(VENV): torch and some thirty packages, two or three minutes, once"
+	@echo "installing Diptych into $(VENV): torch and about thirty packages, two or three minutes, only once"
 	@$(PIP) -c constraints.txt -e ".[router,worker]"
 	@touch $@
 
@@ -67,7 +70,7 @@ $(VENV)/.docs: $(NEWER) | $(BIN)/python
 	@touch $@
 
 $(VENV)/.dev: $(NEWER) | $(BIN)/python
-	@echo "installing Diptych and its test tools into $(VENV) (a few minutes, once)"
+	@echo "installing Diptych and its test tools into $(VENV) (a few minutes, only once)"
 	@$(PIP) -c constraints.txt -e ".[dev]"
 	@touch $(VENV)/.serve $(VENV)/.bench $@
 
@@ -88,7 +91,7 @@ compare: $(VENV)/.serve $(VENV)/.bench
 sla: $(VENV)/.serve $(VENV)/.bench
 	@exec $(BIN)/python -m benchmarks.sla $(ARGS)
 
-# A bare GPU machine has its own Python with torch, no network, and perhaps a folder of wheels: nothing is installed.
+# A GPU machine may have no network and its own Python with torch, so this installs nothing.
 OUT ?= build/gpu
 gpu:
 	@TAIL=200 PYTHON="$(if $(wildcard $(VENV)/.serve),$(BIN)/python,$(PYTHON))" benchmarks/gpu_machine.sh "$(OUT)" \
@@ -112,7 +115,6 @@ docs: $(VENV)/.dev
 	$(BIN)/python docs/reference/write_configuration.py > docs/reference/configuration.md
 	@for page in schema readme dashboards; do $(BIN)/python helm/write_$$page.py; done
 
-# The site, with search: build/site/index.html. docs-serve shows pages while they are written.
 docs-site: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "open build/site/index.html"
@@ -126,7 +128,7 @@ check: lint
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --longest-first --durations=30 --budget-s 300 --hypothesis-profile quick -m "not slow and not gpu and not chaos" $(ARGS)
 
-# Storms and chips come last and alone: they are about what happens while nothing else takes the cores.
+# Chaos and GPU tests run last, one at a time, because they need all cores.
 test-all: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --longest-first --durations=30 -m "not chaos and not gpu and not clients" $(ARGS)
 	$(BIN)/pytest -m "chaos or gpu" $(ARGS)
@@ -146,7 +148,7 @@ KERNELS ?= all
 wheel: $(VENV)/.dev
 	@DIPTYCH_KERNELS=$(KERNELS) $(BIN)/python -P -m build --no-isolation --outdir dist .
 
-# REGISTRY has no default: images are pushed to a registry of your own.
+# REGISTRY has no default: push images to your own registry.
 REGISTRY ?=
 IMAGES ?=
 ENGINE ?=
@@ -167,7 +169,7 @@ $(VENV)/.release: $(NEWER) | $(BIN)/python
 release: $(VENV)/.release
 	@$(BIN)/python -m helm.images.release $(IMAGE_FLAGS) --kernels "$(KERNELS)"
 
-# Hashes of what the images install, after a change of helm/images/constraints.txt.
+# Run after a change of helm/images/constraints.txt.
 lock: $(VENV)/.release
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python helm/images/write_requirements.py
 

@@ -82,10 +82,10 @@ class CommandParser(argparse.ArgumentParser):
 def number(
     low: float = -math.inf, high: float = math.inf, *, above: float | None = None, whole: bool = False
 ) -> Callable[[str], Any]:
-    """Return an argparse type for finite numbers from `low` to `high`, or greater than `above`."""
+    """Return an argparse type for finite numbers from `low`, or greater than `above`, to `high`."""
     expected = "a whole number" if whole else "a number"
     if above is not None:
-        expected += f" above {above:g}"
+        expected += f" above {plain(above)}" + (f" and up to {plain(high)}" if high < math.inf else "")
     elif high < math.inf:
         expected += f" from {plain(low)} to {plain(high)}"
     elif low > -math.inf:

@@ -8,7 +8,7 @@ from common.config import DecodeWorkerConfig
 from common.engine.kv import SMALL_DTYPES, incoming_blocks, quantised_incoming
 from common.engine.run import GraphRunner, LoadedModel, ModelRunner, StepLauncher, StepThread
 from common.engine.sampling import Sampler, max_prompt_logprobs
-from common.engine.sequences import EngineParts, HiddenPlaces, hidden_places
+from common.engine.sequences import EngineParts, HiddenStateSlots, hidden_state_slots
 from common.engine.transfer import (
     KVListener,
     KVReceiver,
@@ -99,7 +99,7 @@ class DecodeDuty(Duty):
             num_streams=1,
         )
         peers = self.new_peers(loaded, pool, lambda event: self._engine.notify(event))
-        hidden = hidden_places(loaded.drafting)
+        hidden = hidden_state_slots(loaded.drafting)
         self._engine = DecodeEngine(
             send,
             self.engine_config(files, loaded),
@@ -118,11 +118,11 @@ class DecodeDuty(Duty):
         sender.start()
         return self._engine
 
-    def _model(self, loaded: LoadedModel, hidden: HiddenPlaces | None) -> DecodeModel:
+    def _model(self, loaded: LoadedModel, hidden: HiddenStateSlots | None) -> DecodeModel:
         runner, sampler = loaded.runner, Sampler(loaded.vocab_size)
         return DecodeModel(runner, sampler, step_launcher(runner, sampler), self._drafter(loaded, sampler, hidden))
 
-    def _drafter(self, loaded: LoadedModel, sampler: Sampler, hidden: HiddenPlaces | None) -> TokenDrafter | None:
+    def _drafter(self, loaded: LoadedModel, sampler: Sampler, hidden: HiddenStateSlots | None) -> TokenDrafter | None:
         draft, drafting = loaded.draft, loaded.drafting
         if drafting is not None and hidden is not None:
             return HeadDrafter(loaded.runner, drafting, sampler, hidden)

@@ -29,7 +29,7 @@ from decode_worker.sequence import DecodeSequence, RequestStatus
 from decode_worker.speculation import Speculation
 
 FEW_SEQUENCES = 4
-"""Steps of fewer sequences read the weights with one core nearly as fast as with two (docs/measurements.md)."""
+"""Steps of fewer sequences are nearly as fast on one core as on two (docs/decisions/0007-shared-cores.md)."""
 EXPIRE_INTERVAL_S = 0.05
 """Interval between checks of deadlines. Each check visits all requests."""
 
@@ -247,7 +247,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         self._note_knobs(self._speculation.knobs, now)
 
     @property
-    def _beside(self) -> StepShape:
+    def _decode_rows(self) -> StepShape:
         num_rows = sum(sequence.num_remaining == 1 for sequence in self.scheduler.running)
         return StepShape.of_rows(num_rows, self.scheduler.num_context_tokens)
 
@@ -287,7 +287,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         self._remote_prefills.expire(now)
         self._handovers.expire(now)
 
-    def tell_progress(self, *, has_stepped: bool) -> None:
+    def report_progress(self, *, has_stepped: bool) -> None:
         for sequence in self.scheduler:
             is_due = has_stepped and sequence.awaits_turn
             if is_due or sequence.awaits_mask or sequence.status is RequestStatus.TRANSFERRING:

@@ -236,7 +236,7 @@ class Handovers:
         return handover if handover is not None and handover.sequence is sequence else None
 
     def _exceeds_room(self, handover: Handover) -> bool:
-        """Whether the sequence, including steps in flight, has more tokens than the target's blocks."""
+        """Whether the sequence, including steps in flight, has more tokens than fit in the target's blocks."""
         return handover.sequence.num_at_most > handover.room * self._scheduler.block_size
 
     def _num_full(self, sequence: DecodeSequence) -> int:

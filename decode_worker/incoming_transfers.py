@@ -39,7 +39,7 @@ class IncomingTransfers:
         """Return why this worker must not receive from the sender, or ""."""
         message = event.message
         if message.decode_epoch != self._epoch:
-            return f"sent to boot epoch {message.decode_epoch}, but this worker has restarted with {self._epoch}"
+            return f"sent to boot epoch {message.decode_epoch}, but this worker has boot epoch {self._epoch}"
         if message.fingerprint != self._fingerprint:
             return f"KV layout {message.fingerprint} differs from this worker's {self._fingerprint}"
         if self._required and event.memory is None:
@@ -143,7 +143,7 @@ class IncomingTransfers:
 
 @dataclass(frozen=True, slots=True)
 class TransferEndpoints:
-    """Both ends of a decode worker's transfers: KV from prefill workers, and of hand-overs in both directions."""
+    """Both ends of a decode worker's transfers: incoming KV of prefills and hand-overs, outgoing KV of hand-overs."""
 
     incoming: IncomingTransfers
     outgoing: KVSender

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol, TypeVar
 
-from common.engine.models import NO_PLACE, ROW_BEFORE, SequenceChunk
+from common.engine.models import NO_SLOT, ROW_BEFORE, SequenceChunk
 from common.engine.run import ModelRunner
 from common.engine.sampling import Sampler, SamplingRow
-from common.engine.sequences import HiddenPlaces, RowPlaces
+from common.engine.sequences import HiddenStateSlots, RowSlots
 from common.wire import SampledToken
 from decode_worker.drafting.model_drafts import TokenDrafter
 from decode_worker.rules import StepMasks
@@ -34,7 +34,7 @@ class LaunchedStep(Protocol):
     """A launched step."""
 
     def sample(self, rows: Mapping[int, SamplingRow]) -> None:
-        """Sample the step before the next launch: `rows` as given, all others with their chunks' parameters."""
+        """Sample `rows` as given, and all others with their chunks' parameters. Call it before the next launch."""
 
     def read(self) -> list[SampledToken]:
         """Wait for the step and return a token for each row. Raises the device's error."""
@@ -57,7 +57,6 @@ class DecodeModel:
 
     A `launcher` launches steps ahead, before the tokens of the previous step are known. A `drafter` computes draft
     tokens.
-    draft tokens.
     """
 
     runner: ModelRunner
@@ -84,7 +83,7 @@ class Pipeline:
     """Pipeline of steps. Between iterations of the engine, at most one step is in flight; during a launch, two."""
 
     def __init__(
-        self, scheduler: DecodeScheduler, launcher: Launcher | None, hidden: HiddenPlaces | None = None
+        self, scheduler: DecodeScheduler, launcher: Launcher | None, hidden: HiddenStateSlots | None = None
     ) -> None:
         self._scheduler, self._launcher, self._hidden = scheduler, launcher, hidden
         self.in_flight: StepInFlight | None = None
@@ -166,7 +165,7 @@ class Pipeline:
             self._launcher.close()
 
 
-def model_chunks(chunks: Sequence[DecodeChunk], hidden: HiddenPlaces | None = None) -> list[SequenceChunk]:
+def model_chunks(chunks: Sequence[DecodeChunk], hidden: HiddenStateSlots | None = None) -> list[SequenceChunk]:
     """Return the model's chunks. Tokens that are still being sampled are 0.
 
     Each draft token is a separate chunk, computed as in a separate step.
@@ -176,7 +175,7 @@ def model_chunks(chunks: Sequence[DecodeChunk], hidden: HiddenPlaces | None = No
         sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
         tokens, drafted = sequence.token_ids[chunk.start : end] or (0,), chunk.draft.token_ids
         table, adapter, params = sequence.blocks, sequence.adapter, sequence.request.params
-        places = RowPlaces(NO_PLACE, [NO_PLACE] * chunk.num_spans)
+        places = RowSlots(NO_SLOT, [NO_SLOT] * chunk.num_spans)
         if hidden is not None:
             places = hidden.take(sequence, chunk.start, chunk.num_tokens, len(drafted))
         before, kept = places

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 
 from common.blocks import Window
 from common.engine.sampling import UNSAMPLED, SamplingRow, TokenCounts, allowed_mask
-from common.engine.sequences import AwaitedGrammars, RequestRules
+from common.engine.sequences import PendingGrammars, RequestRules
 from common.errors import WireError
 from common.grammar import Constraint
 from common.wire import SampledToken, unpack_tokens
@@ -132,7 +132,7 @@ class DecodeRules(RequestRules):
 class StepMasks:
     """Computes and requests masks. Not thread-safe: use only from the engine thread."""
 
-    def __init__(self, rules: DecodeRules, grammars: AwaitedGrammars[DecodeSequence]) -> None:
+    def __init__(self, rules: DecodeRules, grammars: PendingGrammars[DecodeSequence]) -> None:
         self.rules, self._grammars = rules, grammars
 
     def ask_slow(self, running: Iterable[DecodeSequence]) -> None:

@@ -163,7 +163,7 @@ class DecodeScheduler(DecodeQueue):
     def skip_to(self, sequence: DecodeSequence, first_block: int) -> None:
         """Release the blocks before `first_block` of a sequence whose KV was announced again, from there on."""
         self._check_not_lent(sequence)
-        self._give_back_before(sequence, first_block)
+        self._release_before(sequence, first_block)
         sequence.first_block = max(sequence.first_block, first_block)
         sequence.num_received_blocks = max(sequence.num_received_blocks, first_block)
 
@@ -256,9 +256,8 @@ class DecodeScheduler(DecodeQueue):
     def room_for(self, sequence: DecodeSequence, num_tokens: int) -> int:
         """Return how many of `num_tokens` draft tokens after the next one fit. Allocates blocks if enough are free."""
         wanted = self.blocks_for(sequence.num_planned + num_tokens) - len(sequence.blocks)
-        kept = max(
-            self.num_watermark_blocks, len(self.running)
-        )  # each sequence may need another block for its next token
+        # Each sequence may need another block for its next token.
+        kept = max(self.num_watermark_blocks, len(self.running))
         if wanted > 0 and self.pool.num_available - wanted >= kept:
             sequence.blocks += self.pool.allocate(wanted)
         return min(num_tokens, len(sequence.blocks) * self.block_size - sequence.num_planned)
@@ -342,7 +341,7 @@ class DecodeScheduler(DecodeQueue):
     def _slide(self, sequence: DecodeSequence) -> None:
         """Release the blocks that no uncomputed token sees, unless they are lent."""
         if self.window and not sequence.lent:
-            self._give_back_before(sequence, self.window.first_block(_position(sequence)))
+            self._release_before(sequence, self.window.first_block(_position(sequence)))
 
     def _make_room(self, withdraw: Callable[[DecodeSequence], None]) -> list[DecodeSequence]:
         """Allocate the blocks for the next tokens of each running sequence, preempting others if necessary.

@@ -50,8 +50,9 @@ class DecodeSequence(WorkerSequence):
     Announced KV starts with block `first_block`; earlier blocks are outside of the model's window. Younger requests
     that were admitted while it waits for blocks own `num_passing_blocks`.
 
-    With prompt log probabilities, the router has those of the first `num_logprobs_sent` tokens. Output token i (from
-    `num_prompt_tokens` on) is reported to the router once; `num_reported` counts those of the current attempt.
+    With prompt log probabilities, the router has those of the tokens at positions 1 to `num_logprobs_sent`. Output
+    token i (from `num_prompt_tokens` on) is reported to the router once; `num_reported` counts those of the current
+    attempt.
     """
 
     request: DecodeRequest

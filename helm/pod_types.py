@@ -1,4 +1,4 @@
-"""What a pod takes of the user's: its contexts, where it runs, what is beside the container. JSON Schema, draft 7."""
+"""User-defined pod fields: security contexts, scheduling, volumes and sidecars. JSON Schema, draft 7."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SPREAD = closed(
 
 
 def affinity() -> Schema:
-    """Of nodes and of pods."""
+    """Node and pod affinity."""
     nodes = closed({"matchExpressions": many(REQUIREMENT), "matchFields": many(REQUIREMENT)})
     pods = closed(
         {
@@ -70,12 +70,12 @@ def affinity() -> Schema:
 
 
 def named_object(*required: str) -> Schema:
-    """A part of a pod as Kubernetes defines it, of which only this is checked."""
+    """A Kubernetes pod field. Only its required keys are checked."""
     return FREE | {"required": ["name", *required]}
 
 
 def placement() -> Schema:
-    """Where pods run, and what is stuck on them."""
+    """Scheduling, metadata and additional containers of pods."""
     claim = closed({"name": TEXT, "resourceClaimName": TEXT, "resourceClaimTemplateName": TEXT}, ("name",))
     uses = closed({"name": TEXT, "request": TEXT}, ("name",))
     return {

@@ -1,4 +1,4 @@
-"""The parts of which write_schema.py builds the schema of the chart's values: JSON Schema, draft 7."""
+"""Building blocks of the schema of the chart values, for write_schema.py: JSON Schema, draft 7."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def closed(properties: Schema, required: tuple[str, ...] = ()) -> Schema:
 
 
 def named(entry: Schema, most: int = 0) -> Schema:
-    """Entries by name; null is one that an overlay took away. Lists pass: templates refuse them with a map to write."""
+    """Entries by name; an overlay removes one with null. Lists pass: templates refuse them and print the map."""
     either = entry | {"type": ["object", "null"]}
     schema: Schema = {"type": ["object", "array"], "propertyNames": NAME, "additionalProperties": either}
     return schema | ({"maxProperties": most} if most else {})
@@ -50,7 +50,7 @@ FLAG: Schema = {"type": "boolean"}
 TEXT: Schema = {"type": "string"}
 NAME = text(pattern=LABEL)
 SERVED = text(pattern=rf"^{SERVED_NAME.pattern}$")
-"""What clients call a model."""
+"""Model name for clients."""
 FREE: Schema = {"type": "object"}
 MAP: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
 MAP_OR_NOTHING: Schema = {"type": "object", "additionalProperties": {"type": ["string", "null"]}}
@@ -61,7 +61,7 @@ AMOUNTS: Schema = {"type": "object", "additionalProperties": {"type": ["string",
 
 
 def of_field(field: Field) -> Schema:
-    """What one setting takes."""
+    """Schema of a setting."""
     rule = field.rule
     schema: Schema = {"description": rule.help}
     if field.type in KEYWORD:
@@ -78,6 +78,6 @@ def of_field(field: Field) -> Schema:
 
 
 def of_price() -> Schema:
-    """What a pod costs: as the router's own settings take it, which is the same for both roles."""
+    """Price of a pod, with the rule of the router's settings, which is the same for both roles."""
     (field,) = (field for field in fields_of(RouterConfig) if field.name == "price_decode")
     return of_field(field) | {"description": "what a pod costs, in units of the router's max_cost"}

@@ -1,4 +1,4 @@
-"""Writes dashboards/*.json: `make docs`. A dashboard is a list of rows, a row a list of panels."""
+"""Generates dashboards/*.json: `make docs`. A dashboard is a list of rows, and a row a list of panels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH, HEIGHT = 24, 8
 
 @dataclass(frozen=True)
 class Panel:
-    """A graph: what it is called and means, its unit in Grafana's words, and (legend, expression) pairs."""
+    """A graph: title, description, Grafana unit, and (legend, expression) pairs."""
 
     title: str
     about: str
@@ -49,7 +49,7 @@ OVERVIEW = (
         Panel("Requests in the routers", "By stage.", "short", summed("diptych_requests_in_flight", ROUTER, "stage")),
         Panel(
             "Requests held",
-            "Waiting for a worker of a role; wakes pools that are scaled to zero.",
+            "Requests that wait for a worker of a role. They wake pools that are scaled to zero.",
             "short",
             summed("diptych_requests_held", ROUTER, "role"),
         ),
@@ -57,19 +57,19 @@ OVERVIEW = (
     (
         Panel(
             "Time to first token",
-            "From the request's head.",
+            "Measured from the request's headers.",
             "s",
             quantiles("vllm:time_to_first_token_seconds", ROUTER, "0.5", "0.95", "0.99"),
         ),
         Panel(
-            "Time of a token",
+            "Time per output token",
             "Mean of each request after its first token.",
             "s",
             quantiles("vllm:request_time_per_output_token_seconds", ROUTER, "0.5", "0.95", "0.99"),
         ),
         Panel(
             "Whole request",
-            "From the request's head to its last token.",
+            "From the request's headers to its last token.",
             "s",
             quantiles("vllm:e2e_request_latency_seconds", ROUTER, "0.5", "0.95", "0.99"),
         ),
@@ -77,23 +77,23 @@ OVERVIEW = (
     (
         Panel(
             "Goals met",
-            "Share of requests that met the TTFT and the TPOT goal, on the worst router.",
+            "Share of requests that met the TTFT and the TPOT goal. Minimum over the routers.",
             "percentunit",
             (("{{slo}}", f"min by (slo) (diptych_slo_attainment_ratio{{{ROUTER}}})"),),
         ),
         Panel(
             "Tokens",
-            "Prompt tokens that were served, of them cached, and generated tokens.",
+            "Prompt tokens, the cached ones among them, and generated tokens.",
             "short",
             (
                 ("prompt", f"sum(rate(vllm:prompt_tokens_total{{{ROUTER}}}[5m]))"),
-                ("of them cached", f"sum(rate(diptych_cached_prompt_tokens_total{{{ROUTER}}}[5m]))"),
+                ("cached prompt", f"sum(rate(diptych_cached_prompt_tokens_total{{{ROUTER}}}[5m]))"),
                 ("generated", f"sum(rate(vllm:generation_tokens_total{{{ROUTER}}}[5m]))"),
             ),
         ),
         Panel(
             "Workers",
-            "As the routers see them.",
+            "As reported by the routers.",
             "short",
             (("{{role}} {{state}}", f"max by (role, state) (diptych_pool_workers{{{ROUTER}}}) > 0"),),
         ),
@@ -101,25 +101,25 @@ OVERVIEW = (
     (
         Panel(
             "In flight by class",
-            "Sequences in the routers, by class of requests.",
+            "Sequences in the routers, by request class.",
             "short",
             summed("diptych_class_requests", ROUTER, "class"),
         ),
         Panel(
             "Waiting by class",
-            "Those of them on no worker.",
+            "Sequences that are not on a worker yet.",
             "short",
             summed("diptych_class_waiting_requests", ROUTER, "class"),
         ),
         Panel(
             "Refused by class",
-            "They would have missed a goal of their class, or waited too long.",
+            "Requests that would have missed a goal of their class or waited too long.",
             "reqps",
             summed("diptych_class_refusals_total", ROUTER, "class", over="5m"),
         ),
         Panel(
             "Goals met by class",
-            "Share of requests that met the goals of their own class, on the worst router.",
+            "Share of requests that met the goals of their class. Minimum over the routers.",
             "percentunit",
             (("{{class}} {{slo}}", f"min by (class, slo) (diptych_class_attainment_ratio{{{ROUTER}}})"),),
         ),
@@ -127,7 +127,7 @@ OVERVIEW = (
     (
         Panel(
             "Workers planned",
-            "By the router's plan, where one is made: wanted within the bounds, and needed without them.",
+            "Workers in the router's plan: wanted within the bounds, and needed without them.",
             "short",
             (
                 ("{{role}} wanted", f"max by (role) (diptych_pool_wanted_workers{{{ROUTER}}})"),
@@ -136,12 +136,12 @@ OVERVIEW = (
         ),
         Panel(
             "Requests offered",
-            "Of the last minute, refused ones included.",
+            "Over the last minute, including refused requests.",
             "reqps",
             (("offered", f"max(diptych_offered_requests_per_second{{{ROUTER}}})"),),
         ),
         Panel(
-            "Tails, predicted and measured",
+            "Tail latency, predicted and measured",
             "TTFT and TPOT at the quantile of the goals.",
             "s",
             (("{{slo}} {{kind}}", f"max by (slo, kind) (diptych_plan_tail_seconds{{{ROUTER}}})"),),
@@ -150,17 +150,19 @@ OVERVIEW = (
     (
         Panel(
             "Where prompts run",
-            "remote: both pools; local: a decode worker alone; prefill: one token only.",
+            "remote: both pools; local: only a decode worker; prefill: one token only.",
             "reqps",
             summed("diptych_placements_total", ROUTER, "kind", over="5m"),
         ),
         Panel(
             "Moves to another worker",
-            "A worker failed, or drained.",
+            "Because a worker failed or is draining.",
             "reqps",
             summed("diptych_retries_total", ROUTER, "role", over="5m"),
         ),
-        Panel("Given up", "By error class.", "reqps", summed("diptych_failures_total", ROUTER, "reason", over="5m")),
+        Panel(
+            "Failed requests", "By error class.", "reqps", summed("diptych_failures_total", ROUTER, "reason", over="5m")
+        ),
     ),
 )
 
@@ -174,36 +176,39 @@ POOLS = (
     (
         Panel(
             "Prefill backlog",
-            "Seconds of queued prompts, summed over a pool: what it scales by.",
+            "Seconds of queued prompts, summed over a pool. Autoscaling uses this metric.",
             "s",
             by_pool("diptych_prefill_backlog_seconds"),
         ),
         Panel(
             "Decode pressure",
-            "Summed over a pool, 1 for each full worker: what it scales by.",
+            "Summed over a pool, 1 for each full worker. Autoscaling uses this metric.",
             "short",
             by_pool("diptych_decode_pressure"),
         ),
-        Panel("Pods that answer", "Scraped, by pool.", "short", by_pool("up")),
+        Panel("Reachable pods", "Scraped pods, by pool.", "short", by_pool("up")),
     ),
     (
         Panel("Running", "Requests in the running batches.", "short", by_pool("vllm:num_requests_running")),
         Panel("Waiting", "Requests that wait to be scheduled.", "short", by_pool("vllm:num_requests_waiting")),
         Panel(
-            "Active", "Requests that would be cut if the pool ended now.", "short", by_pool("diptych_active_requests")
+            "Active",
+            "Requests that would be interrupted if the pool ended now.",
+            "short",
+            by_pool("diptych_active_requests"),
         ),
     ),
     (
         Panel(
             "KV cache in use",
-            "Share of blocks that requests own; the mean of a pool.",
+            "Share of blocks that requests own, averaged over a pool.",
             "percentunit",
             (("{{diptych_role}} {{diptych_pool}}", f"avg by (diptych_role, diptych_pool) ({KV_USE})"),),
         ),
         Panel("Tokens computed", "Recent rate.", "short", by_pool("diptych_tokens_per_second")),
         Panel(
             "Prefix cache hits",
-            "Share of looked-up prompt tokens that were there.",
+            "Share of prompt tokens that were found in the cache.",
             "percentunit",
             (
                 (
@@ -215,7 +220,7 @@ POOLS = (
         ),
         Panel(
             "Prompt tokens by source",
-            "Where the KV of prompts came from: found in memory, in host memory, on disk, at a peer, or computed.",
+            "Source of the KV of prompts: memory, host memory, disk, a peer, or computed.",
             "short",
             (
                 ("{{tier}}", f"sum by (tier) (rate(diptych_prefix_hit_tokens_total{{{MODEL}}}[5m]))"),
@@ -225,26 +230,26 @@ POOLS = (
     ),
     (
         Panel(
-            "Step of prefill",
+            "Prefill step",
             "Duration of an engine step.",
             "s",
             quantiles("diptych_engine_step_seconds", MODEL + ',diptych_role="prefill"', "0.5", "0.99"),
         ),
         Panel(
-            "Step of decode",
+            "Decode step",
             "Duration of an engine step.",
             "s",
             quantiles("diptych_engine_step_seconds", MODEL + ',diptych_role="decode"', "0.5", "0.99"),
         ),
         Panel(
             "Preemptions",
-            "Sequences that lost their blocks and are computed again.",
+            "Sequences that lost their blocks and are recomputed.",
             "reqps",
             by_pool("vllm:num_preemptions_total", over="5m"),
         ),
         Panel(
             "Draft tokens accepted",
-            "Share of the draft tokens that decode steps accepted, by where they came from.",
+            "Share of draft tokens that decode steps accepted, by source.",
             "percentunit",
             (
                 (
@@ -266,49 +271,54 @@ TRANSFER = (
             summed("diptych_kv_transfer_bytes_total", DECODE, "diptych_pool", over="5m"),
         ),
         Panel(
-            "Hand-overs",
-            "Prompts by the way their blocks took.",
+            "KV transfers",
+            "Prompts by transport of their blocks.",
             "reqps",
             summed("diptych_kv_transfers_total", DECODE, "transport", over="5m"),
         ),
-        Panel("Under way", "Requests whose KV is under way.", "short", by_pool("diptych_num_requests_transferring")),
+        Panel(
+            "In transfer",
+            "Requests whose KV is being transferred.",
+            "short",
+            by_pool("diptych_num_requests_transferring"),
+        ),
     ),
     (
         Panel(
             "Exposed transfer",
-            "What prefill does not hide and a client waits for.",
+            "The part of the transfer that does not overlap prefill and delays the client.",
             "s",
             quantiles("diptych_exposed_transfer_seconds", ROUTER, "0.5", "0.95", "0.99"),
         ),
         Panel(
-            "Waiting for room",
+            "Waiting for free blocks",
             "From KVOpen to KVGrant.",
             "s",
             quantiles("diptych_kv_grant_wait_seconds", DECODE, "0.5", "0.95", "0.99"),
         ),
         Panel(
-            "Speed of a transfer",
-            "Bytes over its busy time.",
+            "Transfer rate",
+            "Bytes divided by the busy time of a transfer.",
             "Bps",
             quantiles("diptych_kv_transfer_bytes_per_second", DECODE, "0.05", "0.5", "0.95"),
         ),
     ),
     (
         Panel(
-            "Blocks not shipped",
-            "The decode worker held them.",
+            "Blocks not sent",
+            "Blocks that the decode worker already had.",
             "short",
             summed("diptych_kv_blocks_skipped_total", MODEL, "diptych_role", over="5m"),
         ),
         Panel(
             "Failed",
-            "Requests that workers gave up, by phase.",
+            "Requests that failed on workers, by phase.",
             "reqps",
             summed("diptych_requests_failed_total", MODEL, "phase", over="5m"),
         ),
         Panel(
             "Streams handed over",
-            "Running answers of draining decode workers.",
+            "Running responses of draining decode workers.",
             "reqps",
             summed("diptych_handovers_total", ROUTER, "outcome", over="5m"),
         ),
@@ -341,7 +351,7 @@ def graph(panel: Panel, number: int, x: int, y: int, width: int) -> dict[str, An
 
 
 def choice(name: str, query: str, *, all_of_them: bool = False, first: str = "") -> dict[str, Any]:
-    """A variable of the page; it begins with all of them, or with `first`."""
+    """A dashboard variable. Initially all values are selected, or `first`."""
     current = {"text": "All", "value": "$__all"} if all_of_them else {"text": first, "value": first}
     return {
         "name": name,
@@ -357,7 +367,7 @@ def choice(name: str, query: str, *, all_of_them: bool = False, first: str = "")
 
 
 def dashboard(name: str) -> dict[str, Any]:
-    """One dashboard as Grafana takes it."""
+    """Return a dashboard as Grafana JSON."""
     title, rows = DASHBOARDS[name]
     panels = []
     for i, row in enumerate(rows):
@@ -373,7 +383,7 @@ def dashboard(name: str) -> dict[str, Any]:
         choice("model", f"label_values({up}, diptych_model)", all_of_them=True),
     ]
     return {
-        # The chart fills in which release this is, so that two of them do not take each other's place.
+        # The chart inserts the release, so that the dashboards of two releases do not replace each other.
         "uid": f"diptych-{name}-@id",
         "title": f"{title} (@release)",
         "tags": ["diptych"],
@@ -388,7 +398,6 @@ def dashboard(name: str) -> dict[str, Any]:
 
 
 def render(name: str) -> str:
-    """The file's text."""
     return json.dumps(dashboard(name), indent=1) + "\n"
 
 

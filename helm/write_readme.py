@@ -1,4 +1,4 @@
-"""Writes README.md: `make docs`. The table is values.yaml with its comments; a value without one is an error."""
+"""Generates README.md: `make docs`. The table contains values.yaml with its comments; every value needs one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INTRODUCTION = """\
 
 A Helm chart for routers, prefill pools and decode pools that scale independently. `make docs` writes this page from
 `values.yaml`. [docs/guides/kubernetes.md](../docs/guides/kubernetes.md) explains how to install, scale and upgrade,
-[docs/guides/operate.md](../docs/guides/operate.md) what to do when an alert fires.
+[docs/guides/operate.md](../docs/guides/operate.md) describes what to do when an alert fires.
 
     make images REGISTRY=ghcr.io/acme PUSH=yes
     helm install demo helm --set images.registry=ghcr.io/acme --set models.smollm2-135m.source.id=smollm2-135m
@@ -47,7 +47,7 @@ In a pool or a model's `router` null drops a value that it would inherit.
 
 
 def comments_above(lines: list[str], line: int) -> str:
-    """The comment lines right above a line, joined; those of a paragraph of their own do not count."""
+    """Return the comment lines directly above a line, joined. Comments separated by an empty line do not count."""
     found: list[str] = []
     while line > 0 and lines[line - 1].strip().startswith("#"):
         line -= 1
@@ -56,7 +56,7 @@ def comments_above(lines: list[str], line: int) -> str:
 
 
 def rows(node: yaml.MappingNode, lines: list[str], path: tuple[str, ...] = ()) -> Iterator[tuple[str, str, str]]:
-    """(path, default, comment) of every value; a mapping whose first key has a comment is taken apart."""
+    """Yield (path, default, comment) for every value. Descends into mappings with comments on their keys."""
     for key, value in node.value:
         here = (*path, key.value)
         comment = comments_above(lines, key.start_mark.line)
@@ -72,7 +72,7 @@ def rows(node: yaml.MappingNode, lines: list[str], path: tuple[str, ...] = ()) -
 
 
 def is_described(node: yaml.MappingNode, lines: list[str]) -> bool:
-    """Whether some key below has a comment of its own."""
+    """Whether a key of the mapping, or a nested one, has a comment."""
     return any(
         comments_above(lines, key.start_mark.line)
         or (isinstance(value, yaml.MappingNode) and is_described(value, lines))
@@ -81,7 +81,6 @@ def is_described(node: yaml.MappingNode, lines: list[str]) -> bool:
 
 
 def render() -> str:
-    """The page."""
     source = (FOLDER / "values.yaml").read_text(encoding="utf-8")
     root = yaml.compose(source)
     assert isinstance(root, yaml.MappingNode)

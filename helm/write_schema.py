@@ -1,4 +1,4 @@
-"""Writes values.schema.json: `make docs`. Settings come from the settings classes, so that none can be misspelt."""
+"""Generates values.schema.json: `make docs`. Settings come from the configuration classes: typos are refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from router.access.keys import MAX_LIMIT
 from router.models.models_file import MAX_MODELS, MAX_NAMES, MAX_SPLITS
 
 TARGET = Path(__file__).with_name("values.schema.json")
-# The chart sets these itself, from other values; two places for one thing could disagree.
+# The chart sets these from other values. A second place could contradict the first.
 CHART_SETS = frozenset(
     (
         *("host", "port", "http_port", "kv_port", "lend_port"),
@@ -103,7 +103,7 @@ def router() -> Schema:
 
 
 def pool(role: str, *, of_its_own: bool) -> Schema:
-    """A pool, or the defaults of all pools of a role ("" for both)."""
+    """Schema of a pool, or of the defaults of all pools of a role ("" for both roles)."""
     scaling = closed(
         {
             "type": text("none", "hpa", "keda", "planner"),
@@ -158,7 +158,7 @@ def pool(role: str, *, of_its_own: bool) -> Schema:
 
 
 def sources(**of_hub: Schema) -> Schema:
-    """Where a model comes from; `of_hub` are further keys of one from the hub."""
+    """Schema of a model source. `of_hub` are additional keys of sources of type hub."""
     cache = {"cacheClaim": TEXT, "cacheSize": TEXT}
     secret = closed({"name": TEXT, "key": TEXT}, ("name", "key"))
     hub = {"type": {"const": "hub"}, "id": text(pattern=".+"), "tokenSecret": secret, **of_hub, **cache}
@@ -291,7 +291,7 @@ def image(**further: Schema) -> Schema:
 
 
 def key_of_secret() -> Schema:
-    """Nothing, or a key of a Secret: one without the other leads nowhere."""
+    """Optional key of a Secret: `name` and `key` must be set together."""
     return closed({"name": TEXT, "key": TEXT}) | {"dependencies": {"name": ["key"], "key": ["name"]}}
 
 
@@ -318,13 +318,13 @@ def tls() -> Schema:
 
 
 def pools(role: str) -> Schema:
-    """The pools of one role, and what they have in common."""
+    """Schema of the pools of one role and their defaults."""
     return closed({"defaults": pool(role, of_its_own=False), "pools": named(pool(role, of_its_own=True))})
 
 
 def definitions() -> Schema:
-    """The parts to which several places refer."""
-    # A setting for all workers must be one that both kinds have.
+    """Definitions that several places reference."""
+    # A setting for all workers must exist for both roles.
     decode_settings = settings(DecodeWorkerConfig)["properties"]
     shared = {
         name: field for name, field in settings(PrefillWorkerConfig)["properties"].items() if name in decode_settings
@@ -339,7 +339,7 @@ def definitions() -> Schema:
 
 
 def values() -> Schema:
-    """The values of the chart, without what they refer to."""
+    """Schema of the chart values, without the referenced definitions."""
     digests = closed(dict.fromkeys(("cpu", "cuda", "rocm"), DIGEST))
     account = closed({"create": FLAG, "name": TEXT, "annotations": MAP})
     endpoint_picker = closed({"name": TEXT, "port": whole(1, 65535)})
@@ -379,7 +379,6 @@ def values() -> Schema:
 
 
 def document() -> Schema:
-    """The whole schema."""
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "Values of the Diptych chart; written by make docs",
@@ -389,7 +388,6 @@ def document() -> Schema:
 
 
 def render() -> str:
-    """The file's text."""
     return json.dumps(document(), indent=1) + "\n"
 
 

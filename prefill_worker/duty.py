@@ -6,7 +6,7 @@ from common.config import PrefillWorkerConfig
 from common.engine.kv import SMALL_DTYPES, quantised_outgoing
 from common.engine.run import LoadedModel
 from common.engine.sampling import Sampler, max_prompt_logprobs
-from common.engine.sequences import EngineParts, hidden_places
+from common.engine.sequences import EngineParts, hidden_state_slots
 from common.engine.transfer import blocks_in_queues
 from common.engine.worker import Duty, DutyOffer, Engine, Send, WorkerParts
 from common.grammar import Grammars
@@ -47,7 +47,7 @@ class PrefillDuty(Duty):
             quantise=quantise,
         )
         peers = self.new_peers(loaded, pool, lambda event: engine.notify(event))
-        hidden = hidden_places(loaded.drafting)
+        hidden = hidden_state_slots(loaded.drafting)
         pooler = None if loaded.task.generates else Pooler(loaded.task.pooling, loaded.score)
         engine = PrefillEngine(
             send,

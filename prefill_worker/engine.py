@@ -124,7 +124,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         if self._pipeline.in_flight is None:
             self._free_adapters()
 
-    def tell_progress(self, *, has_stepped: bool) -> None:
+    def report_progress(self, *, has_stepped: bool) -> None:
         if not has_stepped:
             return  # no prompt has advanced: they wait for decode workers or blocks
         for sequence in self.scheduler:
@@ -265,9 +265,8 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         metrics.skipped_blocks.inc(event.num_skipped)
         metrics.count_transfer(event.transport)
         metrics.count_finished("transferred")
-        self._drop(
-            sequence, "acknowledged"
-        )  # even if it is still computing, because the decode worker needs nothing more
+        # Even if it is still computing, because the decode worker needs nothing more.
+        self._drop(sequence, "acknowledged")
 
     def _report_result(self, sequence: PrefillSequence, sampled: SampledToken | None, reason: str) -> None:
         """Report the first token, if any, and the end of a request without further tokens."""

@@ -23,7 +23,7 @@ from common.engine.sampling import (
     launch_chunk_logprobs,
     separate,
 )
-from common.engine.sequences import NO_PLACES, HiddenPlaces
+from common.engine.sequences import NO_SLOTS, HiddenStateSlots
 from common.wire import Pooling, SampledToken, TokenLogprobs
 from kernels import Linear, on_device, to_host
 from prefill_worker.scheduler import PrefillChunk
@@ -120,7 +120,11 @@ class PromptLauncher:
     """Launcher with a runner and a sampler, or a pooler for models that embed or score. Steps run in launch order."""
 
     def __init__(
-        self, runner: ModelRunner, sampler: Sampler, pooler: Pooler | None = None, hidden: HiddenPlaces | None = None
+        self,
+        runner: ModelRunner,
+        sampler: Sampler,
+        pooler: Pooler | None = None,
+        hidden: HiddenStateSlots | None = None,
     ) -> None:
         self._runner, self._sampler, self._pooler, self._hidden = runner, sampler, pooler, hidden
 
@@ -171,7 +175,7 @@ class PromptLauncher:
 
     def _model_chunk(self, chunk: PrefillChunk) -> SequenceChunk:
         sequence = chunk.sequence
-        places = NO_PLACES if self._hidden is None else self._hidden.take(sequence, chunk.start, chunk.num_tokens)
+        places = NO_SLOTS if self._hidden is None else self._hidden.take(sequence, chunk.start, chunk.num_tokens)
         return SequenceChunk(
             sequence.token_ids[chunk.start : chunk.end],
             chunk.start,

@@ -51,7 +51,11 @@ class PromptPipeline:
         return self._launcher.runs_ahead
 
     def launch(self, chunks: Sequence[PrefillChunk], shape: StepShape, rows: Sequence[SamplingRow], now: float) -> None:
-        """Start a step after the one in flight. If it raises an error, nothing of it is left on the device."""
+        """Start a step after the one in flight.
+
+        Raises the errors of `PromptLauncher.launch` after all launched steps have ended, so that nothing of this step
+        is left on the device. Raises RankLost at once, without waiting for them.
+        """
         try:
             launched = self._launcher.launch(chunks, rows)
         except RankLost:

@@ -7,7 +7,7 @@ needs, so overtaken prompts can always finish. Prompts are admitted only when th
 waiting ones own no blocks that a more urgent one might need.
 
 If the model has a sliding window, an admitted prompt owns the maximum number of blocks that it needs at once. After
-each chunk it releases those that are out of the window, and immediately reallocates that number for the next chunk.
+each chunk it releases those that are out of the window, and immediately allocates up to that number for the next one.
 Blocks that several prompts share are counted for each of them, because a released block may still belong to another
 prompt.
 
@@ -143,9 +143,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         )
         self.waiting: list[PrefillSequence] = []  # oldest first
         self.held: dict[str, PrefillSequence] = {}
-        self._in_flight: dict[
-            PrefillChunk, frozenset[bytes]
-        ] = {}  # with the hashes of the blocks that each chunk fills
+        self._in_flight: dict[PrefillChunk, frozenset[bytes]] = {}  # hashes of the blocks that each chunk fills
         self._top_priority = 0
         self._owned: Counter[int] = Counter()  # blocks of prompts, by priority
 
@@ -310,7 +308,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
     def _slide(self, sequence: PrefillSequence) -> None:
         """Release the blocks that left the window, and reallocate up to that number for the next chunk."""
         num_before, position = sequence.num_owned, sequence.num_computed
-        self._give_back_before(sequence, self.window.first_block(position))
+        self._release_before(sequence, self.window.first_block(position))
         wanted = self._table_end(position, sequence.num_tokens) - len(sequence.blocks)
         if wanted > 0:
             sequence.blocks += self.pool.allocate(wanted)
@@ -343,7 +341,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
 
     @property
     def _is_at_capacity(self) -> bool:
-        """Whether the maximum number of prompts is admitted and not yet computed, or in a step in flight."""
+        """Whether the maximum number of admitted prompts have tokens that are in no completed or launched step."""
         if len(self.running) < self.max_num_seqs:
             return False
         return sum(sequence.num_remaining > 0 for sequence in self.running) >= self.max_num_seqs

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from common.engine.kv.block_ring import BlockRing
-from common.engine.kv.copy_stream import CopyStream, NotRegistered
+from common.engine.kv.copy_stream import CopyStream, RegistrationError
 from common.engine.kv.staging import StagedIncoming, StagedOutgoing
-from common.engine.transfer.transports.shm import ReachedPlaces
+from common.engine.transfer.transports.shm import RingSlotSource
 
 NUM_PARTS = 4
 
@@ -41,7 +41,7 @@ class LateStream(CopyStream):
 
     def register(self, memory: Tensor, *, read_only: bool = False) -> None:
         if read_only and self._refuses:
-            raise NotRegistered("this driver registers no memory that is read-only")
+            raise RegistrationError("this driver registers no memory that is read-only")
         assert memory.data_ptr() not in self.registered, "registered twice"
         self.registered[memory.data_ptr()] = (len(memory), read_only)
 
@@ -72,8 +72,8 @@ def ring_over(rows: Any, num_places: int, stream: CopyStream) -> BlockRing:
     return BlockRing(StagedOutgoing(blocks, stream), num_places)
 
 
-def reach_into(rows: Any, stream: CopyStream) -> Callable[[Any], ReachedPlaces]:
+def reach_into(rows: Any, stream: CopyStream) -> Callable[[Any], RingSlotSource]:
     """What lets a receiver copy out of rings into blocks on a device."""
     blocks: Any = DeviceBlocks(rows)
     incoming = StagedIncoming(blocks, stream)
-    return lambda memory: ReachedPlaces(incoming, memory)
+    return lambda memory: RingSlotSource(incoming, memory)

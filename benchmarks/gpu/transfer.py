@@ -16,11 +16,11 @@ from benchmarks.gpu.shape import SHAPES, GPUShape
 from benchmarks.gpu.timer import Timer
 from common.engine.kv.block_ring import ring_for
 from common.engine.kv.cache import KVCache
-from common.engine.kv.copy_stream import CopyStream, NotRegistered
+from common.engine.kv.copy_stream import CopyStream, RegistrationError
 from common.engine.kv.staging import StagedIncoming, StagedOutgoing, block_bytes_of
 from common.engine.transfer.frames import blocks_in_queues, blocks_per_message
 from common.engine.transfer.receiver import KVListener, KVReceiver
-from common.engine.transfer.transports.shm import PeerMemory, ReachedPlaces, SharedBlocks, SharedReads
+from common.engine.transfer.transports.shm import PeerMemory, RingSlotSource, SharedBlocks, SharedReads
 from common.engine.transfer.transports.tcp import Frames
 from common.machine.memory import keep_large_buffers
 
@@ -77,8 +77,8 @@ def is_direct(kv: KVCache) -> bool:
     ring = ring_for(StagedOutgoing(kv, CopyStream(kv.device)), 1)
     memory = PeerMemory(ring.offer)
     try:
-        ReachedPlaces(StagedIncoming(kv, CopyStream(kv.device)), memory).close()
-    except NotRegistered:
+        RingSlotSource(StagedIncoming(kv, CopyStream(kv.device)), memory).close()
+    except RegistrationError:
         return False
     finally:
         memory.close()
@@ -105,7 +105,7 @@ def serve_blocks(pipe: Connection, shape_name: str, device: str) -> None:
     blocks = StagedIncoming(kv, CopyStream(kv.device)).reserve(blocks_per_message(kv.block_bytes))
     events: Events = SimpleQueue()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    reads = SharedReads(lambda memory: ReachedPlaces(blocks, memory))
+    reads = SharedReads(lambda memory: RingSlotSource(blocks, memory))
     receiver = KVReceiver(context, KVListener(context, "127.0.0.1", 0), blocks, events.put, transports=[reads])
     grant_all(pipe, receiver, events)
 

@@ -16,16 +16,18 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def read_table(path: Path, name: str) -> dict[str, Any]:
-    """What a `.toml` or `.json` file holds, unchecked. Raises ConfigError for the setting `name`."""
+    """Return the table in a `.toml` or `.json` file, unchecked. Raises UsageError for the argument `name`."""
+    kind, parse = ("TOML", tomllib.loads) if path.suffix == ".toml" else ("JSON", json.loads)
     try:
-        text = path.read_text(encoding="utf-8")
-        values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        values = parse(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UsageError(name, f"cannot read {path}: no such file") from error
     except OSError as error:
-        raise ConfigError(name, str(path), f"a readable file ({error})") from error
+        raise UsageError(name, f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(name, str(path), f"a valid TOML or JSON file ({error})") from error
+        raise UsageError(name, f"{path} is not valid {kind}: {error}") from error
     if not isinstance(values, dict):
-        raise ConfigError(name, str(path), "a file with a table")
+        raise UsageError(name, f"{path} has no table")
     return values
 
 

@@ -17,7 +17,7 @@ from benchmarks.load.report import open_console, write_json
 from benchmarks.load.trace import TraceError
 from benchmarks.plan.candidate import every
 from benchmarks.plan.evidence import Trial
-from benchmarks.plan.options import PROG, num_jobs, parse, values_of
+from benchmarks.plan.options import PROG, build_parser, num_jobs, values_of
 from benchmarks.plan.outlook import Outlook
 from benchmarks.plan.reach import reach
 from benchmarks.plan.report import Plan, as_json, print_plan, sentences
@@ -101,7 +101,7 @@ def deliver(plan: Plan, options: argparse.Namespace, argv: Sequence[str], took_s
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0, 1 when no candidate meets the goals, 2 for refused input, 130 when interrupted."""
     argv = sys.argv[1:] if argv is None else argv
-    options, console = parse(argv), open_console()
+    options, console = build_parser().parse_args(argv), open_console()
     try:
         jobs = num_jobs(options)
         stretch = Stretch.of(spec_of(values_of(options, lambda given: measured(given, console))))

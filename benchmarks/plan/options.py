@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.load.input_file import read_table
 from benchmarks.plan.spec import merged
 from common.arguments import CommandParser, number
-from common.errors import ConfigError
+from common.errors import ConfigError, UsageError
 
 PROG = "diptych plan"
 ABOUT = """\
@@ -69,11 +69,6 @@ def build_parser() -> argparse.ArgumentParser:
     _add_search(parser.add_argument_group("search"))
     _add_results(parser.add_argument_group("results"))
     return parser
-
-
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse a command line."""
-    return build_parser().parse_args(argv)
 
 
 def _add_load(group: argparse._ArgumentGroup) -> None:
@@ -196,8 +191,9 @@ def values_of(
     values = merged(values, _given(options))
     for role in ("prefill", "decode"):
         if not isinstance(values.get(role), Mapping) or "coefficients" not in values[role]:
-            raise ConfigError(
-                f"{role}.coefficients", None, "given in the file or by --coefficients, --from or --profile"
+            raise UsageError(
+                f"{role}.coefficients",
+                f"missing {role}.coefficients: set them in the file, or with --coefficients, --from or --profile",
             )
     values.setdefault("load", {})
     values.setdefault("goals", {})

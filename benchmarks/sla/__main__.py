@@ -31,7 +31,7 @@ from benchmarks.sla import planner, policies, tuning
 from benchmarks.sla.journal import Journal
 from benchmarks.sla.side_by_side import SideBySide
 from benchmarks.sla.step import Settings, Skipped, Step
-from common.arguments import CommandParser
+from common.arguments import CommandParser, number
 
 PROGRAM: Final = "python -m benchmarks.sla"
 STEPS: Final[tuple[Step, ...]] = (policies.STEP, planner.STEP, tuning.STEP)
@@ -53,15 +53,21 @@ def parse(argv: Sequence[str]) -> Namespace:
     )
     parser.add_argument(
         "--begin",
-        type=float,
+        type=number(0, 0.99),
         default=usual.begin,
         metavar="SHARE",
         help="share at the start of each trace that the step policies skips; results are named sla-STEP-later",
     )
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help="folder for the results")
-    parser.add_argument("--repeats", type=int, default=usual.repeats, help="runs per policy, with different requests")
-    parser.add_argument("--num-requests", type=int, default=usual.num_requests, help="requests per run of a policy")
-    parser.add_argument("--seconds", type=float, default=usual.seconds, help="virtual time per planner load in seconds")
+    parser.add_argument(
+        "--repeats", type=number(1, whole=True), default=usual.repeats, help="runs per policy, with different requests"
+    )
+    parser.add_argument(
+        "--num-requests", type=number(20, whole=True), default=usual.num_requests, help="requests per run of a policy"
+    )
+    parser.add_argument(
+        "--seconds", type=number(120), default=usual.seconds, help="virtual time per planner load in seconds"
+    )
     parser.add_argument("--seed", type=int, default=usual.seed, help="random seed of arrivals, lengths and noise")
     parser.add_argument(
         "--cases",
@@ -74,13 +80,7 @@ def parse(argv: Sequence[str]) -> Namespace:
         "--resume", action="store_true", help="keep the results of an interrupted run with the same settings"
     )
     parser.add_argument("--redraw", type=Path, nargs="+", metavar="JSON", help="only redraw the plots of these results")
-    options = parser.parse_args(argv)
-    for name, least in (("repeats", 1), ("num_requests", 20), ("seconds", 120.0)):
-        if getattr(options, name) < least:
-            parser.error(f"argument --{name.replace('_', '-')}: {getattr(options, name)}: must be at least {least}")
-    if not 0 <= options.begin < 1:
-        parser.error(f"argument --begin: {options.begin}: must be at least 0 and less than 1")
-    return options
+    return parser.parse_args(argv)
 
 
 def settings_of(options: Namespace, step: Step) -> Settings:

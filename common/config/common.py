@@ -59,7 +59,7 @@ class CommonConfig(ProcessConfig):
         pattern=r".+",
         expects="a model name, folder or file",
         metavar="NAME",
-        once="use --models-file to serve several models",
+        once="a worker serves one model, a router several with --models-file",
     )
     task: str = setting(
         "auto",

@@ -3,83 +3,77 @@
 from __future__ import annotations
 
 import argparse
-import re
 import shutil
 import textwrap
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from common import __version__
-from common.arguments import plain, unknown_arguments
+from common.arguments import CommandParser, plain, unknown_arguments, usage_error
 from common.config.field import GROUPS, Field
 from common.errors import UsageError
 
 MODEL = "MODEL"
 """The positional argument of `diptych serve`."""
 MAX_WIDTH, OPTION_COLUMN = 110, 30
-_NO_VALUE = re.compile(r"argument (--[\w-]+)[^:]*: (expected|ignored)")
 
 
-@dataclass(frozen=True)
-class Option:
-    """One line of the help."""
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
+        super().__init__(prog, max_help_position=OPTION_COLUMN, width=width)
 
-    group: str
-    name: str
-    text: str
-    is_common: bool
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
 
 
-class FlagParser(argparse.ArgumentParser):
-    """A parser that raises UsageError, accepts no abbreviations and returns every value as text."""
+class FlagParser(CommandParser):
+    """A parser that raises UsageError and returns every value as text."""
 
     def __init__(self, prog: str, about: str, examples: Sequence[tuple[str, str]] = (), notes: str = "") -> None:
-        super().__init__(prog=prog, description=about, allow_abbrev=False, add_help=False)
-        self._examples, self._notes = examples, notes
-        self._options: list[Option] = []
-        self._has_model = False
+        super().__init__(prog, add_help=False, formatter_class=_Formatter)
+        self._about, self._notes = about, textwrap.dedent(notes).strip()
+        commands = [f"  {command:<{OPTION_COLUMN + 20}}  # {comment}".rstrip(" #") for command, comment in examples]
+        self._examples = "\n".join(("Examples:", *commands)) if examples else ""
+        self._groups: dict[str, argparse._ArgumentGroup] = {}
+        self._common: set[str] = set()
         self._once: dict[str, str] = {}
+        self._optionals.title = "Help"
         self.add_argument("-h", "--help", action="help", help="show the most used options")
         self.add_argument("--help-all", action=_FullHelp, nargs=0, help="show all options")
         self.add_argument("--version", action="version", version=f"diptych {__version__}", help="show the version")
 
     def error(self, message: str) -> NoReturn:
-        if found := _NO_VALUE.match(message):
-            needs = "needs a value" if found[2] == "expected" else "takes no value"
-            message = f"option {found[1]} {needs}"
-        raise UsageError("command line", message)
+        raise UsageError("command line", usage_error(message, self._option_string_actions, self.prog))
 
     def add_model(self, text: str) -> None:
         """Accept the model as a positional argument too."""
-        self.add_argument(MODEL, nargs="?", default=argparse.SUPPRESS, help=text)
-        self._has_model = True
-        self._options.append(Option("Model", MODEL, text, is_common=True))
+        self._group("Model").add_argument(MODEL, nargs="?", default=argparse.SUPPRESS, help=text)
+        self._common.add(MODEL)
 
     def add_fields(self, fields: Iterable[Field], *, prefix: str = "", is_listed: bool = True) -> None:
         """Add a flag `--{prefix}{name}` for each field. Fields that are not listed are left out of the help."""
-        for field in sorted(fields, key=group_order):
-            flag, text = f"--{prefix}{field.flag[2:]}", describe(field)
+        for field in sorted(fields, key=lambda field: (group_order(field), not field.rule.common)):
+            flag = f"--{prefix}{field.flag[2:]}"
             options: dict[str, Any] = {"dest": prefix + field.name, "default": argparse.SUPPRESS}
             is_shown = is_listed and not field.rule.internal
-            options["help"] = text.replace("%", "%%") if is_shown else argparse.SUPPRESS
+            options["help"] = describe(field).replace("%", "%%") if is_shown else argparse.SUPPRESS
+            if is_shown and field.rule.common and not (MODEL in self._common and field.name == "model"):
+                self._common.add(field.name)
+            group = self._group(field.rule.group)
             if field.type is bool:
                 for name, value in ((flag, "True"), (f"--no-{flag[2:]}", "False")):
                     shown = options if (value == "False") is field.default else options | {"help": argparse.SUPPRESS}
-                    self.add_argument(name, action="store_const", const=value, **shown)
+                    group.add_argument(name, action="store_const", const=value, **shown)
             elif field.rule.once:
                 self._once[options["dest"]] = field.rule.once
-                self.add_argument(flag, metavar=metavar(field), action="append", **options)
+                group.add_argument(flag, metavar=metavar(field), action="append", **options)
             elif field.type in (str, int, float):
-                action = self.add_argument(flag, metavar=metavar(field), **options)
+                action = group.add_argument(flag, metavar=metavar(field), **options)
                 if choices := [str(choice) for choice in field.rule.choices]:  # for argcomplete; the field validates
                     action.completer = lambda choices=choices, **_: choices  # type: ignore[attr-defined]
             else:
-                self.add_argument(flag, metavar=metavar(field), nargs="+", action="extend", **options)
-            if is_shown:
-                shown_name = field.shown_flag if field.type is bool else f"{flag} {metavar(field)}"
-                is_common = field.rule.common and not (self._has_model and field.name == "model")
-                self._options.append(Option(field.rule.group, shown_name, text, is_common))
+                group.add_argument(flag, metavar=metavar(field), nargs="+", action="extend", **options)
 
     def flags(self, argv: Sequence[str]) -> dict[str, str]:
         """Return the given flags as text by destination. Raises UsageError; `--help` exits."""
@@ -91,8 +85,6 @@ class FlagParser(argparse.ArgumentParser):
         for name, instead in self._once.items():
             if len(several := values.get(name, ())) > 1 and isinstance(several, list):
                 flag = "--" + name.replace("_", "-")
-                if "--models-file" not in self._option_string_actions:
-                    instead = "a worker serves one model"
                 raise UsageError(name, f"option {flag} is given {len(several)} times ({', '.join(several)}): {instead}")
         flags = {name: ",".join(text) if isinstance(text, list) else text for name, text in values.items()}
         if (model := flags.pop(MODEL, None)) is not None:
@@ -103,43 +95,34 @@ class FlagParser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """Return the help with the common options."""
-        num = len(self._options) - self._has_model
+        listed = [action for group in self._groups.values() for action in group._group_actions if action.option_strings]
+        num = sum(action.help != argparse.SUPPRESS for action in listed)
         more = f"{self.prog} --help-all lists all {num} options; docs/reference/configuration.md describes them."
-        return "\n".join((*self._head(), *self._listed(all_options=False), *self._example_lines(), more, ""))
+        return self._help(self._groups.values(), lambda action: action.dest in self._common, more)
 
     def format_full_help(self) -> str:
         """Return the help with all options."""
-        notes = textwrap.dedent(self._notes).strip().splitlines()
-        return "\n".join((*self._head(), *self._listed(all_options=True), *self._example_lines(), *notes, ""))
+        return self._help((*self._groups.values(), self._optionals), lambda action: True, self._notes)
 
-    def _head(self) -> list[str]:
-        model = f" [{MODEL}]" if self._has_model else ""
-        about = textwrap.wrap(self.description or "", _width())
-        return [f"usage: {self.prog}{model} [options]", "", *about, ""]
+    def _group(self, title: str) -> argparse._ArgumentGroup:
+        if title not in self._groups:
+            self._groups[title] = self.add_argument_group(title)
+        return self._groups[title]
 
-    def _listed(self, *, all_options: bool) -> list[str]:
-        """The options by group."""
-        groups: dict[str, list[Option]] = {}
-        for option in self._options:
-            if all_options or option.is_common:
-                groups.setdefault(option.group, []).append(option)
-        for options in groups.values():
-            options.sort(key=lambda option: not option.is_common)
-        lines = []
-        for group in sorted(groups, key=_position):
-            lines += [f"{group}:", *(line for option in groups[group] for line in _lines(option.name, option.text)), ""]
-        if all_options:
-            lines += ["Help:", *_lines("--help", "show the most used options")]
-            lines += [*_lines("--version", "show the version"), ""]
-        return lines
-
-    def _example_lines(self) -> list[str]:
-        if not self._examples:
-            return []
-        lines = ["Examples:"]
-        for command, comment in self._examples:
-            lines.append(f"  {command:<{OPTION_COLUMN + 20}}  # {comment}" if comment else f"  {command}")
-        return [*lines, ""]
+    def _help(
+        self, groups: Iterable[argparse._ArgumentGroup], is_shown: Callable[[argparse.Action], bool], end: str
+    ) -> str:
+        formatter = self._get_formatter()
+        model = f" [{MODEL}]" if MODEL in self._common else ""
+        formatter.add_usage(f"%(prog)s{model} [options]", (), ())
+        formatter.add_text(textwrap.fill(self._about, formatter._width))
+        for group in groups:
+            formatter.start_section(group.title)
+            formatter.add_arguments(filter(is_shown, group._group_actions))
+            formatter.end_section()
+        formatter.add_text(self._examples)
+        formatter.add_text(end)
+        return formatter.format_help()
 
 
 class _FullHelp(argparse.Action):
@@ -151,15 +134,11 @@ class _FullHelp(argparse.Action):
 
 def group_order(field: Field) -> int:
     """Sort key of settings in the help."""
-    return _position(field.rule.group)
-
-
-def _position(group: str) -> int:
-    return GROUPS.index(group) if group in GROUPS else -1
+    return GROUPS.index(field.rule.group) if field.rule.group in GROUPS else -1
 
 
 def metavar(field: Field) -> str:
-    """The placeholder of a value."""
+    """Return the placeholder of a field's value in the help."""
     return field.rule.metavar or {int: "N", float: "X"}.get(field.type, field.name.rpartition("_")[2].upper())
 
 
@@ -177,16 +156,3 @@ def describe(field: Field) -> str:
 def default_of(field: Field) -> str:
     """Return the default as text."""
     return plain(field.default) if field.type in (int, float) else field.render(field.default)
-
-
-def _width() -> int:
-    return min(shutil.get_terminal_size().columns, MAX_WIDTH)
-
-
-def _lines(name: str, text: str) -> list[str]:
-    """Format an option in two columns."""
-    indent = " " * OPTION_COLUMN
-    wrapped = textwrap.wrap(text, max(40, _width() - OPTION_COLUMN), break_on_hyphens=False, break_long_words=False)
-    if len(name) + 2 > OPTION_COLUMN - 2:
-        return [f"  {name}", *(indent + line for line in wrapped)]
-    return [f"  {name:<{OPTION_COLUMN - 2}}{wrapped[0]}", *(indent + line for line in wrapped[1:])]

@@ -219,7 +219,7 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSetti
         "TOML file that lists several models to serve, in place of --model",
         group="Model",
         details="It also sets aliases, fallbacks, limits and names that split requests among models. See "
-        "docs/guides/operate.md.",
+        "docs/guides/serve-your-model.md.",
         **FILE,
     )
     lora_file: str = setting(

@@ -144,7 +144,7 @@ class GrammarChecks:
             if key in self._pending:
                 return self._pending[key].future
             if self._closed:
-                raise Unavailable("the process is shutting down", retry_after_s=RETRY_AFTER_S)
+                raise Unavailable("The process is shutting down.", retry_after_s=RETRY_AFTER_S)
             self._check_capacity(owner)
             pending = self._pending[key] = _Pending(text, owner, _unfinished())
             self._quick.submit(owner, lambda: self._try_quickly(key, pending))
@@ -153,10 +153,10 @@ class GrammarChecks:
     def _check_capacity(self, owner: str) -> None:
         """Raise Unavailable if the queue is full, in total or for one owner."""
         if len(self._pending) >= MAX_PENDING:
-            raise Unavailable(f"the compile queue is full ({MAX_PENDING} grammars)", retry_after_s=RETRY_AFTER_S)
+            raise Unavailable(f"The compile queue is full ({MAX_PENDING} grammars).", retry_after_s=RETRY_AFTER_S)
         if owner and sum(each.owner == owner for each in self._pending.values()) >= MAX_PENDING // 2:
             raise Unavailable(
-                f"too many grammars ({MAX_PENDING // 2}) of this API key are waiting to be compiled",
+                f"Too many grammars ({MAX_PENDING // 2}) of this API key are waiting to be compiled.",
                 retry_after_s=RETRY_AFTER_S,
             )
 
@@ -172,7 +172,7 @@ class GrammarChecks:
             compiler.kill()
             compiler.join()
         for future in waiting:
-            future.set_exception(Unavailable("the process is shutting down", retry_after_s=RETRY_AFTER_S))
+            future.set_exception(Unavailable("The process is shutting down.", retry_after_s=RETRY_AFTER_S))
 
     # ------------------------------------------------------------ in a lane
 
@@ -202,7 +202,7 @@ class GrammarChecks:
         with self._lock:
             pending = self._pending.pop(key, None)
         if pending is not None:
-            what = "the grammar could not be checked: this machine is too busy, or has no memory"
+            what = "The grammar could not be checked: this machine is too busy, or has no memory."
             pending.future.set_exception(Unavailable(what, retry_after_s=RETRY_AFTER_S))
         return None
 
@@ -222,7 +222,7 @@ class GrammarChecks:
     def _live_compiler(self) -> _Compiler:
         with self._lock:
             if self._closed:
-                raise Unavailable("the process is shutting down", retry_after_s=RETRY_AFTER_S)
+                raise Unavailable("The process is shutting down.", retry_after_s=RETRY_AFTER_S)
             if self._compiler is None or self._compiler.ended:
                 self._compiler = _Compiler(self._model, self._program)
             return self._compiler
@@ -294,7 +294,7 @@ class _Compiler:
 
 
 def _died() -> Unavailable:
-    return Unavailable("the grammar compiler process has died", retry_after_s=RETRY_AFTER_S)
+    return Unavailable("The grammar compiler process has died.", retry_after_s=RETRY_AFTER_S)
 
 
 def _problem(report: Report, cpu_s: float) -> str:

@@ -2,8 +2,8 @@
 
 Workers map a page with two bytes per worker: whether it computes, and whether it computes only prompts, for which
 decode workers make space. Each worker holds a lock on its byte. The kernel releases the locks of a dead process, so
-bytes without a lock are ignored. If two workers each ran one thread per core, they would wait for each
-other at every barrier (docs/measurements.md). Results do not depend on the number of threads.
+bytes without a lock are ignored. If two workers each ran one thread per core, they would wait for each other at every
+barrier (docs/decisions/0007-shared-cores.md). Results do not depend on the number of threads.
 
 Thread settings take effect only before torch is imported.
 """
@@ -28,7 +28,7 @@ NUM_PLACES: Final = 64
 IDLE, COMPUTING = b"\0", b"\1"
 SPIN_COUNT = "2000"
 """Spin iterations of idle OpenMP threads. By default they spin for milliseconds and block the cores of other workers:
-two workers on two cores then lose whole scheduler ticks (docs/measurements.md)."""
+two workers on two cores then lose whole scheduler ticks (docs/decisions/0007-shared-cores.md)."""
 
 
 class CoreShare:

@@ -138,8 +138,7 @@ class HFReader(FieldReader):
         rope_dim = head_dim if latent is None else latent.rope_dim
         of_layers = LayerReader(self.fields, self.path, family, num_layers=layers, rope_dim=rope_dim)
         # Granite multiplies each update of the residual by r. Dividing the residual by r instead leaves updates
-        # unscaled,
-        # and norms are unchanged if their eps is divided by r^2.
+        # unscaled, and norms are unchanged if their eps is divided by r^2.
         residual = self.positive("residual_multiplier")
         config = ModelConfig(
             model_type=family.model_type,

@@ -108,9 +108,7 @@ def _resolve_builtin(model: BuiltinModel, *, download: bool, progress: bool) -> 
     path = folder / model.file
     if not path.exists():
         if not download:
-            raise ModelError(
-                f"{model.name} is not in {folder}. Fetch it: python -m common.model_files.fetch {model.name}"
-            )
+            raise ModelError(f"{model.name} is not in {folder}. Fetch it: diptych fetch {model.name}")
         log.info("model %s: downloading %s", model.name, in_bytes(model.num_bytes))
         fetch_model(model, progress=progress)
 

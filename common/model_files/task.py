@@ -35,7 +35,6 @@ class ServedTask:
     `pooling` turns the hidden states of a prompt into one vector of `width` numbers; "" for text generation. Embeddings
     are normalised if `normalise`. Scores are the head's output, or its sigmoid if `sigmoid`. With `answers`, that
     output is the logit of the first of these tokens minus that of the second.
-    `answers` that number is by how much the first of these tokens is likelier to come next than the second.
     """
 
     name: Task = "generate"

@@ -159,7 +159,7 @@ class ChatTemplate:
         taken = RESERVED.intersection(extra or ())
         if taken:
             raise InvalidRequest(
-                f"chat template variables must not include {', '.join(sorted(taken))}", param="messages"
+                f"Chat template variables must not include {', '.join(sorted(taken))}", param="messages"
             )
         try:
             return self._template.render(

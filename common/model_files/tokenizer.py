@@ -138,8 +138,7 @@ class Tokenizer:
 
     def _ids(self, text: str, second: str | None, add_special_tokens: bool, alone: bool = False) -> list[int]:
         # The library's `encode` and `decode` hold the GIL, its batch functions release it. Batches are also faster, as
-        # they
-        # skip offsets, but reacquiring the GIL may take long when other threads want it.
+        # they skip offsets, but reacquiring the GIL may take long when other threads want it.
         if not alone and len(text) + len(second or "") <= LONG_CHARS:
             encoding = self._inner.encode(text, second, add_special_tokens=add_special_tokens)
         else:
@@ -199,5 +198,5 @@ def _check_unicode(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequest(
-            f"invalid text: lone surrogate at character {error.start}, must be valid Unicode"
+            f"Invalid text: lone surrogate at character {error.start}, must be valid Unicode."
         ) from error

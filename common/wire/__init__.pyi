@@ -1,6 +1,6 @@
 from common.wire.adapter_messages import MAX_ADAPTERS, MAX_PATH
-from common.wire.codec import MAX_IN_A_ROW, decode, encode
-from common.wire.curve import Curve, read_key_pair, warn_of_readers
+from common.wire.codec import MAX_MESSAGES_PER_TURN, decode, encode
+from common.wire.curve import Curve, read_key_pair, warn_if_readable
 from common.wire.drop_log import DropLog
 from common.wire.gatekeeper import Gatekeeper
 from common.wire.listening import CLIENTS_BACKLOG, in_url, inherited, listen, listening_host
@@ -50,8 +50,8 @@ __all__ = [
     "MAX_BAD_WORDS",
     "MAX_BAD_WORD_TOKENS",
     "MAX_GRAMMAR_CHARS",
-    "MAX_IN_A_ROW",
     "MAX_LOGIT_BIAS",
+    "MAX_MESSAGES_PER_TURN",
     "MAX_MESSAGE_BYTES",
     "MAX_PATH",
     "MAX_PRIORITY",
@@ -79,5 +79,5 @@ __all__ = [
     "pack_tokens",
     "read_key_pair",
     "unpack_tokens",
-    "warn_of_readers",
+    "warn_if_readable",
 ]

@@ -20,8 +20,8 @@ from common.wire.messages import AnyMessage, Message
 
 CHECKSUM_BYTES = 8
 """Size of the XXH3-64 checksum after each message."""
-MAX_IN_A_ROW = 64
-"""Maximum number of messages that a loop processes before it yields: awaiting a ready receive does not yield."""
+MAX_MESSAGES_PER_TURN = 64
+"""Maximum number of messages that a loop processes before it yields. Awaiting a ready receive does not yield."""
 
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 

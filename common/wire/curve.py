@@ -179,7 +179,7 @@ def _stamp_of(path: str) -> tuple[int, int, int] | None:
     return (found.st_mtime_ns, found.st_ino, found.st_size)
 
 
-def warn_of_readers(key_file: str) -> None:
+def warn_if_readable(key_file: str) -> None:
     """Log a warning if other users can read the secret key, which some containers cannot avoid."""
     if key_file and others_may_read(key_file):
         log.warning("curve: other users can read the secret key in %s: run chmod 600 on it", key_file)

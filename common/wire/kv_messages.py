@@ -117,11 +117,12 @@ class KVDone(Message, frozen=True, tag=42):
 
 
 class KVGrant(Message, frozen=True, tag=43):
-    """D owns blocks for the whole prompt and has the KV before `first_block`: send the blocks from there on.
+    """D owns blocks for all that was announced and has the KV before `first_block`: send the blocks from there on.
 
-    `first_block` is at least that of `KVOpen`, because D does not need or own earlier blocks. If it equals the prompt's
-    number of blocks, nothing is sent. `shared`: D can read the offered memory, so P sends numbers of blocks or slots
-    instead of frames; unquantised frames are still accepted. `quantised`: D accepts the offered 8-bit frames. Not both.
+    `first_block` is at least that of `KVOpen`, because D does not need or own earlier blocks. If it equals the
+    announced number of blocks, nothing is sent. `shared`: D can read the offered memory, so P sends numbers of blocks
+    or slots instead of frames; unquantised frames are still accepted. `quantised`: D accepts the offered 8-bit frames.
+    Not both.
     `token` is a secret: D accepts only `KVBlocks` and `KVDone` that repeat it, over any connection.
     """
 

@@ -1,8 +1,8 @@
 """Binding and connecting ZeroMQ sockets, with deadlines for handshakes and CURVE.
 
-`Dialer` determines why the other side rejects connections, which ZeroMQ does not. After a failed handshake ZeroMQ
-either retries forever with the same key, although another key may be right. Or it abandons the address, if the process
-there uses another mechanism or no ZeroMQ, although the next process there may be right. It also abandons an established
+`Dialer` determines why the other side rejects connections, which ZeroMQ does not. After a failed handshake, ZeroMQ
+retries forever with the same key, although another key may be right. If the process there uses another mechanism or no
+ZeroMQ, it abandons the address, although the next process there may be right. It also abandons an established
 connection that it closed because of a malformed frame or one above `MAXMSGSIZE`. It reconnects only if the other side
 or the network closed the connection.
 

@@ -161,7 +161,7 @@ class AcceptanceRates:
         self._forget(0, self.FORGETTING)
 
     def forget_model(self) -> None:
-        """Decay the rates of the draft model after a step without it, so that it is tried again eventually."""
+        """Move the draft model's rates towards their initial values after a step without it, to try it again later."""
         self._forget(MODEL, self.MODEL_FORGETTING)
 
     def _chances(self, kinds: Sequence[int]) -> list[float]:

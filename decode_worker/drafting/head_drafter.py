@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from common.engine.kv import BlockCounts
-from common.engine.models import NO_PLACE, ForwardBatch, SequenceChunk
+from common.engine.models import NO_SLOT, ForwardBatch, SequenceChunk
 from common.engine.models.draft_heads import DraftingModel
 from common.engine.run import ModelRunner
 from common.engine.sampling import Sampler
-from common.engine.sequences import HiddenPlaces
+from common.engine.sequences import HiddenStateSlots
 from decode_worker.drafting.row_costs import RowCosts
 from kernels import on_device
 
@@ -39,10 +39,10 @@ class _HeadChain:
     limit: int
     token_ids: list[int] = field(default_factory=list)
 
-    def next_chunk(self, hidden: HiddenPlaces) -> SequenceChunk:
+    def next_chunk(self, hidden: HiddenStateSlots) -> SequenceChunk:
         """Return the chunk of the newest token. The first one has the slot of the hidden state before it."""
         sequence, place = self.sequence, self.sequence.num_tokens - 1 + len(self.token_ids)
-        before = NO_PLACE if self.token_ids else hidden.at(sequence, place - 1)
+        before = NO_SLOT if self.token_ids else hidden.at(sequence, place - 1)
         newest = self.token_ids[-1] if self.token_ids else sequence.token_ids[-1]
         return SequenceChunk((newest,), place, sequence.blocks, before=before)
 
@@ -64,7 +64,7 @@ class HeadDrafter:
         runner: ModelRunner,
         model: DraftingModel,
         sampler: Sampler,
-        hidden: HiddenPlaces,
+        hidden: HiddenStateSlots,
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -74,7 +74,7 @@ class HeadDrafter:
 
     def is_ready(self, sequence: DecodeSequence) -> bool:
         """Whether the last step (possibly in flight) was on this worker and had a slot for its hidden state."""
-        return self.hidden.at(sequence, sequence.num_planned - 2) != NO_PLACE
+        return self.hidden.at(sequence, sequence.num_planned - 2) != NO_SLOT
 
     def num_behind(self, sequence: DecodeSequence) -> int:
         return 0

@@ -1,4 +1,4 @@
-"""Builds the images by docker, podman or buildah, and where told pushes them and notes their digests: `make images`."""
+"""Builds the images with docker, podman or buildah and optionally pushes them: `make images`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "common" / "__init__.py").r
 
 
 class ReleaseError(Exception):
-    """A setting, a program or a file that is missing or wrong, with what to do about it."""
+    """A setting, a program or a file is missing or invalid. The message includes the remedy."""
 
 
 @dataclass(frozen=True)
 class Image:
-    """One image: a target of the Dockerfile, for a worker with what it computes on."""
+    """An image: a target of the Dockerfile and, for a worker, its accelerator."""
 
     target: str
     accelerator: str = ""
@@ -44,48 +44,48 @@ IMAGES = (Image("router"), *(Image("worker", accelerator) for accelerator in ("c
 
 @dataclass(frozen=True)
 class Options:
-    """Where images go, and of what they are made."""
+    """Registry and build options of the images."""
 
     registry: str
     engine: str
     push: bool = False
     python_image: str = ""
     torch_index: tuple[tuple[str, str], ...] = ()
-    """(accelerator, address of an index)"""
+    """Pairs of an accelerator and the address of its package index."""
     cuda_version: str = ""
     pip_conf: str = ""
 
 
 def checked_registry(registry: str) -> str:
-    """A host, and what follows it. Raises ReleaseError."""
+    """Return the registry: a host and an optional path. Raises ReleaseError."""
     found = registry.strip().removesuffix("/")
     if not HOST.match(found):
         given = f"{found!r} names no host" if found else "it is not set"
         raise ReleaseError(
             f"REGISTRY: {given}. Set the host and path that images are pushed to, for example REGISTRY=ghcr.io/acme; "
-            "nodes complete a short name by a registry of their own choice."
+            "nodes resolve a short name with their own default registry."
         )
     return found
 
 
 def chosen_images(names: str) -> tuple[Image, ...]:
-    """All of them, or those named between commas. Raises ReleaseError."""
+    """Return the images of a comma-separated list, or all of them for "". Raises ReleaseError."""
     known = {image.name: image for image in IMAGES}
     wanted = [name.strip() for name in names.split(",") if name.strip()] or list(known)
     if unknown := [name for name in wanted if name not in known]:
-        raise ReleaseError(f"IMAGES: no {unknown[0]!r}; they are {', '.join(known)}")
+        raise ReleaseError(f"IMAGES: {unknown[0]!r} is unknown; available: {', '.join(known)}")
     return tuple(known[name] for name in wanted)
 
 
 def chosen_engine(name: str) -> str:
-    """The program that builds. Raises ReleaseError."""
+    """Return the program that builds the images. Raises ReleaseError."""
     if found := next((each for each in ([name] if name else ENGINES) if shutil.which(each)), ""):
         return found
-    raise ReleaseError(f"ENGINE: {name or 'none of ' + ', '.join(ENGINES)} is not installed here")
+    raise ReleaseError(f"ENGINE: {name or 'none of ' + ', '.join(ENGINES)} is not installed")
 
 
 def build_command(image: Image, options: Options, *, revision: str, epoch: str, version: str = VERSION) -> list[str]:
-    """The command that builds an image."""
+    """Return the command that builds an image."""
     arguments = {"VERSION": version, "REVISION": revision, "SOURCE_DATE_EPOCH": epoch}
     if options.python_image:
         arguments["PYTHON_IMAGE"] = options.python_image
@@ -103,16 +103,16 @@ def build_command(image: Image, options: Options, *, revision: str, epoch: str, 
 
 
 def run(*command: str) -> str:
-    """What a program printed. Raises ReleaseError with the end of what it said."""
+    """Run a program and return its output. Raises ReleaseError with the end of the output."""
     print("+", " ".join(command), flush=True)
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
-        raise ReleaseError(f"{command[0]} {command[1]} ended with {done.returncode}: {done.stdout[-2000:].strip()}")
+        raise ReleaseError(f"{command[0]} {command[1]} exited with {done.returncode}: {done.stdout[-2000:].strip()}")
     return done.stdout
 
 
 def push(engine: str, reference: str) -> str:
-    """Push an image: its digest in the registry. Raises ReleaseError."""
+    """Push an image and return its digest in the registry. Raises ReleaseError."""
     if engine == "docker":
         run(engine, "push", reference)
         repository = reference.rpartition(":")[0]
@@ -123,12 +123,12 @@ def push(engine: str, reference: str) -> str:
             run(engine, "push", "--digestfile", file.name, reference)
             found = file.read().strip()
     if not re.fullmatch(r"sha256:[0-9a-f]{64}", found):
-        raise ReleaseError(f"{engine} names no digest of {reference} after the push")
+        raise ReleaseError(f"{engine} reported no digest of {reference} after the push")
     return found
 
 
 def revision_and_epoch() -> tuple[str, str]:
-    """The commit, and when it was made. ("unknown", "0") outside a repository."""
+    """Return the commit and its time, or ("unknown", "0") outside a repository."""
     command = ("git", "log", "-1", "--format=%H %ct")
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     revision, _, epoch = done.stdout.strip().partition(" ")
@@ -136,33 +136,35 @@ def revision_and_epoch() -> tuple[str, str]:
 
 
 def build(images: Sequence[Image], options: Options) -> dict[str, str]:
-    """Image's name -> its digest, "" where nothing is pushed."""
+    """Build the images, then push them if requested. Return a digest by image name, "" if it was not pushed."""
     revision, epoch = revision_and_epoch()
     digests = {}
     for image in images:
         run(*build_command(image, options, revision=revision, epoch=epoch))
-    for image in images:  # nothing is published unless all could be built
+    for image in images:  # publish nothing unless all images were built
         digests[image.name] = push(options.engine, image.reference(options.registry, VERSION)) if options.push else ""
     return digests
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--registry", default="", help="host and path of the images")
-    parser.add_argument("--images", default="", help="those to build, between commas; all")
-    parser.add_argument("--engine", default="", help=f"{', '.join(ENGINES)}; the first that is installed")
-    parser.add_argument("--push", default="", choices=("", "yes", "no"), help="yes: push what was built")
-    parser.add_argument("--python-image", default="", help="base image, in a release with its digest")
-    parser.add_argument("--torch-index", default="", help="ACCELERATOR=ADDRESS,...: indexes with builds of torch")
-    parser.add_argument("--cuda-version", default="", help="what the node's driver must support")
-    parser.add_argument("--pip-conf", default="", help="pip's settings during the build")
+    parser.add_argument("--images", default="", help="images to build, separated by commas (default: all)")
+    parser.add_argument("--engine", default="", help=f"{', '.join(ENGINES)} (default: the first that is installed)")
+    parser.add_argument("--push", default="", choices=("", "yes", "no"), help="yes: push the built images")
+    parser.add_argument("--python-image", default="", help="base image; for a release, include its digest")
+    parser.add_argument("--torch-index", default="", help="ACCELERATOR=ADDRESS,...: package indexes with torch builds")
+    parser.add_argument("--cuda-version", default="", help="minimum CUDA version of the node's driver")
+    parser.add_argument("--pip-conf", default="", help="pip configuration file for the build")
 
 
 def options_of(arguments: argparse.Namespace) -> Options:
-    """Raises ReleaseError."""
+    """Validate the arguments. Raises ReleaseError."""
     pairs = [pair.partition("=") for pair in arguments.torch_index.split(",") if pair]
     variants = {image.accelerator for image in IMAGES} - {""}
     if wrong := next((key for key, _, address in pairs if key not in variants or not address), ""):
-        raise ReleaseError(f"TORCH_INDEX: {wrong!r}: write ACCELERATOR=ADDRESS, of {', '.join(sorted(variants))}")
+        raise ReleaseError(
+            f"TORCH_INDEX: {wrong!r}: write ACCELERATOR=ADDRESS for one of {', '.join(sorted(variants))}"
+        )
     return Options(
         checked_registry(arguments.registry),
         chosen_engine(arguments.engine),

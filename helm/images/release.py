@@ -1,6 +1,6 @@
-"""Makes a release: wheel, sdist, bills of materials, images, chart; pushed and signed where told: `make release`.
+"""Builds a release: wheel, sdist, bills of materials, images and chart. Optionally pushes and signs it: `make release`.
 
-What it makes lies in dist/. The chart's archive names the registry and, once images are pushed, their digests.
+The output is in dist/. The chart archive contains the registry and, if images were pushed, their digests.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ BILLS = ("router", "worker")
 
 
 def make_packages(dist: Path, kernels: str) -> None:
-    """Wheel, with the CPU's kernels, and sdist."""
+    """Build the wheel, with the CPU kernels, and the sdist."""
     os.environ["DIPTYCH_KERNELS"] = kernels
     os.environ["SOURCE_DATE_EPOCH"] = revision_and_epoch()[1]
     run(sys.executable, "-P", "-m", "build", "--no-isolation", "--outdir", str(dist), str(ROOT))
 
 
 def make_bill(image: str, dist: Path) -> Path:
-    """What an image holds beside Debian, in CycloneDX's JSON, from the requirements that pip installs."""
+    """Write the bill of materials of an image, without Debian, as CycloneDX JSON from its pip requirements."""
     target = dist / f"diptych-{image}-{VERSION}.cdx.json"
     with tempfile.TemporaryDirectory() as scratch:
         held = Path(scratch) / "requirements.txt"
@@ -54,13 +54,13 @@ def make_bill(image: str, dist: Path) -> Path:
 
 
 def torch_pin() -> str:
-    """The requirement of torch, which the image installs by itself."""
+    """Return the requirement of torch, which the Dockerfile installs separately."""
     lines = (Path(__file__).parent / "constraints.txt").read_text().splitlines()
     return next(f"{line}\n" for line in lines if line.startswith("torch=="))
 
 
 def pinned(values: str, registry: str, digests: Mapping[str, str]) -> str:
-    """The chart's values with registry and digests in them; their comments stay. Raises ReleaseError."""
+    """Insert registry and digests into values.yaml and keep its comments. Raises ReleaseError."""
     workers = ", ".join(f'{name}: "{digests.get(f"worker-{name}", "")}"' for name in ("cpu", "cuda", "rocm"))
     changes = (
         (r'(?m)^(images:\n(?:  #.*\n)*)  registry: ""$', rf'\g<1>  registry: "{registry}"'),
@@ -70,12 +70,12 @@ def pinned(values: str, registry: str, digests: Mapping[str, str]) -> str:
     for pattern, replacement in changes:
         values, count = re.subn(pattern, replacement, values, count=1)
         if count != 1:
-            raise ReleaseError(f"helm/values.yaml has no {pattern}: helm/images/release.py no longer knows its form")
+            raise ReleaseError(f"helm/values.yaml has no match for {pattern}: update helm/images/release.py")
     return values
 
 
 def make_chart(registry: str, digests: Mapping[str, str], dist: Path) -> Path:
-    """The chart's archive. It names the registry, so an installation need not."""
+    """Build the chart archive. It includes the registry, so installations do not have to set it."""
     with tempfile.TemporaryDirectory() as scratch:
         chart = Path(scratch) / "diptych"
         shutil.copytree(ROOT / "helm", chart, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
@@ -86,16 +86,16 @@ def make_chart(registry: str, digests: Mapping[str, str], dist: Path) -> Path:
 
 
 def push_chart(chart: Path, registry: str) -> str:
-    """Push the archive as an OCI artifact: its name with its digest. Raises ReleaseError."""
-    said = run("helm", "push", str(chart), f"oci://{registry}/charts")
-    found = re.search(r"sha256:[0-9a-f]{64}", said)
+    """Push the archive as an OCI artifact and return its name with digest. Raises ReleaseError."""
+    output = run("helm", "push", str(chart), f"oci://{registry}/charts")
+    found = re.search(r"sha256:[0-9a-f]{64}", output)
     if found is None:
-        raise ReleaseError(f"helm push named no digest: {said.strip()}")
+        raise ReleaseError(f"helm push reported no digest: {output.strip()}")
     return f"{registry}/charts/diptych@{found[0]}"
 
 
 def sign(names: Sequence[str], bills: Mapping[str, Path]) -> None:
-    """Sign what was pushed, and attest images' bills of materials, by cosign and its own settings (COSIGN_KEY)."""
+    """Sign what was pushed with cosign (COSIGN_KEY), and attest the bills of materials of images."""
     key = ("--key", os.environ["COSIGN_KEY"]) if os.environ.get("COSIGN_KEY") else ()
     for name in names:
         run("cosign", "sign", "--yes", *key, name)
@@ -104,20 +104,20 @@ def sign(names: Sequence[str], bills: Mapping[str, Path]) -> None:
 
 
 def write_sums(dist: Path) -> None:
-    """SHA256SUMS of all that lies in dist/."""
+    """Write SHA256SUMS for all files in dist/."""
     files = sorted(file for file in dist.iterdir() if file.is_file() and file.name != "SHA256SUMS")
     lines = (f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files)
     (dist / "SHA256SUMS").write_text("".join(lines))
 
 
 def references(images: Sequence[Image], digests: Mapping[str, str], registry: str) -> dict[str, Image]:
-    """Name with digest -> image, of those that were pushed."""
+    """Return the pushed images by name with digest."""
     pushed = [image for image in images if digests.get(image.name)]
     return {f"{image.reference(registry, VERSION).rpartition(':')[0]}@{digests[image.name]}": image for image in pushed}
 
 
 def release(images: Sequence[Image], options: Options | None, registry: str, kernels: str, dist: Path) -> None:
-    """All steps in order. Without options no images are built."""
+    """Run all steps in order. Without `options`, build no images."""
     shutil.rmtree(dist, ignore_errors=True)
     dist.mkdir(parents=True)
     make_packages(dist, kernels)
@@ -131,19 +131,19 @@ def release(images: Sequence[Image], options: Options | None, registry: str, ker
         if shutil.which("cosign"):
             sign([*names, pushed_chart], {name: bills[image.target] for name, image in names.items()})
         else:
-            print("cosign is not installed: nothing is signed")
+            print("cosign is not installed: nothing was signed")
     write_sums(dist)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_arguments(parser)
-    parser.add_argument("--kernels", default="all", help="instruction sets of the wheel")
-    parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="folder of what is made; emptied first")
+    parser.add_argument("--kernels", default="all", help="instruction sets of the kernels in the wheel")
+    parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="output folder; emptied first")
     arguments = parser.parse_args()
     registry = checked_registry(arguments.registry)
     if not shutil.which("helm"):
-        raise ReleaseError("helm is not installed here")
+        raise ReleaseError("helm is not installed")
     images = () if arguments.images == "none" else chosen_images(arguments.images)
     release(images, options_of(arguments) if images else None, registry, arguments.kernels, arguments.dist)
 

@@ -1,7 +1,7 @@
-"""Writes router.txt and worker.txt, what the images install, with the hashes of all files: `make lock`.
+"""Writes router.txt and worker.txt, the requirements of the images with file hashes: `make lock`.
 
-Versions are those of constraints.txt. torch is not among them: which build it is depends on the accelerator, so the
-Dockerfile installs it by version, and what a build brings along (CUDA's libraries, Triton) it pins itself.
+Versions come from constraints.txt. torch is excluded because its build depends on the accelerator: the Dockerfile
+installs it by version, and the build pins its own dependencies (CUDA libraries, Triton).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 EXTRAS = {"router": ("router", "tracing", "hub"), "worker": ("worker", "hub")}
 OF_TORCH = re.compile(r"^(torch|triton|nvidia-|cuda-)")
-HEADER = "# What the image {name} installs beside Diptych and torch. `make lock` writes it from constraints.txt.\n"
+HEADER = "# Packages of the {name} image, except Diptych and torch. `make lock` writes it from constraints.txt.\n"
 
 
 def entries(text: str) -> Iterator[tuple[str, str]]:
-    """(name, lines) of each package of a requirements file."""
+    """Yield (name, lines) for each package of a requirements file."""
     for entry in re.split(r"\n(?=\S)", text.strip()):
         if not entry.startswith("#"):
             yield re.split(r"[=\s;\[]", entry, maxsplit=1)[0], entry
@@ -31,7 +31,7 @@ def without_torch(text: str) -> str:
 
 
 def resolve(name: str) -> str:
-    """The packages of an image on Linux, as uv finds them on the index that its environment names."""
+    """Resolve the packages of an image on Linux with uv, using the index that its environment configures."""
     uv = shutil.which("uv") or sys.exit("write_requirements needs uv: pip install uv")
     extras = [flag for extra in EXTRAS[name] for flag in ("--extra", extra)]
     command = [uv, "pip", "compile", "--quiet", str(FOLDER.parents[1] / "pyproject.toml"), *extras, "--generate-hashes"]

@@ -1,20 +1,20 @@
-{{/* Refuses the lists of earlier charts and shows the same as a map: (list, at). */}}
+{{/* Refuses a list, as in earlier charts, and prints the equivalent map: (list, at). */}}
 {{- define "diptych.refuseList" -}}
 {{- $map := dict }}
 {{- range .list }}
 {{- if kindIs "map" . }}{{ $_ := set $map (toString .name) (omit . "name") }}{{ end }}
 {{- end }}
-{{- fail (printf "%s is a list; it is a map keyed by name, so that --set %s.NAME... and overlays reach one entry (docs/guides/kubernetes.md, From lists to maps). Write in its place:\n%s:\n%s\n" .at .at (last (splitList "." .at)) (toYaml $map | indent 2)) }}
+{{- fail (printf "%s is a list; it is a map keyed by name, so that --set %s.NAME... and overlays can change one entry (docs/guides/kubernetes.md, From lists to maps). Write instead:\n%s:\n%s\n" .at .at (last (splitList "." .at)) (toYaml $map | indent 2)) }}
 {{- end }}
 
-{{/* The kind of a model's source, which its keys tell: (source). */}}
+{{/* Type of a model's source, derived from its keys: (source). */}}
 {{- define "diptych.sourceType" -}}
 {{- .source.type | default (ternary "pvc" (ternary "image" "hub" (hasKey .source "reference")) (hasKey .source "claimName")) }}
 {{- end }}
 
 {{/*
-The models by name, as YAML {models: [{name, source: {type, ...}, ...}]}: (root). An entry that is null was taken away. What is
-asked for at a hundred places is made once and kept at the root.
+Models by name, as YAML {models: [{name, source: {type, ...}, ...}]}: (root). Null entries are omitted. The result is cached at
+the root, because many templates use it.
 */}}
 {{- define "diptych.models" -}}
 {{- if not (hasKey .root "diptychModels") }}
@@ -50,17 +50,17 @@ asked for at a hundred places is made once and kept at the root.
 {{- toYaml (dict "models" $models) }}
 {{- end }}
 
-{{/* Refuses a cache that is said twice, and a Job that would fetch into a volume of its own: (source, name). */}}
+{{/* Refuses two caches, and a prefetch Job without a shared volume: (source, name). */}}
 {{- define "diptych.checkCache" -}}
 {{- if and .source.cacheVolume .source.cacheClaim }}
-{{- fail (printf "models.%s.source has cacheClaim %s, which is there already, and cacheVolume, which the chart makes: take one" .name .source.cacheClaim) }}
+{{- fail (printf "models.%s.source has both cacheClaim %s, an existing claim, and cacheVolume, which the chart creates: use one of them" .name .source.cacheClaim) }}
 {{- end }}
 {{- if and .source.prefetch (not (or .source.cacheVolume .source.cacheClaim)) }}
-{{- fail (printf "models.%s.source.prefetch needs a volume for all pods: cacheVolume.size, or cacheClaim" .name) }}
+{{- fail (printf "models.%s.source.prefetch needs a volume for all pods: set cacheVolume.size or cacheClaim" .name) }}
 {{- end }}
 {{- end }}
 
-{{/* The entry of `models` that a pool belongs to, as YAML: (root, name, for). */}}
+{{/* Model of a pool, as YAML: (root, name, for). */}}
 {{- define "diptych.model" -}}
 {{- $wanted := .name }}
 {{- $models := (include "diptych.models" (dict "root" .root) | fromYaml).models }}
@@ -76,32 +76,32 @@ asked for at a hundred places is made once and kept at the root.
 {{- if $wanted }}
 {{- fail (printf "%s names the model %q, but models has %s" .for $wanted (join ", " $known)) }}
 {{- else }}
-{{- fail (printf "%s must name its model, one of %s; or switch the pool off by enabled: false" .for (join ", " $known)) }}
+{{- fail (printf "%s must name its model, one of %s; or disable the pool with enabled: false" .for (join ", " $known)) }}
 {{- end }}
 {{- end }}
 {{- toYaml $found }}
 {{- end }}
 
-{{/* A model as its router has it, as YAML: with the source of its tokenizer alone, where there is one: (model). */}}
+{{/* A model for its router, as YAML: its source is that of its tokenizer, if there is one: (model). */}}
 {{- define "diptych.routerView" -}}
 {{- toYaml (set (mustDeepCopy .model) "source" (.model.tokenizer | default .model.source)) }}
 {{- end }}
 
-{{/* The name of the model of a pool that names none: the one that is called like the pool, or "": (root, pool). */}}
+{{/* Default model of a pool: the model with the pool's name, or "": (root, pool). */}}
 {{- define "diptych.modelOfName" -}}
 {{- range (include "diptych.models" (dict "root" .root) | fromYaml).models }}
 {{- if eq .name $.pool }}{{ .name }}{{ end }}
 {{- end }}
 {{- end }}
 
-{{/* Takes every key whose value is null out of a mapping, however deep: so a pool drops what it would inherit. */}}
+{{/* Removes all null values from a nested mapping, so that a pool can drop inherited values. */}}
 {{- define "diptych.dropNulls" -}}
 {{- range $key, $value := . }}
 {{- if kindIs "invalid" $value }}{{ $_ := unset $ $key }}{{ else if kindIs "map" $value }}{{ include "diptych.dropNulls" $value }}{{ end }}
 {{- end }}
 {{- end }}
 
-{{/* A pool with everything that `workers` and the role's defaults say, as YAML: (root, role, name, pool). */}}
+{{/* A pool merged with `workers` and the role's defaults, as YAML: (root, role, name, pool). */}}
 {{- define "diptych.pool" -}}
 {{- $role := index .root.Values .role }}
 {{- $pool := mustMergeOverwrite (dict) (mustDeepCopy .root.Values.workers) (mustDeepCopy $role.defaults) (mustDeepCopy .pool) }}
@@ -113,7 +113,7 @@ asked for at a hundred places is made once and kept at the root.
 {{- toYaml $pool }}
 {{- end }}
 
-{{/* The pools of a role by name, merged, as YAML {pools: [...]}; with a model only its own: (root, role, model). */}}
+{{/* Merged pools of a role by name, as YAML {pools: [...]}; with a model, only its pools: (root, role, model). */}}
 {{- define "diptych.pools" -}}
 {{- $key := printf "diptychPools/%s/%s" .role (.model | default "") }}
 {{- if not (hasKey .root $key) }}
@@ -128,7 +128,7 @@ asked for at a hundred places is made once and kept at the root.
 {{- include "diptych.refuseList" (dict "list" $given "at" (printf "%s.pools" .role)) }}
 {{- end }}
 {{- $pools := list }}
-{{- /* Without a model `helm template` has stopped; `helm lint` goes on. */}}
+{{- /* Without a model `helm template` stops earlier, but `helm lint` continues. */}}
 {{- range $name, $pool := ternary $given dict (gt (len (include "diptych.models" (dict "root" .root) | fromYaml).models) 0) }}
 {{- if not (or (kindIs "invalid" $pool) (eq (toString $pool.enabled) "false")) }}
 {{- $pool := include "diptych.pool" (dict "root" $.root "role" $.role "name" (toString $name) "pool" $pool) | fromYaml }}
@@ -140,7 +140,7 @@ asked for at a hundred places is made once and kept at the root.
 {{- toYaml (dict "pools" $pools) }}
 {{- end }}
 
-{{/* "true" when a pool of the model may have no pod: (root, model). */}}
+{{/* "true" if a pool of the model can scale to zero: (root, model). */}}
 {{- define "diptych.scalesToZero" -}}
 {{- range $role := list "prefill" "decode" }}
 {{- range (include "diptych.pools" (dict "root" $.root "role" $role "model" $.model) | fromYaml).pools }}
@@ -149,7 +149,7 @@ asked for at a hundred places is made once and kept at the root.
 {{- end }}
 {{- end }}
 
-{{/* Seconds that the slowest pool of a model which may have no pod takes to start one, else 0: (root, model). */}}
+{{/* Startup time, in seconds, of the slowest pool that can scale to zero, else 0: (root, model). */}}
 {{- define "diptych.wakingSeconds" -}}
 {{- $longest := 0 }}
 {{- range $role := list "prefill" "decode" }}
@@ -160,21 +160,21 @@ asked for at a hundred places is made once and kept at the root.
 {{- $longest }}
 {{- end }}
 
-{{/* Refuses an update that could neither add a pod nor take one away: (spec, for). */}}
+{{/* Refuses an update that can neither add nor remove a pod: (spec, for). */}}
 {{- define "diptych.checkStrategy" -}}
 {{- if and (has (toString .spec.strategy.maxSurge) (list "0" "0%")) (has (toString .spec.strategy.maxUnavailable) (list "0" "0%")) }}
-{{- fail (printf "%s: strategy.maxSurge and strategy.maxUnavailable are both 0, so no update could begin" .for) }}
+{{- fail (printf "%s: strategy.maxSurge and strategy.maxUnavailable are both 0, so no update could start" .for) }}
 {{- end }}
 {{- end }}
 
-{{/* Refuses more devices than a worker uses: (pool, for). */}}
+{{/* Refuses more devices than a worker can use: (pool, for). */}}
 {{- define "diptych.checkDevices" -}}
 {{- if gt (int .pool.accelerator.count) 1 }}
-{{- fail (printf "%s: accelerator.count is %d, but each rank of a worker computes on one device and the others would stand idle: take count 1, and replicas %d or tensorParallelSize %d" .for (int .pool.accelerator.count) (mul (int .pool.accelerator.count) (int .pool.replicas)) (int .pool.accelerator.count)) }}
+{{- fail (printf "%s: accelerator.count is %d, but each rank of a worker uses one device, so the others would be idle: set count 1, and replicas %d or tensorParallelSize %d" .for (int .pool.accelerator.count) (mul (int .pool.accelerator.count) (int .pool.replicas)) (int .pool.accelerator.count)) }}
 {{- end }}
 {{- end }}
 
-{{/* Refuses a budget that lets no pod go, so that no node could be drained: (pdb, least, for). */}}
+{{/* Refuses a disruption budget that blocks every eviction: (pdb, least, for). */}}
 {{- define "diptych.checkBudget" -}}
 {{- $none := false }}
 {{- $key := ternary "minAvailable" "maxUnavailable" (hasKey .pdb "minAvailable") }}
@@ -187,18 +187,18 @@ asked for at a hundred places is made once and kept at the root.
 {{- end }}
 {{- end }}
 {{- if $none }}
-{{- fail (printf "%s: of %d pods pdb.%s %v lets none be evicted, so no node with one of them could ever be drained: take maxUnavailable 1, or pdb.enabled false" .for (int .least) $key (get .pdb $key)) }}
+{{- fail (printf "%s: with %d pods, pdb.%s %v allows no eviction, so no node with one of them could ever be drained: set maxUnavailable 1, or pdb.enabled false" .for (int .least) $key (get .pdb $key)) }}
 {{- end }}
 {{- end }}
 
-{{/* Refuses what the schema cannot see. Rendered once, by the routers' template. */}}
+{{/* Checks that the schema cannot express. Rendered once, by the routers' template. */}}
 {{- define "diptych.check" -}}
 {{- range (include "diptych.models" (dict "root" $) | fromYaml).models }}
 {{- if not (include "diptych.pools" (dict "root" $ "role" "decode" "model" .name) | fromYaml).pools }}
 {{- fail (printf "model %s has no decode pool: add decode.pools.NAME.model=%s" .name .name) }}
 {{- end }}
 {{- if and (or (eq .source.type "image") (eq (.tokenizer | default dict).type "image")) (semverCompare "<1.33-0" $.Capabilities.KubeVersion.Version) }}
-{{- fail (printf "model %s comes as an OCI image volume, which needs Kubernetes 1.33 (here %s); before 1.35 also the feature gate ImageVolume" .name $.Capabilities.KubeVersion.Version) }}
+{{- fail (printf "model %s is an OCI image volume, which needs Kubernetes 1.33 (here %s); before 1.35 also the feature gate ImageVolume" .name $.Capabilities.KubeVersion.Version) }}
 {{- end }}
 {{- end }}
 {{- range (include "diptych.routers" (dict "root" $) | fromYaml).routers }}
@@ -217,19 +217,19 @@ asked for at a hundred places is made once and kept at the root.
 {{- end }}
 {{- end }}
 {{- if and .Values.monitoring.podMonitor.enabled .Values.monitoring.serviceMonitor.enabled }}
-{{- fail "monitoring.podMonitor and monitoring.serviceMonitor are both enabled: everything would be counted twice" }}
+{{- fail "monitoring.podMonitor and monitoring.serviceMonitor are both enabled: every pod would be scraped twice" }}
 {{- end }}
 {{- if and .Values.tls.certManager.enabled (not .Values.tls.certManager.issuerRef.name) }}
 {{- fail "tls.certManager.enabled needs tls.certManager.issuerRef.name" }}
 {{- end }}
 {{- end }}
 
-{{/* One router's store is unknown to others, whose clients would find nothing: (router, for). */}}
+{{/* Refuses a response store with several routers, because they do not share stored responses: (router, for). */}}
 {{- define "diptych.checkStore" -}}
 {{- $store := .router.responseStore }}
 {{- if ne $store.type "none" }}
 {{- if or .router.autoscaling.enabled (gt (int .router.replicas) 1) }}
-{{- fail (printf "%s: responseStore.type %s needs one replica and no autoscaling, because routers do not share what they store" .for $store.type) }}
+{{- fail (printf "%s: responseStore.type %s needs one replica and no autoscaling, because routers do not share stored responses" .for $store.type) }}
 {{- end }}
 {{- if and (eq $store.type "claim") (not $store.claimName) }}
 {{- fail (printf "%s: responseStore.type claim needs responseStore.claimName" .for) }}

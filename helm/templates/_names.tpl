@@ -12,19 +12,19 @@
 {{- end }}
 {{- end }}
 
-{{/* Name of the objects of one pool, or of one model's router: (root, role, name). A name is never cut: two could meet. */}}
+{{/* Name of the objects of a pool or of a model's router: (root, role, name). Never truncated, to avoid collisions. */}}
 {{- define "diptych.objectName" -}}
 {{- $name := printf "%s-%s-%s" (include "diptych.fullname" .root) .role .name }}
 {{- if gt (len $name) 63 }}
-{{- fail (printf "the name %s has %d characters, Kubernetes takes 63: shorten the release, fullnameOverride, pool or model" $name (len $name)) }}
+{{- fail (printf "the name %s has %d characters, but Kubernetes allows 63: shorten the release, fullnameOverride, pool or model" $name (len $name)) }}
 {{- end }}
 {{- if not (regexMatch "^[a-z]([a-z0-9-]*[a-z0-9])?$" $name) }}
-{{- fail (printf "a Service cannot be called %s: a letter first, then a-z, 0-9 and -; see fullnameOverride" $name) }}
+{{- fail (printf "a Service cannot be named %s: start with a letter, then use a-z, 0-9 and -; see fullnameOverride" $name) }}
 {{- end }}
 {{- $name }}
 {{- end }}
 
-{{/* Labels that never change, for selectors: (root, role, name), or only (root, role), or only (root). */}}
+{{/* Selector labels, which never change: (root, role, name), or only (root, role), or only (root). */}}
 {{- define "diptych.selectorLabels" -}}
 {{- $labels := dict "app.kubernetes.io/name" (include "diptych.name" .root) "app.kubernetes.io/instance" .root.Release.Name }}
 {{- with .role }}{{ $_ := set $labels "app.kubernetes.io/component" . }}{{ end }}
@@ -33,8 +33,8 @@
 {{- end }}
 
 {{/*
-Every label: (root) and optionally role, name, model, and `extra`, labels of the user's. What selectors need is never
-overridden. On pods (`pod`) none that changes with the chart alone: a new chart must not restart what is the same.
+All labels: (root) and optionally role, name, model, and `extra`, user-defined labels. Selector labels are never
+overridden. Pods (`pod`) get no label with the chart version, so that a new chart does not restart unchanged pods.
 */}}
 {{- define "diptych.labels" -}}
 {{- $labels := dict "app.kubernetes.io/managed-by" .root.Release.Service "app.kubernetes.io/part-of" "diptych" }}
@@ -68,25 +68,25 @@ overridden. On pods (`pod`) none that changes with the chart alone: a new chart 
 {{- if include "diptych.tlsSecret" . }}https{{ else }}http{{ end }}
 {{- end }}
 
-{{/* Whether a repository begins with a host, "true" or "". */}}
+{{/* "true" if a repository begins with a host, else "". */}}
 {{- define "diptych.hasHost" -}}
 {{- $first := first (splitList "/" .) }}
 {{- if and (contains "/" .) (or (contains "." $first) (contains ":" $first) (eq $first "localhost")) }}true{{ end }}
 {{- end }}
 
-{{/* Which of the worker's images a pool has, by its accelerator: cpu, cuda or rocm; none for intel: (vendor). */}}
+{{/* Worker image of an accelerator: cpu, cuda or rocm; none for intel: (vendor). */}}
 {{- define "diptych.imageVariant" -}}
 {{- get (dict "none" "cpu" "nvidia" "cuda" "amd" "rocm") (.vendor | default "none") }}
 {{- end }}
 
 {{/*
-Everything that is said of an image, as YAML: (root, kind), for a worker also `vendor`, its accelerator's, and for a pool
-`image`, its own.
+Merged image values, as YAML: (root, kind), for a worker also `vendor` of its accelerator, and for a pool
+`image`.
 */}}
 {{- define "diptych.imageValues" -}}
 {{- $image := mustMergeOverwrite (dict) (mustDeepCopy (index .root.Values.images .kind)) (mustDeepCopy (.image | default dict)) }}
 {{- $variant := ternary (include "diptych.imageVariant" .) "" (eq .kind "worker") }}
-{{- /* A tag or repository of the pool's own is not what the digests of all workers stand for. */}}
+{{- /* The common digests do not apply to a pool with its own tag or repository. */}}
 {{- if and .image (or .image.tag .image.repository) (not .image.digest) }}{{ $_ := set $image "digest" "" }}
 {{- else if not $image.digest }}{{ $_ := set $image "digest" (get ($image.digests | default dict) $variant) }}
 {{- end }}
@@ -99,14 +99,14 @@ Everything that is said of an image, as YAML: (root, kind), for a worker also `v
 {{- if not (include "diptych.hasHost" $image.repository) }}
 {{- $whole := printf "%s/%s" (trimSuffix "/" .root.Values.images.registry) $image.repository }}
 {{- if not (include "diptych.hasHost" $whole) }}
-{{- fail (printf "no image is published, and %q names no host: build and push your own (make images REGISTRY=...), and set images.registry, for example --set images.registry=ghcr.io/acme (images loaded into kind or minikube: docker.io/library)" (trimPrefix "/" $whole)) }}
+{{- fail (printf "no image is published, and %q contains no host: build and push your own (make images REGISTRY=...), and set images.registry, for example --set images.registry=ghcr.io/acme (images loaded into kind or minikube: docker.io/library)" (trimPrefix "/" $whole)) }}
 {{- end }}
 {{- $_ := set $image "repository" $whole }}
 {{- end }}
 {{- toYaml $image }}
 {{- end }}
 
-{{/* An image's name: (root, kind), for a pool also `image`. */}}
+{{/* Image name: (root, kind), for a pool also `image`. */}}
 {{- define "diptych.image" -}}
 {{- $image := include "diptych.imageValues" . | fromYaml }}
 {{- if $image.digest }}
@@ -122,7 +122,7 @@ image: {{ include "diptych.image" . | quote }}
 imagePullPolicy: {{ (include "diptych.imageValues" . | fromYaml).pullPolicy }}
 {{- end }}
 
-{{/* Stops with a sentence when something that was asked for needs an API that the cluster does not have: (root, api, for). */}}
+{{/* Fails if the cluster does not have an API that is required: (root, api, for). */}}
 {{- define "diptych.requireAPI" -}}
 {{- if not (.root.Capabilities.APIVersions.Has .api) }}
 {{- fail (printf "%s needs the API %s, which this cluster does not have (helm template: add --api-versions %s)" .for .api .api) }}

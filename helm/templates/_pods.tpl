@@ -1,18 +1,18 @@
-{{/* Where a bundle of trusted certificates is mounted: (root). */}}
+{{/* Mount path of the bundle of trusted certificates: (root). */}}
 {{- define "diptych.trustedCA" -}}
 {{- with .root.Values.trustedCA }}{{ if .configMap }}/etc/diptych/trusted-ca/{{ .key }}{{ end }}{{ end }}
 {{- end }}
 
 {{/*
-`replicas` of an autoscaled pool: what it has now. Left out, an upgrade that turns the autoscaler on would take the field
-away, and the API server would set it to 1. Empty where there is no such object, or no cluster to ask: (root, name,
+Current `replicas` of an autoscaled pool. If it were omitted, an upgrade that enables the autoscaler would remove the field,
+and the API server would set it to 1. Empty if the object does not exist or there is no cluster: (root, name,
 apiVersion, kind).
 */}}
 {{- define "diptych.liveReplicas" -}}
 {{- with lookup .apiVersion .kind .root.Release.Namespace .name }}replicas: {{ int .spec.replicas }}{{ end }}
 {{- end }}
 
-{{/* A pause before SIGTERM: (root, seconds). */}}
+{{/* Delay before SIGTERM: (root, seconds). */}}
 {{- define "diptych.preStop" -}}
 {{- if .seconds }}
 lifecycle:
@@ -25,7 +25,7 @@ lifecycle:
 {{- end }}
 {{- end }}
 
-{{/* Where a process may write, where it looks, and whom it trusts: (root). */}}
+{{/* Environment for writable folders, caches and trusted certificates: (root). */}}
 {{- define "diptych.environment" -}}
 - {name: POD_NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
 - {name: POD_NAMESPACE, valueFrom: {fieldRef: {fieldPath: metadata.namespace}}}
@@ -39,7 +39,7 @@ lifecycle:
 {{- end }}
 {{- end }}
 
-{{/* Mounts that every container of a pod has: (root, model). */}}
+{{/* Mounts of every container of a pod: (root, model). */}}
 {{- define "diptych.modelMounts" -}}
 - {name: cache, mountPath: /var/cache/diptych}
 - {name: tmp, mountPath: /tmp}
@@ -63,7 +63,7 @@ lifecycle:
 {{- end }}
 {{- end }}
 
-{{/* Mounts of the user's, and the trusted certificates: (root, spec). */}}
+{{/* User-defined mounts and the trusted certificates: (root, spec). */}}
 {{- define "diptych.extraMounts" -}}
 {{- if include "diptych.trustedCA" . }}
 - {name: trusted-ca, mountPath: /etc/diptych/trusted-ca, readOnly: true}
@@ -87,7 +87,7 @@ lifecycle:
 {{- end }}
 {{- end }}
 
-{{/* What all models say of a key of their source; empty where they differ: (models, key). */}}
+{{/* Common value of a source key of all models; empty if they differ: (models, key). */}}
 {{- define "diptych.sameInAll" -}}
 {{- $said := list }}
 {{- range .models }}{{ $said = append $said (toString (get .source $.key | default "")) }}{{ end }}
@@ -142,8 +142,8 @@ lifecycle:
 {{- end }}
 
 {{/*
-Fetches a hub model, its log shows the progress: (root, kind, model, spec, container). A router's fetches no weights unless
-told (weights).
+Container that fetches a hub model and logs its progress: (root, kind, model, spec, container). For a router it fetches no
+weights unless `weights` is set.
 */}}
 {{- define "diptych.fetchContainer" -}}
 - name: {{ .container | default "fetch-model" }}
@@ -172,7 +172,7 @@ told (weights).
     {{- end }}
 {{- end }}
 
-{{/* What a pod is besides its containers, and where it runs: (root, role, name, spec). */}}
+{{/* Pod fields other than containers: security, scheduling, DNS: (root, role, name, spec). */}}
 {{- define "diptych.scheduling" -}}
 {{- with .spec.podSecurityContext }}
 securityContext:
@@ -211,7 +211,7 @@ topologySpreadConstraints:
   - topologyKey: {{ .topologyKey }}
     maxSkew: {{ int (.maxSkew | default 1) }}
     whenUnsatisfiable: {{ .whenUnsatisfiable | default "ScheduleAnyway" }}
-    # Pods of one revision among themselves: an update ends as evenly spread as it began.
+    # Spreads the pods of each revision separately, so that they are evenly spread after an update.
     matchLabelKeys: [pod-template-hash]
     labelSelector:
       matchLabels:

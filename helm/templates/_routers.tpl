@@ -1,23 +1,23 @@
-{{/* "true" where one router serves all models: (root). */}}
+{{/* "true" if one router serves all models: (root). */}}
 {{- define "diptych.isShared" -}}
 {{- if .root.Values.sharedRouter.enabled }}true{{ end }}
 {{- end }}
 
-{{/* A model's router with everything that `router` says, as YAML: (root, model). */}}
+{{/* A model's router merged with `router`, as YAML: (root, model). */}}
 {{- define "diptych.router" -}}
 {{- $router := mustMergeOverwrite (dict) (mustDeepCopy .root.Values.router) (mustDeepCopy (.model.router | default dict)) }}
 {{- include "diptych.dropNulls" $router }}
 {{- toYaml $router }}
 {{- end }}
 
-{{/* The name of the router that serves a model: (root, model). */}}
+{{/* Name of the router that serves a model: (root, model). */}}
 {{- define "diptych.routerName" -}}
 {{- if include "diptych.isShared" . }}shared{{ else }}{{ .model }}{{ end }}
 {{- end }}
 
 {{/*
-The routers of the release, as YAML {routers: [{name, for, model, models, spec}]}: one for each model, or one for all of
-them. `model` is the label of a router with one model, `models` are the names of all, `for` is for messages: (root).
+Routers of the release, as YAML {routers: [{name, for, model, models, spec}]}: one per model, or one for all models.
+`model` is the label of a router with one model, `models` lists all names, `for` is used in messages: (root).
 */}}
 {{- define "diptych.routers" -}}
 {{- $routers := list }}
@@ -34,7 +34,7 @@ them. `model` is the label of a router with one model, `models` are the names of
 {{- toYaml (dict "routers" $routers) }}
 {{- end }}
 
-{{/* The router that a route leads to, as one of `diptych.routers`; only routers of one model need its name: (root, name, for). */}}
+{{/* Router of a route, one of `diptych.routers`; only routers of one model need the name: (root, name, for). */}}
 {{- define "diptych.routeTo" -}}
 {{- $wanted := "shared" }}
 {{- if or .name (not (include "diptych.isShared" .)) }}
@@ -46,12 +46,12 @@ them. `model` is the label of a router with one model, `models` are the names of
 {{- end }}
 {{- end }}
 
-{{/* What clients call a model: (model). */}}
+{{/* Model name for clients: (model). */}}
 {{- define "diptych.servedName" -}}
 {{- .model.servedName | default .model.name }}
 {{- end }}
 
-{{/* The file of models of a shared router. It takes effect without a restart, but for what `diptych.fixedModels` says: (root). */}}
+{{/* Models file of a shared router. Changes apply without a restart, except those of `diptych.fixedModels`: (root). */}}
 {{- define "diptych.modelsFile" -}}
 {{- $root := .root }}
 {{- range $model := (include "diptych.models" (dict "root" .root) | fromYaml).models }}
@@ -112,7 +112,7 @@ weights = { {{ join ", " $weights }} }
 {{- end }}
 {{- end }}
 
-{{/* The LoRA adapters of a router's models, which routers follow while they run; "" where no model has the key: (root, models). */}}
+{{/* LoRA adapters of a router's models, which routers reload at run time; "" if no model has the key: (root, models). */}}
 {{- define "diptych.adaptersFile" -}}
 {{- range $name := .models }}
 {{- $model := include "diptych.model" (dict "root" $.root "name" $name "for" "adapters") | fromYaml }}
@@ -133,51 +133,51 @@ revision = {{ toJson . }}
 {{- end }}
 {{- end }}
 
-{{/* What of the models a router takes only when it starts: (root). */}}
+{{/* Model settings that a router reads only at startup: (root). */}}
 {{- define "diptych.fixedModels" -}}
 {{- $fixed := list }}
 {{- range (include "diptych.models" (dict "root" .root) | fromYaml).models }}
 {{- $view := include "diptych.routerView" (dict "model" .) | fromYaml }}
 {{- $parts := list (include "diptych.modelSetting" (dict "root" $.root "model" $view)) (include "diptych.servedName" (dict "model" .)) .toolParser .reasoning .slo (len (include "diptych.pools" (dict "root" $.root "role" "prefill" "model" .name) | fromYaml).pools | eq 0) }}
-{{- /* Only where there is one: routers that plan nothing need not restart for a chart that knows of plans. */}}
+{{- /* Only if there is a plan: otherwise a chart upgrade would restart routers that plan nothing. */}}
 {{- with include "diptych.planSettings" (dict "root" $.root "model" .name) | fromYaml }}{{ $parts = append $parts . }}{{ end }}
 {{- $fixed = append $fixed $parts }}
 {{- end }}
 {{- toJson $fixed }}
 {{- end }}
 
-{{/* Labels of series by model: a shared router has no label of one model, so its metrics say which they are of: (root). */}}
+{{/* Relabelling of series by model, from the metric: a shared router's pods have no model label: (root). */}}
 {{- define "diptych.modelRelabelings" -}}
 {{- range (include "diptych.models" (dict "root" .root) | fromYaml).models }}
 - {sourceLabels: [model_name], regex: {{ include "diptych.servedName" (dict "model" .) | regexQuoteMeta | toJson }}, targetLabel: diptych_model, replacement: {{ .name | quote }}}
 {{- end }}
 {{- end }}
 
-{{/* Refuses what one router for all models cannot have, or only that can: (root). */}}
+{{/* Refuses values that do not match sharedRouter.enabled: (root). */}}
 {{- define "diptych.checkShared" -}}
 {{- $root := .root }}
 {{- if include "diptych.isShared" . }}
 {{- $names := list }}
 {{- $ids := list }}
 {{- range $model := (include "diptych.models" (dict "root" .root) | fromYaml).models }}
-{{- if $model.router }}{{ fail (printf "model %s: router is for a router of its own; with sharedRouter.enabled set the values of `router`" $model.name) }}{{ end }}
+{{- if $model.router }}{{ fail (printf "model %s: router configures the model's own router; with sharedRouter.enabled, set the values of `router`" $model.name) }}{{ end }}
 {{- $id := include "diptych.modelId" (dict "root" $root "model" $model) }}
 {{- $view := include "diptych.routerView" (dict "model" $model) | fromYaml }}
 {{- $own := include "diptych.modelId" (dict "root" $root "model" $view) }}
 {{- if ne $own $id }}
-{{- fail (printf "model %s: its tokenizer is called %s and its source %s; a shared router knows workers by this name, so both ids, or the last folders of both paths, must be the same" $model.name $own $id) }}
+{{- fail (printf "model %s: its tokenizer is named %s and its source %s; a shared router identifies workers by this name, so both ids, or the last folders of both paths, must be equal" $model.name $own $id) }}
 {{- end }}
-{{- if has $id $ids }}{{ fail (printf "model %s: another one is called %s, too, by its id or folder, and a shared router could not tell their workers apart" $model.name $id) }}{{ end }}
+{{- if has $id $ids }}{{ fail (printf "model %s: another model is also named %s, by its id or folder, and a shared router could not distinguish their workers" $model.name $id) }}{{ end }}
 {{- $ids = append $ids $id }}
 {{- $served := include "diptych.servedName" (dict "model" $model) }}
 {{- if not (regexMatch "^[!-~]{1,256}$" $served) }}{{ fail (printf "model %s: servedName %q needs up to 256 printable ASCII characters without spaces" $model.name $served) }}{{ end }}
 {{- range $name := prepend ($model.aliases | default list) $served }}
-{{- if has $name $names }}{{ fail (printf "model %s: the name %s is given twice" $model.name $name) }}{{ end }}
+{{- if has $name $names }}{{ fail (printf "model %s: the name %s is used twice" $model.name $name) }}{{ end }}
 {{- $names = append $names $name }}
 {{- end }}
 {{- end }}
 {{- range $split := .root.Values.sharedRouter.splits }}
-{{- if has $split.name $names }}{{ fail (printf "split %s: the name is given twice" $split.name) }}{{ end }}
+{{- if has $split.name $names }}{{ fail (printf "split %s: the name is used twice" $split.name) }}{{ end }}
 {{- $names = append $names $split.name }}
 {{- $sum := 0.0 }}
 {{- range $_, $weight := $split.weights }}{{ $sum = addf $sum $weight }}{{ end }}

@@ -1,4 +1,4 @@
-{{/* One TOML value. Whole numbers stay whole: YAML through Helm makes floats of them. */}}
+{{/* A TOML value. Integers stay integers, although Helm's YAML converts them to floats. */}}
 {{- define "diptych.tomlValue" -}}
 {{- if kindIs "float64" . }}
 {{- if eq (floor .) . }}{{ int64 . }}{{ else }}{{ toString . }}{{ end }}
@@ -17,12 +17,12 @@
 {{- end }}
 {{- end }}
 
-{{/* Where a model is mounted. A shared router knows models by the names of their folders: (root, model). */}}
+{{/* Mount path of a model. A shared router identifies models by folder name: (root, model). */}}
 {{- define "diptych.modelFolder" -}}
 {{- if include "diptych.isShared" . }}/models/{{ .model.name }}{{ else }}/models{{ end }}
 {{- end }}
 
-{{/* What `model` is set to: (root, model). */}}
+{{/* Value of the setting `model`: (root, model). */}}
 {{- define "diptych.modelSetting" -}}
 {{- if eq .model.source.type "hub" }}
 {{- .model.source.id }}
@@ -31,12 +31,12 @@
 {{- end }}
 {{- end }}
 
-{{/* What workers and routers call a model: its id, or the last part of its path without .gguf: (root, model). */}}
+{{/* Model name in workers and routers: its id, or the last part of its path without .gguf: (root, model). */}}
 {{- define "diptych.modelId" -}}
 {{- if eq .model.source.type "hub" }}{{ .model.source.id }}{{ else }}{{ base (include "diptych.modelSetting" .) | trimSuffix ".gguf" }}{{ end }}
 {{- end }}
 
-{{/* Settings that keep a process private to the cluster, as YAML: (root, role). */}}
+{{/* Encryption key settings, as YAML. Without keys, workers accept remote peers: (root, role). */}}
 {{- define "diptych.curveSettings" -}}
 {{- with .root.Values.curve }}
 {{- if .existingSecret }}
@@ -50,7 +50,7 @@ allow_remote: true
 {{- end }}
 {{- end }}
 
-{{/* The settings of a pool's workers, the chart's own over the user's, as YAML: (root, role, pool). */}}
+{{/* Settings of a pool's workers, as YAML. The chart's values take precedence over the user's: (root, role, pool). */}}
 {{- define "diptych.workerSettings" -}}
 {{- $model := include "diptych.model" (dict "root" .root "name" .pool.model "for" .pool.name) | fromYaml }}
 {{- $settings := mustMergeOverwrite (dict "log_json" true) (mustDeepCopy .pool.settings) }}
@@ -77,13 +77,13 @@ allow_remote: true
 {{- $_ := set $settings "kv_disk_gib" (int .pool.kvDisk.gib) }}
 {{- end }}
 {{- if and .root.Values.podDeletionCost.enabled (eq (int .pool.rankHosts) 1) }}
-{{- /* Of a LeaderWorkerSet the highest number goes. */}}
+{{- /* A LeaderWorkerSet removes the highest number. */}}
 {{- $_ := set $settings "pod_deletion_cost" true }}
 {{- end }}
 {{- toYaml (mustMergeOverwrite $settings (include "diptych.curveSettings" . | fromYaml)) }}
 {{- end }}
 
-{{/* The TOML section of the role that a pool's workers may change to, as the defaults of that role say: (root, role, pool). */}}
+{{/* TOML section of the role to which a pool's workers may change, from the defaults of that role: (root, role, pool). */}}
 {{- define "diptych.otherRole" -}}
 {{- $other := ternary "decode" "prefill" (eq .role "prefill") }}
 {{- $pool := mustMergeOverwrite (dict) (mustDeepCopy .root.Values.workers) (mustDeepCopy (index .root.Values $other).defaults) (dict "name" .pool.name "model" .pool.model "kvDisk" .pool.kvDisk "tensorParallelSize" .pool.tensorParallelSize "rankHosts" .pool.rankHosts) }}
@@ -91,14 +91,14 @@ allow_remote: true
 {{- include "diptych.toml" (dict "section" (printf "%s_worker" $other) "settings" $settings) }}
 {{- end }}
 
-{{/* "true" when workers of a prefill pool may decode, so that KV arrives there, too: (root). */}}
+{{/* "true" if workers of a prefill pool may decode and therefore also receive KV: (root). */}}
 {{- define "diptych.prefillDecodes" -}}
 {{- range (include "diptych.pools" (dict "root" .root "role" "prefill") | fromYaml).pools }}
 {{- if .settings.role_change }}true{{ end }}
 {{- end }}
 {{- end }}
 
-{{/* The settings of a router, one of `diptych.routers`, as YAML: (root, router). */}}
+{{/* Settings of a router, one of `diptych.routers`, as YAML: (root, router). */}}
 {{- define "diptych.routerSettings" -}}
 {{- $root := .root }}
 {{- $spec := .router.spec }}
@@ -106,13 +106,13 @@ allow_remote: true
 {{- $waking := 0 }}
 {{- range .router.models }}{{ $waking = max $waking (int (include "diptych.wakingSeconds" (dict "root" $root "model" .))) }}{{ end }}
 {{- if $waking }}
-{{- /* A request that wakes a pool waits for its first pod, and then takes as long as any other. */}}
+{{- /* A request that wakes a pool waits for its first pod, and then runs as long as any other. */}}
 {{- $_ := set $settings "queue_timeout_s" $waking }}
 {{- $_ := set $settings "request_timeout_s" (add $waking 600) }}
 {{- end }}
 {{- $settings = mustMergeOverwrite $settings (mustDeepCopy $spec.settings) }}
 {{- if gt (int64 $settings.queue_timeout_s) (int64 ($settings.request_timeout_s | default 600)) }}
-{{- fail (printf "%s: settings.queue_timeout_s %v is above request_timeout_s %v, which counts the wait: raise the latter" .router.for $settings.queue_timeout_s ($settings.request_timeout_s | default 600)) }}
+{{- fail (printf "%s: settings.queue_timeout_s %v is above request_timeout_s %v, which includes the waiting time: raise the latter" .router.for $settings.queue_timeout_s ($settings.request_timeout_s | default 600)) }}
 {{- end }}
 {{- $_ := set $settings "host" "::" }}
 {{- $_ := set $settings "port" 8000 }}
@@ -156,10 +156,10 @@ allow_remote: true
 {{- range $role := list "prefill" "decode" }}
 {{- $price := printf "price_%s" $role }}
 {{- if and (hasKey $plan $price) (hasKey $settings $price) }}
-{{- fail (printf "%s: settings.%s and autoscaling.price of the %s pool both say what a pod of model %s costs: take the latter" $.router.for $price $role $name) }}
+{{- fail (printf "%s: settings.%s and autoscaling.price of the %s pool both set the price of a pod of model %s: use the latter" $.router.for $price $role $name) }}
 {{- end }}
 {{- end }}
-{{- /* A router of several models reads these in its file of models, for each its own. */}}
+{{- /* A router with several models reads these per model from its models file. */}}
 {{- if $.router.model }}{{ $settings = mustMergeOverwrite $settings $plan }}{{ end }}
 {{- end }}
 {{- end }}
@@ -173,7 +173,7 @@ allow_remote: true
 {{- toYaml (mustMergeOverwrite $settings (include "diptych.curveSettings" (dict "root" .root "role" "router") | fromYaml)) }}
 {{- end }}
 
-{{/* The pools of a model whose replicas its router sets, as YAML {pools: {role: {deployment, least, most, price}}}: (root, model). */}}
+{{/* Pools of a model that its router scales, as YAML {pools: {role: {deployment, least, most, price}}}: (root, model). */}}
 {{- define "diptych.planned" -}}
 {{- $pools := dict }}
 {{- range $role := list "prefill" "decode" }}
@@ -181,7 +181,7 @@ allow_remote: true
 {{- range $pool := $all }}
 {{- if eq $pool.autoscaling.type "planner" }}
 {{- if gt (len $all) 1 }}
-{{- fail (printf "%s pool %s: model %s has several %s pools, and its router plans them as one; take autoscaling.type keda" $role $pool.name $.model $role) }}
+{{- fail (printf "%s pool %s: model %s has several %s pools, and its router plans them as one; use autoscaling.type keda" $role $pool.name $.model $role) }}
 {{- end }}
 {{- $deployment := printf "%s%s" (ternary "leaderworkersets/" "" (gt (int $pool.rankHosts) 1)) (include "diptych.objectName" (dict "root" $.root "role" $role "name" $pool.name)) }}
 {{- $_ := set $pools $role (dict "deployment" $deployment "least" (int $pool.autoscaling.minReplicas) "most" (int $pool.autoscaling.maxReplicas) "price" ($pool.autoscaling.price | default 1)) }}
@@ -194,7 +194,7 @@ allow_remote: true
 {{- toYaml (dict "pools" $pools) }}
 {{- end }}
 
-{{/* What a router is told in order to set the replicas of a model's pools, as YAML; empty where it sets none: (root, model). */}}
+{{/* Router settings for scaling a model's pools, as YAML; empty if it scales none: (root, model). */}}
 {{- define "diptych.planSettings" -}}
 {{- $settings := dict }}
 {{- $pools := (include "diptych.planned" . | fromYaml).pools }}
@@ -205,31 +205,31 @@ allow_remote: true
 {{- $_ := set $settings (printf "%s_deployment" $role) $pool.deployment }}
 {{- $_ := set $settings (printf "min_%s" $role) (int $pool.least) }}
 {{- $_ := set $settings (printf "max_%s" $role) (int $pool.most) }}
-{{- /* 1 is what routers take anyway; left out, a price in router.settings still counts. */}}
+{{- /* 1 is the routers' default. If it is omitted, a price in router.settings still applies. */}}
 {{- if ne (float64 $pool.price) 1.0 }}{{ $_ := set $settings (printf "price_%s" $role) $pool.price }}{{ end }}
 {{- end }}
 {{- toYaml $settings }}
 {{- end }}
 
-{{/* "true" when a router of the release sets replicas: (root). */}}
+{{/* "true" if a router of the release sets replicas: (root). */}}
 {{- define "diptych.plans" -}}
 {{- range $model := (include "diptych.models" (dict "root" .root) | fromYaml).models }}
 {{- if (include "diptych.planned" (dict "root" $.root "model" $model.name) | fromYaml).pools }}true{{ end }}
 {{- end }}
 {{- end }}
 
-{{/* The `device` setting of an accelerator. */}}
+{{/* Value of the setting `device` for an accelerator. */}}
 {{- define "diptych.device" -}}
 {{- if .device }}
 {{- .device }}
 {{- else if eq .vendor "none" }}cpu
 {{- else if has .vendor (list "nvidia" "amd") }}cuda
 {{- else }}
-{{- fail (printf "accelerator.vendor %s needs accelerator.device: the name under which the image's torch knows it" .vendor) }}
+{{- fail (printf "accelerator.vendor %s needs accelerator.device: its device name in the image's torch" .vendor) }}
 {{- end }}
 {{- end }}
 
-{{/* The resource name of an accelerator. */}}
+{{/* Resource name of an accelerator. */}}
 {{- define "diptych.acceleratorResource" -}}
 {{- .resource | default (index (dict "nvidia" "nvidia.com/gpu" "amd" "amd.com/gpu" "intel" "gpu.intel.com/xe") .vendor) }}
 {{- end }}

@@ -1,9 +1,9 @@
-{{/* The role of pods that have further ranks of a worker: no Service, router or autoscaler counts them as workers: (role). */}}
+{{/* Role of the pods with further ranks of a worker. Services, routers and autoscalers do not count them: (role). */}}
 {{- define "diptych.rankRole" -}}
 {{- .role }}-ranks
 {{- end }}
 
-{{/* Selects all pods of a pool with rankHosts: (root, role, name). */}}
+{{/* Labels that select all pods of a pool with rankHosts: (root, role, name). */}}
 {{- define "diptych.ranksSelector" -}}
 matchLabels:
   {{- include "diptych.selectorLabels" (omit . "role") | nindent 2 }}
@@ -11,7 +11,7 @@ matchExpressions:
   - {key: app.kubernetes.io/component, operator: In, values: [{{ .role }}, {{ include "diptych.rankRole" . }}]}
 {{- end }}
 
-{{/* What a pool's workers are made of, as YAML {apiVersion, kind}: (pool). */}}
+{{/* Workload type of a pool, as YAML {apiVersion, kind}: (pool). */}}
 {{- define "diptych.workload" -}}
 {{- if gt (int .pool.rankHosts) 1 }}
 {{- toYaml (dict "apiVersion" "leaderworkerset.x-k8s.io/v1" "kind" "LeaderWorkerSet") }}
@@ -20,19 +20,19 @@ matchExpressions:
 {{- end }}
 {{- end }}
 
-{{/* Refuses hosts that cannot have as many ranks each: (pool, for). */}}
+{{/* Refuses a number of hosts that does not divide the ranks evenly: (pool, for). */}}
 {{- define "diptych.checkRankHosts" -}}
 {{- $size := int .pool.tensorParallelSize }}
 {{- $hosts := int .pool.rankHosts }}
 {{- if mod $size $hosts }}
 {{- $divisors := list }}
 {{- range $number := untilStep 1 (int (add1 $size)) 1 }}{{ if eq (mod $size $number) 0 }}{{ $divisors = append $divisors (toString $number) }}{{ end }}{{ end }}
-{{- fail (printf "%s: tensorParallelSize %d does not divide among rankHosts %d, of which each has as many ranks: take %s" .for $size $hosts (join ", " $divisors)) }}
+{{- fail (printf "%s: tensorParallelSize %d is not divisible by rankHosts %d, but each host runs the same number of ranks: use %s" .for $size $hosts (join ", " $divisors)) }}
 {{- end }}
 {{- end }}
 
 {{/*
-The pod of a worker, or of another host of its ranks, which has the same model, devices and places: (root, role, pool, name,
+Pod of a worker or of another host of its ranks, which has the same model, devices and scheduling: (root, role, pool, name,
 scope, settings, toml, isRankHost).
 */}}
 {{- define "diptych.workerPod" -}}
@@ -105,7 +105,7 @@ spec:
         {{- if gt (int $pool.rankHosts) 1 }}
         - {name: ranks, containerPort: 7005, protocol: TCP}
         {{- end }}
-      # Startup: the model is loaded. Readiness: routers may send work. Liveness: the engine's loop turns.
+      # Startup: the model is loaded. Readiness: routers may send work. Liveness: the engine loop makes progress.
       startupProbe:
         httpGet: {path: /ready, port: http}
         periodSeconds: 5

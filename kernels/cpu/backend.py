@@ -1,4 +1,4 @@
-"""The CPU's backend: `native/` called through ctypes. Takes float32 and bfloat16; plain torch does what it cannot.
+"""CPU backend: calls `native/` through ctypes, for float32 and bfloat16. Falls back to plain torch.
 
 A row's result does not depend on the rest of the batch, on chunking, or on the number of threads.
 """
@@ -39,7 +39,7 @@ log = logging.getLogger("kernels")
 INT8_DOTS, BF16_PAIRS, FP16_WIDENING = 1, 2, 4
 """Bits of `diptych_features`."""
 TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2, torch.int8: 3}
-"""Activations are of the first two; a KV cache is of the activations' type or of one of the last two."""
+"""Activations have one of the first two types. A KV cache has the activations' type or one of the last two."""
 OUTLIER_SHARE: Final = 512
 """Maximum share of outliers in the 12-bit format: one in OUTLIER_SHARE weights. More would be too slow."""
 
@@ -92,7 +92,7 @@ class NativeBackend:
             function.argtypes, function.restype = arguments, INTEGER if name == "read" else None
         self._library = library
         self.shared_cores = (0, 0)
-        """The address of `CoreShare`'s bytes, 0 for none, and how many cores those share; for all later steps."""
+        """Address of the bytes of `CoreShare` (0: none) and the number of shared cores. Applies to all later steps."""
         features = int(library.diptych_features())
         self.multiplies_bf16, self.multiplies_int8 = bool(features & BF16_PAIRS), bool(features & INT8_DOTS)
         self.widens_fp16 = bool(features & FP16_WIDENING)
@@ -123,7 +123,7 @@ class NativeBackend:
         return out
 
     def read(self, memory: Tensor) -> int:
-        """Sums up a contiguous tensor as int64 numbers: to measure the bandwidth of memory."""
+        """Sum a contiguous tensor as int64 numbers, to measure the memory bandwidth."""
         return int(
             self._library.diptych_read(
                 memory.data_ptr(), memory.numel() * memory.element_size(), torch.get_num_threads()
@@ -131,14 +131,14 @@ class NativeBackend:
         )
 
     def run(self, dtype: torch.dtype, kv_dtype: torch.dtype, ops: ctypes.Array[OpStruct], step: StepStruct) -> None:
-        """Runs one step of a recorded program."""
+        """Run a step of a recorded program."""
         place = ctypes.addressof(step)
         self._library.diptych_run(
             TYPES[dtype], TYPES[kv_dtype], ctypes.addressof(ops), len(ops), place, torch.get_num_threads()
         )
 
     def quantise(self, x: Tensor, weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, in] as uint8 [T, in], with scales and sums float32 [T, groups], for weights of 8 or 4 bits."""
+        """Quantise x [T, in] for 8-bit or 4-bit weights: uint8 [T, in], and scales and sums float32 [T, groups]."""
         rows, groups = x.shape[0], weight.in_features // weight.group
         numbers = torch.empty(x.shape, dtype=torch.uint8)
         scale, total = torch.empty(rows, groups), torch.empty(rows, groups)
@@ -149,7 +149,7 @@ class NativeBackend:
         return numbers, scale, total
 
     def linear(self, x: Tensor, weight: PackedWeight, activation: str, wide: bool) -> Tensor:
-        """x [T, in] times packed weights: [T, out], or [T, out / 2] of gated ones; float32 when `wide`."""
+        """Multiply x [T, in] by packed weights: [T, out], or [T, out / 2] if they are gated; float32 if `wide`."""
         x = x.contiguous()
         rows, width = x.shape[0], weight.out_features // 2 if activation else weight.out_features
         out = torch.empty((rows, width), dtype=torch.float32 if wide else x.dtype)
@@ -161,7 +161,7 @@ class NativeBackend:
         return out
 
     def head_linear(self, x: Tensor, weights: Sequence[PackedWeight]) -> Tensor:
-        """As `kernels.HeadLinear`, of the packed dense weights of each head."""
+        """Implements `kernels.HeadLinear` for packed dense weights, one matrix per head."""
         x, heads = x.contiguous(), len(weights)
         out = torch.empty((x.shape[0], heads * weights[0].out_features), dtype=x.dtype)
         addresses = (ctypes.c_void_p * heads)(*(weight.address for weight in weights))
@@ -172,7 +172,7 @@ class NativeBackend:
         return out
 
     def route(self, logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-        """As `kernels.route`; of equal logits the first wins."""
+        """Implements `kernels.route`. Among equal logits the first one wins."""
         logits = logits.contiguous()
         rows, experts = logits.shape
         chosen = torch.empty((rows, routing.per_token), dtype=torch.int32)
@@ -198,21 +198,21 @@ class NativeBackend:
     def add_gated(self, x: Tensor, other: Tensor, gates: Tensor | None) -> Tensor:
         if x.shape[1] % WIDTH_MULTIPLE:
             return plain.add_gated(x, other, gates)
-        out = torch.empty_like(x)  # contiguous, as what it is made of
+        out = torch.empty_like(x)  # contiguous, like x
         self._library.diptych_add_gated(
             *(TYPES[x.dtype], x.data_ptr(), other.data_ptr(), _address(gates), *x.shape, out.data_ptr())
         )
         return out
 
     def add_lora(self, x: Tensor, y: Tensor, adapters: Tensor, changes: ctypes.Array[LoraStruct], gated: bool) -> None:
-        """Adds to y [T, out] what each row's adapter, int64 [T], -1 for none, makes of x [T, in]; all contiguous."""
+        """Add the LoRA output of x [T, in] to y [T, out]. `adapters`: int64 [T], -1 for none. All are contiguous."""
         self._library.diptych_lora(
             *(TYPES[x.dtype], x.data_ptr(), adapters.data_ptr(), ctypes.addressof(changes), *x.shape, y.shape[1]),
             *(gated, y.data_ptr(), torch.get_num_threads()),
         )
 
     def gate_panels(self, x: Tensor, activation: str) -> Tensor:
-        """A gated product [T, 2 * n] as its panels are, gates and ups in turn, to [T, n]."""
+        """Apply the gate to a product [T, 2 * n] with alternating panels of gates and ups. Returns [T, n]."""
         rows, width = x.shape[0], x.shape[1] // 2
         out = torch.empty((rows, width), dtype=x.dtype)
         epilogue = EPILOGUES[activation]
@@ -220,7 +220,7 @@ class NativeBackend:
         return out
 
     def pack_12bit(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """bf16 [whole panels, k] in 12 bits: data, exponents, outliers; None where there are too many outliers."""
+        """Pack bf16 [whole panels, k] into 12 bits: data, exponents, outliers. None if there are too many outliers."""
         panels, columns, threads = rows.shape[0] // panel_size(), rows.shape[1], torch.get_num_threads()
         exponents, begins = room(panels * 32), torch.empty(panels + 1, dtype=torch.int64)
         self._library.diptych_choose_exponents(
@@ -235,7 +235,7 @@ class NativeBackend:
         return data, exponents, outliers
 
     def unpack_rows(self, weight: PackedWeight, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows of dense weights, named by their places in the panels, int64 [T]: [T, in] in `dtype`."""
+        """Return rows of dense weights, [T, in] in `dtype`. `rows`: their positions in the panels, int64 [T]."""
         rows = rows.contiguous()
         out = torch.empty((rows.numel(), weight.in_features), dtype=dtype)
         size, threads = weight.in_features * dtype.itemsize, torch.get_num_threads()
@@ -369,23 +369,23 @@ def _address(tensor: Tensor | None) -> int | None:
 
 @functools.cache
 def native_backend() -> NativeBackend | None:
-    """The CPU's backend; None where the library cannot be built."""
+    """Return the CPU backend, or None if the library cannot be built."""
     library = load_native()
     if library is None:
         return None
     native = NativeBackend(library)
     log.info(
-        "this CPU multiplies %s and %s",
-        "pairs of bfloat16" if native.multiplies_bf16 else "no bfloat16 (oneDNN's products, float32 attention)",
-        "int8 by fours" if native.multiplies_int8 else "int8 by way of wider numbers, which is slower",
+        "CPU dot-product instructions: bfloat16 %s, int8 %s",
+        "yes" if native.multiplies_bf16 else "no (oneDNN matrix products, float32 attention)",
+        "yes" if native.multiplies_int8 else "no (wider integers, slower)",
     )
     return native
 
 
 def share_cores(address: int, num_cores: int) -> None:
-    """Makes long steps ask, while they run, how many of `num_cores` threads they may use.
+    """Let long steps check, while they run, how many of `num_cores` threads they may use.
 
-    `address`: that of `CoreShare`'s bytes, which must stay mapped; 0 to share with no other worker.
+    `address`: address of the bytes of `CoreShare`, which must stay mapped; 0 disables sharing with other workers.
     """
     native = native_backend()
     if native is not None:

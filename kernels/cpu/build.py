@@ -1,6 +1,6 @@
-"""Loads the kernels of `native/`: those that the wheel brings for this CPU, or else compiled for this machine, once.
+"""Loads the kernels of `native/`, either from the wheel or compiled once for this machine.
 
-Without either plain torch serves instead.
+If neither is possible, plain torch is used.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from kernels.cpu.instruction_sets import features_here, that_run
 log = logging.getLogger("kernels")
 
 SHIPPED = SOURCES / "built"
-"""Where an installed wheel has libraries for several kinds of CPU (setup.py); a source checkout has none."""
+"""Folder of an installed wheel with libraries for several kinds of CPU (setup.py). A source checkout has none."""
 
 
 @functools.cache
 def load_native() -> ctypes.CDLL | None:
-    """The library, chosen or compiled at a machine's first call; None, and a warning, without one."""
+    """Return the library, compiling it on the first call if necessary. Log a warning and return None on failure."""
     if (shipped := _shipped()) is not None:
         return shipped
     try:
@@ -46,7 +46,7 @@ def load_native() -> ctypes.CDLL | None:
 
 
 def _shipped() -> ctypes.CDLL | None:
-    """The wheel's best library that this CPU runs. None where there is none, or DIPTYCH_MARCH names a kind of CPU."""
+    """Return the wheel's best library for this CPU. None if there is none or DIPTYCH_MARCH is set."""
     if os.environ.get("DIPTYCH_MARCH") or not SHIPPED.is_dir():
         return None
     for each in that_run(platform.machine(), features_here()):
@@ -78,7 +78,7 @@ def _load(folder: Path) -> ctypes.CDLL:
 
 
 def _built(target: Path, otherwise: str = "building it again") -> ctypes.CDLL | None:
-    """The library that was built before, if it is there and loads."""
+    """Load an existing library. Return None if it is missing or cannot be loaded."""
     if not target.exists():
         return None
     try:
@@ -90,17 +90,17 @@ def _built(target: Path, otherwise: str = "building it again") -> ctypes.CDLL | 
 
 @contextmanager
 def _turn(folder: Path) -> Iterator[None]:
-    """Lets one process at a time compile: the workers of a machine start together, and want the same library."""
+    """Let one process at a time compile, because the workers of a machine start together and need the same library."""
     until = time.monotonic() + COMPILE_TIMEOUT_S
     held = os.open(folder, os.O_RDONLY)
     try:
-        while time.monotonic() < until:  # the lock of a process that dies goes with it
+        while time.monotonic() < until:  # the kernel releases the lock of a dead process
             try:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 time.sleep(0.1)
-            except OSError:  # a file system without locks: twice the work, and the same library
+            except OSError:  # no locks on this file system: compile twice, with the same result
                 break
         yield
     finally:
@@ -108,7 +108,7 @@ def _turn(folder: Path) -> Iterator[None]:
 
 
 def _key(compiler: str) -> str:
-    """Changes with the source, the flags, the compiler and the CPU: code of -march=native runs on its own kind only."""
+    """Return a hash of sources, flags, compiler and CPU. Code compiled with -march=native only runs on the same CPU."""
     digest = hashlib.blake2b(digest_size=12)
     for source in sorted((*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp"))):
         digest.update(source.read_bytes())
@@ -117,10 +117,10 @@ def _key(compiler: str) -> str:
 
 
 def _kind() -> str:
-    """The compiler's flag for this machine, or for an older kind that DIPTYCH_MARCH names."""
+    """Return the compiler flag for this machine, or for the architecture in DIPTYCH_MARCH."""
     named = os.environ.get("DIPTYCH_MARCH")
     if sys.platform == "darwin" and platform.machine() == "arm64" and not named:
-        return "-mcpu=native"  # Apple's compiler knows no native -march there
+        return "-mcpu=native"  # Apple's compiler does not support -march=native on arm64
     return f"-march={named or 'native'}"
 
 

@@ -1,6 +1,6 @@
 """Memory in large pages, if available, for weights and KV caches, which every step reads completely.
 
-4 KiB pages are slower to read: each needs its own TLB lookup, and hardware prefetching stops at page boundaries.
+4 KiB pages are slower to read: each needs its own TLB entry, and hardware prefetching stops at page boundaries.
 """
 
 from __future__ import annotations

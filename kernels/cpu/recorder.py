@@ -1,9 +1,9 @@
-"""Records a model's forward pass, once, as a program that replays it natively.
+"""Records a model's forward pass once, as a program that is replayed natively.
 
-A step of a small model is hundreds of short operations; calling each from Python costs as much as some of them take.
-So the model's own code runs once with `Slot`s in place of tensors. Every operation of `kernels` that meets a slot
-appends itself to the list that `native/program.h` runs, and leaves the numbers of rows, the KV cache and the step's
-plan open. A slot's buffer is free again as soon as the model drops the slot.
+A step of a small model has hundreds of short operations, and a call from Python can cost as much as the operation.
+The model's own code therefore runs once with `Slot`s instead of tensors. Every operation of `kernels` that gets a slot
+appends itself to the list that `native/program.h` runs. The number of rows, the KV cache and the plan are parameters of
+each run. A slot's buffer is released when the model drops the slot.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ log = logging.getLogger("kernels")
 
 
 class NotRecordable(Exception):
-    """The model has an operation or a size that the native program lacks."""
+    """The model has an operation or a size that the native program does not support."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotDevice:
-    """The device of slots, which `backends.backend` finds `RecordedKernels` by."""
+    """Device of slots. `backends.backend` maps it to `RecordedKernels`."""
 
     type: str = "program"
 
 
 class Slot:
-    """Rows that a step will hold, `width` elements each. Offers as much of a tensor as models use."""
+    """Rows of a future step, `width` elements each. Implements the part of the tensor interface that models use."""
 
     device = SlotDevice()
 
@@ -80,14 +80,14 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class RopeSlot:
-    """Cosines or sines of every position, float32 [max_len, head_dim / 2]: a step takes its positions' rows."""
+    """Cosines or sines of every position, float32 [max_len, head_dim / 2]. A step reads the rows of its positions."""
 
     table: Tensor
     device = SlotDevice()
 
 
 class ProgramRecorder:
-    """The operations so far, and the buffers that they use."""
+    """The recorded operations and their buffers."""
 
     def __init__(self, native: NativeBackend, dtype: torch.dtype) -> None:
         self._native, self.dtype = native, dtype
@@ -99,21 +99,21 @@ class ProgramRecorder:
 
     @property
     def open(self) -> Tensor:
-        """Stands for an index tensor of the step, which the program gets when it runs."""
+        """Placeholder for an index tensor that is passed to each run of the program."""
         return cast(Tensor, self)
 
     def rope(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Stands for a step's rows of the tables of every position, float32 [max_len, head_dim / 2]."""
+        """Return placeholders for a step's rows of the tables, float32 [max_len, head_dim / 2]."""
         return cast(Tensor, RopeSlot(cos)), cast(Tensor, RopeSlot(sin))
 
     def embed(self, table: Tensor | PackedWeight, scale: float) -> Tensor:
-        """Rows of `table` [vocab, width] for the step's token ids, times `scale`."""
+        """Record the lookup of the step's token ids in `table` [vocab, width], times `scale`."""
         packed = isinstance(table, PackedWeight)
         out = self.slot(table.in_features if isinstance(table, PackedWeight) else table.shape[1], ALL_ROWS)
         return self.add(EMBED, out, weights=(table,), scale=scale, flags=int(packed))
 
     def linear(self, x: Tensor, weight: PackedWeight | None, width: int, activation: str, wide: bool) -> Tensor:
-        """As `NativeBackend.linear`, to rows of `width` elements."""
+        """Record `NativeBackend.linear` with rows of `width` elements."""
         source = slot_of(x)
         if weight is None:
             raise NotRecordable("a matrix is not packed")
@@ -125,7 +125,7 @@ class ProgramRecorder:
         return self.add(LINEAR, out, input=numbers, extra=scale, extra2=total, weights=(weight,), flags=flags)
 
     def head_linear(self, x: Tensor, weights: Sequence[PackedWeight], num_heads: int) -> Tensor:
-        """As `NativeBackend.head_linear`; NotRecordable unless each of `num_heads` has packed weights."""
+        """Record `NativeBackend.head_linear`. Raises NotRecordable unless all `num_heads` heads have packed weights."""
         source = slot_of(x)
         if len(weights) != num_heads:
             raise NotRecordable("a head's matrix is not packed")
@@ -135,18 +135,18 @@ class ProgramRecorder:
         return self.add(HEADS, out, input=source, width=source.width, per_token=num_heads, weights=(addresses,))
 
     def lora(self, x: Tensor, y: Tensor, changes: ctypes.Array[LoraStruct], gated: bool) -> None:
-        """As `NativeBackend.add_lora`, by the adapter of each row of the step."""
+        """Record `NativeBackend.add_lora` with the adapter of each row of the step."""
         source, out = slot_of(x), slot_of(y)
         self.add(LORA, out, input=source, weights=(changes,), per_token=source.width, flags=int(gated))
 
     def gate_panels(self, x: Tensor, activation: str) -> Tensor:
-        """As `NativeBackend.gate_panels`."""
+        """Record `NativeBackend.gate_panels`."""
         source = slot_of(x)
         out = self.slot(source.width // 2, source.rows)
         return self.add(GATE, out, input=source, flags=EPILOGUES[activation])
 
     def route(self, logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-        """As `kernels.route`."""
+        """Record `kernels.route`."""
         source, per_token = slot_of(logits), routing.per_token
         chosen, shares = (self.slot(per_token, source.rows, kind) for kind in (torch.int32, torch.float32))
         rule = (routing.correction, RoutingStruct.of(routing))
@@ -162,7 +162,7 @@ class ProgramRecorder:
         down: Sequence[PackedWeight | None],
         activation: str,
     ) -> Tensor:
-        """As `kernels.Experts`, of an expert's matrices each."""
+        """Record `kernels.Experts`, with one matrix per expert in `gate_up` and in `down`."""
         source, choice, per_token = slot_of(x), slot_of(chosen), slot_of(chosen).width
         first, second = _alike(gate_up), _alike(down)
         places, units = (self.slot(width, source.rows, torch.int32) for width in (per_token, 4 * per_token))
@@ -181,7 +181,7 @@ class ProgramRecorder:
         return self.add(COMBINE, out, input=made, extra=places, extra2=slot_of(shares), per_token=per_token)
 
     def add_gated(self, x: Tensor, other: Tensor, gates: Tensor | None) -> Tensor:
-        """As `kernels.add_gated`."""
+        """Record `kernels.add_gated`."""
         source, share = slot_of(x), None if gates is None else slot_of(gates)
         if source.width % WIDTH_MULTIPLE:
             raise NotRecordable(f"{source.width} is no multiple of {WIDTH_MULTIPLE}")
@@ -189,7 +189,7 @@ class ProgramRecorder:
         return self.add(ADD_GATED, out, input=source, extra=slot_of(other), extra2=share)
 
     def _spread(self, source: Slot, places: Slot) -> Slot:
-        """Copies of each row, by expert."""
+        """Record the copies of each row, sorted by expert."""
         out = self.slot(places.width * source.width, source.rows, source.dtype)
         num_bytes = source.width * source.dtype.itemsize
         self.add(SPREAD, out, input=source, extra=places, width=num_bytes, per_token=places.width)
@@ -221,7 +221,7 @@ class ProgramRecorder:
         per_token: int,
         epilogue: int,
     ) -> None:
-        """Copies by the weights of their experts."""
+        """Record the product of the copies with the weights of their experts."""
         addresses = (ctypes.c_void_p * len(weights))(*(weight.address for weight in weights))
         self.keep(*weights)
         numbers, scale, total = inputs if len(inputs) == 3 else (inputs[0], None, None)
@@ -239,15 +239,15 @@ class ProgramRecorder:
         )
 
     def select(self, source: Slot) -> Tensor:
-        """The sampled rows."""
+        """Record the selection of the sampled rows."""
         return self.add(SELECT, self.slot(source.width, SAMPLED_ROWS), input=source)
 
     def yield_rows(self, rows: Sequence[Tensor]) -> None:
-        """Makes these slots results of the program, too: their buffers are not used for anything else."""
+        """Return these slots from the program as well. Their buffers are not reused."""
         self._yielded += (slot_of(each) for each in rows)
 
     def finish(self, result: Tensor) -> Program:
-        """The program with this result, which the last operation makes: logits, or hidden states."""
+        """Return the program. Its result, logits or hidden states, must be the output of the last operation."""
         last = slot_of(result)
         if self._ops[-1].output != last.buffer:
             raise NotRecordable("the last operation does not make the result")
@@ -262,7 +262,7 @@ class ProgramRecorder:
         )
 
     def slot(self, width: int, rows: int, dtype: torch.dtype | None = None) -> Slot:
-        """A slot on a free buffer, or on a new one."""
+        """Return a slot with a free buffer, or with a new one."""
         kind = dtype or self.dtype
         size = width * kind.itemsize
         for place, buffer in enumerate(self._free):
@@ -288,7 +288,7 @@ class ProgramRecorder:
         weights: tuple[Any, ...] = (),
         **fields: Any,
     ) -> Tensor:
-        """Appends an operation on the rows of `output`, and returns that. `fields` are others of `OpStruct`."""
+        """Append an operation on the rows of `output` and return `output`. `fields`: more fields of `OpStruct`."""
         width = output.width if width is None else width
         if kind in (EMBED, NORM) and width % WIDTH_MULTIPLE:
             raise NotRecordable(f"{width} is no multiple of {WIDTH_MULTIPLE}")
@@ -301,12 +301,12 @@ class ProgramRecorder:
         return cast(Tensor, output)
 
     def keep(self, *objects: object) -> None:
-        """Keeps alive what an operation points at."""
+        """Keep the objects that operations point to alive."""
         self._kept += objects
 
 
 def record(dtype: torch.dtype, forward: Callable[[ProgramRecorder], Tensor]) -> Program | None:
-    """Records `forward`, which makes rows of a recorder's slots, such as logits; None where no program can run it."""
+    """Record `forward`, which computes a result such as logits from slots. Return None if it cannot be recorded."""
     native = native_backend()
     if native is None or dtype not in (torch.float32, torch.bfloat16):
         return None
@@ -314,21 +314,21 @@ def record(dtype: torch.dtype, forward: Callable[[ProgramRecorder], Tensor]) -> 
         recorder = ProgramRecorder(native, dtype)
         program = recorder.finish(forward(recorder))
     except NotRecordable as reason:
-        log.warning("the model runs operation by operation, which is slower: %s", reason)
+        log.warning("the model runs operation by operation in PyTorch, which is slower: %s", reason)
         return None
-    log.info("a step is one native program of %d operations", program.num_ops)
+    log.info("model compiled to one native CPU program of %d operations", program.num_ops)
     return program
 
 
 def slot_of(x: Tensor) -> Slot:
-    """`x`, which is a slot at run time. NotRecordable where it is a tensor."""
+    """Cast `x` to a slot. Raises NotRecordable if it is a tensor."""
     if not isinstance(x, Slot):
         raise NotRecordable("an operation on a tensor that is not of this step")
     return x
 
 
 def _alike(weights: Sequence[PackedWeight | None]) -> list[PackedWeight]:
-    """The matrices of experts, which take the same inputs. NotRecordable where they do not, or are not packed."""
+    """Return the experts' matrices. Raises NotRecordable unless all are packed and have the same shape and format."""
     packed = [weight for weight in weights if weight is not None]
     kinds = {(w.quantised, w.format if w.quantised else 0, w.group, w.out_features, w.in_features) for w in packed}
     if len(packed) != len(weights) or len(kinds) != 1:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-SPLIT_TOKENS = 512  # minimum split length; doubles until a sequence has at most MAX_SPLITS splits
+SPLIT_TOKENS = 512  # minimum split length; doubles until the visible keys fit in MAX_SPLITS - 1 splits
 MAX_SPLITS = 64
 """Maximum splits per sequence. Limits the memory of partial results."""
 ITEM_FIELDS = 4  # span, first key, end of keys, index of the partial result (-1: a single split writes the output)

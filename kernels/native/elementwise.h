@@ -1,4 +1,4 @@
-// What lies between the matrix products: norms, rotary embedding with the write to the cache, gated activations.
+// Element-wise operations: norms, rotary embedding with the cache write, gated activations.
 #pragma once
 
 #include "attention.h"
@@ -7,11 +7,11 @@
 
 namespace diptych {
 
-// What follows a product; the last three are gates. kernels/cpu/structs.py has the numbers.
+// Epilogue of a product; the last three are gates. kernels/cpu/structs.py has the same numbers.
 enum class Epilogue : int { PLAIN = 0, SILU = 1, GELU = 2, CLAMPED = 3 };
 
-// gate * sigmoid(gate) or gelu_tanh(gate), times up. CLAMPED is that of gpt-oss: both bounded by 7, gate *
-// sigmoid(1.702 gate) times up + 1.
+// gate * sigmoid(gate) or gelu_tanh(gate), times up. CLAMPED is the gate of gpt-oss: both clamped at 7, then gate *
+// sigmoid(1.702 gate) * (up + 1).
 inline f32s gate_lanes(f32s x, f32s up, Epilogue kind) {
     f32s y = x;
     // 0.5 * (1 + tanh(z)) = 1 / (1 + e^-2z)
@@ -52,19 +52,19 @@ void normalise(const T *x, const T *delta, T *total, const float *weight, T *out
     }
 }
 
-// What a cache of e4m3 divides one layer's keys and values by before it rounds them; of latents by `key`.
+// Divisors of a layer's keys and values in an e4m3 cache, applied before rounding. Latents use `key`.
 struct Divisors {
     float key = 1.f, value = 1.f;
 };
 
-// Numbers that go into a cache of type C, in place.
+// Divides numbers in place by the scale of an e4m3 cache.
 template <typename C> void divide(float *x, float divisor, int64_t dim) {
     if constexpr (std::is_same_v<C, e4m3>)
         for (int64_t i = 0; i < dim; i += LANES) store(x + i, load(x + i) / divisor);
 }
 
-// One head: times `scale` and a weight if there is one, then rotation of element i with element i + dim / 2. float32 in
-// between. A cache of e4m3 takes it divided.
+// Multiplies a head by `scale` and an optional weight, then rotates element i with element i + dim / 2, in float32.
+// Divides by the scale of an e4m3 cache.
 template <typename T, typename C>
 void rotate_head(const T *x, C *out, float *scale_out, const float *weight, float scale, const float *cosine,
                  const float *sine, int64_t dim, float divisor = 1.f) {
@@ -89,7 +89,7 @@ void rotate_head(const T *x, C *out, float *scale_out, const float *weight, floa
     put_row(out, scale_out, rotated, dim);
 }
 
-// The norm of heads: of each by one weight, or of all as one (`wide`) by a weight that is as wide; null for none.
+// Norm of heads: of each head with one weight, or of all heads together (`wide`) with a weight of full width.
 template <typename T> struct HeadNorm {
     const T *x;
     const float *weight;
@@ -106,7 +106,7 @@ template <typename T> struct HeadNorm {
     float scale_of(int64_t head) const { return weight && !wide ? inverse_norm(x + head * dim, dim, eps) : whole; }
 };
 
-// One token: q rotated to `q`, k and v to their slot of the cache.
+// Processes one token: writes rotated q to `q`, k and v to their cache slot.
 template <typename T, typename C>
 void rotate_token(const T *qkv, T *q, C *kv, const Shape &s, int64_t layer, int64_t at, const float *cosine,
                   const float *sine, const float *q_norm, const float *k_norm, float eps, bool wide,
@@ -144,9 +144,9 @@ void rotate_and_write(const T *qkv, T *q, C *kv, const Shape &s, int64_t layer, 
                      sine + t * half, q_norm, k_norm, eps, wide, divisors);
 }
 
-// One token of a model with latents: `latent_dim` numbers normalised, the others rotated, to their slot of the cache;
-// queries [num_heads][head_dim] of what the heads' parts without rotation became, `absorbed` [num_heads][latent_dim],
-// and of the rotated ends of q [num_heads][query_dim].
+// Processes one token of a model with latents. Normalises `latent_dim` numbers, rotates the others, and writes them to
+// their cache slot. Builds queries [num_heads][head_dim] from `absorbed` [num_heads][latent_dim] and the rotated ends
+// of q [num_heads][query_dim].
 template <typename T, typename C>
 void write_latent(const T *q, const T *absorbed, const T *latent, T *queries, C *kv, const Shape &s, int64_t query_dim,
                   int64_t layer, int64_t at, const float *cosine, const float *sine, const float *norm, float eps,

@@ -1,4 +1,4 @@
-// A model's forward pass as a list of operations, run by one team of threads: one call a step instead of hundreds.
+// A model's forward pass as a list of operations, run by one thread team: one call per step instead of hundreds.
 #pragma once
 
 #include "attention_pairs.h"
@@ -12,13 +12,13 @@
 #include <chrono>
 #if defined(_OPENMP) && __has_include(<omp.h>)
 #include <omp.h>
-#elif defined(_OPENMP) // Apple's compiler has OpenMP without its header
+#elif defined(_OPENMP) // Apple's compiler supports OpenMP but does not ship its header
 extern "C" int omp_get_thread_num();
 #endif
 
 namespace diptych {
 
-// Activations of type T, a cache of type C.
+// Runs a program. T is the type of activations, C that of the cache.
 template <typename T, typename C> class Program {
 public:
     Program(const Op *ops, int64_t num_ops, const Step &step, int threads)
@@ -28,7 +28,7 @@ public:
     }
 
     void run() {
-        std::vector<Chain> chains(num_ops); // of which those are used that begin one
+        std::vector<Chain> chains(num_ops); // only entries at the first operation of a chain are used
         Gate gate(elastic ? step.places : nullptr, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
         {
@@ -50,13 +50,13 @@ private:
     const Op *ops;
     const int64_t num_ops;
     const Step &step;
-    const bool elastic; // threads come and go
+    const bool elastic; // the number of threads may change during a step
     const int threads;
     Shape shape;
 
-    static constexpr int64_t LONG = 64; // rows of a step that others need not wait for
+    static constexpr int64_t LONG = 64; // minimum number of rows of a step that shares cores with other workers
 
-    // Of one thread: what has passed since the last stop is an operation's.
+    // Profile of one thread: assigns the time since the last stop to an operation.
     struct Clock {
         int64_t *times;
         std::chrono::steady_clock::time_point began = std::chrono::steady_clock::now();
@@ -69,7 +69,7 @@ private:
         }
     };
 
-    // Of one thread: what it fetches.
+    // Prefetch state of one thread.
     struct Ahead {
         Fetcher weights;
         RowStream<T, C> rows;
@@ -96,8 +96,7 @@ private:
                kind != Kind::HEADS;
     }
 
-    // Operations that follow each other row by row are one chain: a row goes through all of them, and no thread waits
-    // in between.
+    // Consecutive row-wise operations form a chain: a row passes through all of them without a barrier in between.
     int64_t end_of_chain(int64_t from) const {
         int64_t to = from + 1;
         while (to < num_ops && by_row(ops[from]) && by_row(ops[to]) && Kind(ops[to].kind) != Kind::SELECT &&
@@ -106,8 +105,8 @@ private:
         return to;
     }
 
-    // Runs parts until none is left; returns how many. A thread takes the part after a long one in advance, and
-    // fetches what that will read.
+    // Runs parts until none are left. Returns the number of parts run by this thread. During a long part, the thread
+    // has already claimed its next part and prefetches its inputs.
     uint32_t run_chain(int64_t from, int64_t to, int64_t parts, Chain &chain, Ahead &ahead, Clock &clock) const {
         const Op &op = ops[from];
         const Attention<T, C> attention = attention_of(op);
@@ -139,7 +138,7 @@ private:
         return mine;
     }
 
-    // Parts are small enough that threads end together, and large enough to be worth taking.
+    // Small enough for load balance, large enough to amortise claiming a part.
     int64_t num_parts(int64_t from, int64_t to) const {
         const Op &op = ops[from];
         if (Kind(op.kind) == Kind::ATTEND) return step.num_units;
@@ -179,7 +178,7 @@ private:
         }
     }
 
-    // out = scale * weights[0][token id]; flags: whether those are packed.
+    // out = scale * weights[0][token id]; flags: 1 for packed weights.
     void embed(const Op &op, int64_t first, int64_t last) const {
         for (int64_t row = first; row < last; row++) {
             const int64_t id = step.token_ids[row];
@@ -202,7 +201,7 @@ private:
                   buffer(op.output) + at, last - first, op.width, float(op.eps), 1);
     }
 
-    // Bytes to out, scales to extra, sums to extra2; weights[0] are those that will multiply them.
+    // Quantises in: bytes to out, scales to extra, sums to extra2. weights[0] is the matrix of the next product.
     void quantise(const Op &op, int64_t first, int64_t last) const {
         const Weights &w = *static_cast<const Weights *>(op.weights[0]);
         const int64_t groups = w.k / w.group;
@@ -212,7 +211,7 @@ private:
                          buffer<float>(op.extra2) + row * groups);
     }
 
-    // out = in times weights[0]; flags: the epilogue, + 16 for float32 out.
+    // out = in * weights[0]; flags: the epilogue, + 16 for float32 out.
     void linear(int64_t index, int64_t part, int64_t parts, int64_t following, Fetcher &fetcher) const {
         const Op &op = ops[index];
         const Weights &w = *static_cast<const Weights *>(op.weights[0]);
@@ -237,8 +236,8 @@ private:
         }
     }
 
-    // in: q, k, v of a token; q rotated to out, k and v into the cache. weights: cosines, sines, and a pair of norms
-    // or null; flags: 1 where they are of all heads as one; scale, value_scale: what keys and values are divided by.
+    // in: q, k, v of a token. Writes rotated q to out, k and v to the cache. weights: cosines, sines, and a pair of
+    // norms or null; flags: 1 if the norms span all heads; scale, value_scale: divisors of keys and values.
     void rotate(const Op &op, int64_t first, int64_t last) const {
         const float *const *norms = static_cast<const float *const *>(op.weights[2]);
         const int64_t dim = shape.head_dim, half = dim / 2, stride = (shape.num_heads + 2 * shape.num_kv_heads) * dim;
@@ -252,8 +251,8 @@ private:
         }
     }
 
-    // in: queries, `extra`: what their parts without rotation became, `extra2`: latents, which go into the cache; whole
-    // queries to out. weights: cosines, sines, the latents' norm; scale: what latents are divided by.
+    // in: queries; extra: their absorbed parts without rotation; extra2: latents, written to the cache. Writes complete
+    // queries to out. weights: cosines, sines, the norm of latents; scale: divisor of latents.
     void latents(const Op &op, int64_t first, int64_t last) const {
         const int64_t half = (shape.head_dim - shape.latent_dim) / 2, heads = shape.num_heads;
         for (int64_t row = first; row < last; row++) {
@@ -268,7 +267,7 @@ private:
         }
     }
 
-    // in: `per_token` heads, `width` numbers together; weights[0] has a pointer to the weights of each.
+    // in: `per_token` heads with `width` numbers in total; weights[0]: pointers to the weights of each head.
     void heads(const Op &op, int64_t part) const {
         const int64_t head = part % op.per_token, row = part / op.per_token * ROWS_AT_ONCE;
         multiply_head(expert(op, head), head, op.per_token, buffer<const T>(op.input), op.width / op.per_token, row,
@@ -292,7 +291,7 @@ private:
                 float(op.value_scale)};
     }
 
-    // width: how many experts there are; chosen to out, shares to extra. weights: corrections or null, Routing.
+    // Writes chosen experts to out, shares to extra. width: number of experts; weights: corrections or null, Routing.
     void route(const Op &op, int64_t first, int64_t last) const {
         for (int64_t row = first; row < last; row++)
             route_row(buffer<const float>(op.input) + row * op.width, op.width,
@@ -300,13 +299,13 @@ private:
                       buffer<int32_t>(op.output) + row * op.per_token, buffer<float>(op.extra) + row * op.per_token);
     }
 
-    // in: the chosen of `width` experts; places to out.
+    // in: the chosen ones of `width` experts. Writes places, the rows of copies sorted by expert, to out.
     void group(const Op &op) const {
         group_by_expert(buffer<const int32_t>(op.input), rows(op) * op.per_token, op.width, ROWS_AT_ONCE,
                         buffer<int32_t>(op.output), buffer<ExpertUnits>(op.units));
     }
 
-    // Copies of each row, of `width` bytes, to its places, which are in `extra`.
+    // Copies each row of `width` bytes to its places, given in `extra`.
     void spread(const Op &op, int64_t first, int64_t last) const {
         for (int64_t row = first; row < last; row++)
             for (int64_t j = 0; j < op.per_token; j++)
@@ -314,7 +313,7 @@ private:
                             buffer<char>(op.input) + row * op.width, op.width);
     }
 
-    // in: what experts made of the copies; `extra`: places, `extra2`: shares.
+    // Sums the experts' outputs. in: outputs for the copies; extra: places; extra2: shares.
     void combine(const Op &op, int64_t first, int64_t last) const {
         for (int64_t row = first; row < last; row++) {
             const int64_t at = row * op.per_token;
@@ -332,7 +331,7 @@ private:
         }
     }
 
-    // Adds to rows of out what adapters make of those of in, `per_token` wide: weights[0] has what each changes here.
+    // Adds the LoRA outputs for in, `per_token` wide, to out; weights[0]: the matrices of each adapter.
     void lora(const Op &op, int64_t first, int64_t last) const {
         const Lora *changes = static_cast<const Lora *>(op.weights[0]);
         for (int64_t row = first; row < last; row++) {
@@ -343,7 +342,7 @@ private:
         }
     }
 
-    // out = the gated product whose panels are in; flags: the epilogue.
+    // out = gated product of the panels in `in`; flags: the epilogue.
     void gate(const Op &op, int64_t first, int64_t last) const {
         for (int64_t row = first; row < last; row++)
             gate_panels_row(buffer<const T>(op.input) + row * 2 * op.width, op.width, Epilogue(op.flags),
@@ -356,19 +355,19 @@ private:
         return *static_cast<const Weights *const *>(op.weights[0])[index];
     }
 
-    // Bounds how many units there are: a thread that comes late counts the parts of a chain whose units are no more.
+    // Upper limit of the number of units, because a late thread may count parts of a chain that has ended.
     int64_t most_units(const Op &op) const {
         const int64_t pairs = rows(op) * op.per_token;
         return std::min(pairs, op.width) + pairs / ROWS_AT_ONCE;
     }
 
-    // Parts that the product of each unit is cut into, so that all threads have some.
+    // Number of parts per unit, so that all threads have work.
     int64_t columns_of(const Op &op) const {
         if (threads == 1) return 1;
         return std::min(expert(op, 0).panels(), ceil(threads * 8, std::max<int64_t>(1, most_units(op))));
     }
 
-    // As `linear`, of copies by the weights of `width` experts: weights[0] has a pointer to each.
+    // Like `linear`, for copies and the weights of `width` experts; weights[0]: pointers to them.
     void experts(const Op &op, int64_t part, Fetcher &fetcher) const {
         const int64_t columns = columns_of(op);
         if (part / columns >= units_of(op).count) return;

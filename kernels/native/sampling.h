@@ -1,7 +1,7 @@
-// Token sampling, one row at a time. Uses the same steps and constants as kernels/gpu/sampling.py, for equal results.
+// Token sampling, row by row, with the steps and constants of kernels/gpu/sampling.py, so that results are equal.
 //
-// A token's weight is exp((logit - largest) / temperature), float32, 1 at most. The filters are thresholds on
-// weights, found as whole numbers: positive floats are ordered as their bits are. Masses are whole multiples of
+// A token's weight is exp((logit - largest) / temperature), float32, at most 1. Filters are thresholds on weights and
+// are searched as integers, because positive floats have the order of their bits. Masses are integer multiples of
 // 2^-44, so sums are exact.
 #pragma once
 
@@ -13,7 +13,7 @@
 
 namespace diptych {
 
-// How one row samples. Temperature 0 takes the largest logit; 0 turns top_k off, 1 top_p.
+// Sampling parameters of a row. Temperature 0 selects the largest logit. top_k 0 and top_p 1 disable the filters.
 struct Draw {
     float temperature, min_p;
     int32_t top_k;
@@ -32,7 +32,7 @@ inline double noise_of(int64_t seed, int64_t position) {
     return double(mixed(key + (uint64_t(position) + 1) * golden) >> 11) * 0x1p-53;
 }
 
-// The first of the largest; the first NaN where there is one, as torch has it.
+// Index of the first largest value, or of the first NaN, as in torch.
 inline int64_t largest_index(const float *x, int64_t width) {
     f32s best = splat(NEG_INF);
     i32s where = iota(), odd = {};
@@ -66,10 +66,10 @@ inline int64_t largest_index(const float *x, int64_t width) {
     return at;
 }
 
-// A row's weights [width]. Queries consider only weights whose bits are at least `floor`.
+// Weights of a row [width]. Queries consider only weights with bits of at least `floor`.
 class RowWeights {
 public:
-    // `memory` has room for the next multiple of LANES.
+    // The size of `memory` is the next multiple of LANES.
     RowWeights(const float *x, int64_t width, float largest, float temperature, float *memory)
         : weights(memory), width(width) {
         const float top = largest / temperature;
@@ -95,7 +95,7 @@ public:
         return total;
     }
 
-    // Bits of the count-th largest weight of those from `floor` on; `floor` if there are fewer.
+    // Bits of the count-th largest weight of at least `floor`; `floor` if there are fewer.
     uint32_t largest_few(int64_t count, uint32_t floor) {
         tally(floor);
         int64_t above = 0;
@@ -108,7 +108,7 @@ public:
         return *which;
     }
 
-    // Bits of the largest weight from which on the weights hold `goal`, which all from `floor` on do.
+    // Bits of the largest threshold at which the mass of the weights is at least `goal`. `floor` satisfies this.
     uint32_t nucleus(int64_t goal, uint32_t floor) {
         tally(floor);
         int64_t above = 0;
@@ -121,19 +121,19 @@ public:
         return floor;
     }
 
-    // The first token, by id, at which the mass of those from `floor` on exceeds `goal`. Needs a call of
-    // `mass(floor)` before.
+    // First token, by id, at which the cumulative mass of weights of at least `floor` exceeds `goal`. Call
+    // `mass(floor)` first.
     int64_t at(int64_t goal, uint32_t floor) const {
         size_t chunk = 0;
         while (chunk + 1 < chunks.size() && chunks[chunk] <= goal) goal -= chunks[chunk++];
         for (int64_t i = int64_t(chunk) * CHUNK; i < width; i++)
             if (bits(i) >= floor && (goal -= mass_of(bits(i))) < 0) return i;
-        return width; // a goal beyond the whole
+        return width; // the goal exceeds the total mass
     }
 
 private:
-    static constexpr int64_t CHUNK = 256 * LANES;   // a lane's sum of a chunk of halves fits 32 bits
-    static constexpr int BINS = 256, BIN_BITS = 20; // an eighth of an octave each; the first one holds all the rest
+    static constexpr int64_t CHUNK = 256 * LANES;   // a lane's sum of halves of a chunk fits into 32 bits
+    static constexpr int BINS = 256, BIN_BITS = 20; // 1/8 octave each; the first bin contains all smaller weights
     static constexpr int32_t FIRST = (0x3F800000 >> BIN_BITS) - (BINS - 1);
 
     float *weights;
@@ -156,7 +156,7 @@ private:
 
     static int bin_of(uint32_t bits) { return std::max(int32_t(bits >> BIN_BITS) - FIRST, 0); }
 
-    // In two halves of 22 bits, which vectors of 32 can add.
+    // Adds two halves of 22 bits, which fit into 32-bit lanes.
     int64_t chunk_mass(int64_t at, uint32_t floor) const {
         i32s high = {}, low = {};
         for (int64_t i = at; i < std::min(at + CHUNK, width); i += LANES) {
@@ -192,8 +192,7 @@ private:
     }
 };
 
-// A row's token; `width`, which is no token, where a logit is NaN or nothing is allowed. `memory` as `RowWeights`
-// wants it.
+// Returns the token of a row, or `width` if a logit is NaN or no token is allowed. For `memory` see `RowWeights`.
 inline int64_t draw_token(const float *x, int64_t width, const Draw &draw, float *memory) {
     const int64_t best = largest_index(x, width);
     if (!(x[best] > NEG_INF)) return width;
@@ -213,7 +212,7 @@ inline int64_t draw_token(const float *x, int64_t width, const Draw &draw, float
     return weights.at(std::min(int64_t(double(total) * draw.noise), total - 1), floor);
 }
 
-// Logits where a bit is set, minus infinity elsewhere. `allowed` has the bits of 32 tokens a word.
+// Sets logits to minus infinity where the bit is not set. `allowed` has the bits of 32 tokens per word.
 inline void mask_logits(const float *x, int64_t width, const uint32_t *allowed, float *out) {
     for (int64_t at = 0; at < width; at += 32) {
         const uint32_t word = allowed[at / 32];

@@ -7,7 +7,7 @@
 namespace diptych {
 
 constexpr int PREFETCH_BYTES = 2048; // ahead of a panel that streams from memory
-constexpr int STREAMED_ROWS = 4;     // up to this many rows, products are always memory-bound
+constexpr int STREAMED_ROWS = 4;     // up to this many rows always wait for memory, more rows only at times
 
 // Rows as the product wants them: float32 or bf16 [rows][k]; for Q8 uint8, x = scale * (data - 128), for nibbles
 // int8, x = scale * data, with a scale for each group of k, and for nibbles the sum of the group's values.

@@ -1,6 +1,6 @@
 """Attention over blocks in plain torch: gather the blocks of a group of sequences once, then one fused attention call.
 
-Serves every device. Blocks of one layer and head are rows of a flat view of the cache, so one `index_select` yields
+Works on every device. Blocks of one layer and head are rows of a flat view of the cache, so one `index_select` yields
 [sequences, kv heads, tokens, K|V, head_dim] without a transposition.
 """
 
@@ -43,7 +43,7 @@ from kernels.plain.seats import fill_rows as fill_rows
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of gpt-oss' gate
 packing: None = None
 products: None = None
-MAX_PADDING = 1.25  # a group's longest row may be this much longer than its shortest
+MAX_PADDING = 1.25  # maximum ratio of the longest to the shortest row of a group
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class PrefillSpan:
 
 
 class TorchPlan(AttentionPlan):
-    """Index tensors of a step, made at the first use of each window."""
+    """Index tensors of a step, built at the first use of each window."""
 
     def __init__(self, spans: Sequence[QuerySpan], layout: KVLayout, device: torch.device) -> None:
         self.spans, self.layout, self.device = spans, layout, device
@@ -101,7 +101,7 @@ def step_plan(num_rows: int, max_blocks: int, layout: KVLayout, num_heads: int, 
 
 
 def _groups(plan: TorchPlan, window: int) -> list[list[QuerySpan]]:
-    """Single-row spans by similar length, so that one long row does not pad all."""
+    """Group single-row spans by length, so that one long row does not pad all rows."""
     single = sorted((span for span in plan.spans if span.num_rows == 1), key=lambda span: _num_visible(span, window))
     groups: list[list[QuerySpan]] = []
     for span in single:
@@ -114,12 +114,12 @@ def _groups(plan: TorchPlan, window: int) -> list[list[QuerySpan]]:
 
 
 def _num_visible(span: QuerySpan, window: int) -> int:
-    """Keys that the span's last query sees."""
+    """Return the number of keys that the span's last query sees."""
     return min(span.length, window) if window else span.length
 
 
 def _gather_rows(blocks: np.ndarray, layout: KVLayout, device: torch.device) -> Tensor:
-    """Flat-cache rows of blocks [..., n], head by head: int64 [... * num_kv_heads * n]."""
+    """Return the flat-cache rows of blocks [..., n], head by head: int64 [... * num_kv_heads * n]."""
     heads = np.arange(layout.num_kv_heads, dtype=np.int64)
     rows = blocks[..., None, :] * (layout.num_layers * layout.num_kv_heads) + heads[:, None]
     return torch.from_numpy(rows.reshape(-1)).to(device)
@@ -193,7 +193,7 @@ def paged_attention(
 
 
 def _gather(flat: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of the flat cache as numbers that torch computes with: [rows, size, 2 (1 of latents), head_dim]."""
+    """Return rows of the flat cache in a type for computation: [rows, size, 2 (latents: 1), head_dim]."""
     if flat.dtype.itemsize > 1:
         return flat.index_select(0, rows)
     return unpacked(flat.view(torch.uint8).index_select(0, rows).view(flat.dtype)).to(dtype)
@@ -238,7 +238,7 @@ def _attend(
     rule: AttentionRule,
     sinks: Tensor | None,
 ) -> Tensor:
-    """sinks broadcast to one more column of the scores."""
+    """Broadcast sinks to an additional column of the scores."""
     if not rule.softcap and sinks is None:
         result = functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=causal, scale=rule.scale
@@ -286,7 +286,7 @@ def rotate_and_write(
 
 
 def _heads_normed(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """[T, heads, D] with each head normalised, or all of them as one: see `HeadNorms`."""
+    """Normalise [T, heads, D] per head, or over all heads: see `HeadNorms`."""
     if len(weight) == heads.shape[2]:
         return rms_norm(heads, weight, eps)
     return rms_norm(heads.flatten(1), weight, eps).view(heads.shape)
@@ -319,19 +319,19 @@ def write_latents(
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, D] with element i turned with element i + D / 2, float32."""
+    """Rotate element i of x [T, heads, D] with element i + D / 2, in float32."""
     first, second = x.float().chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def _write(new: Tensor, kv: Tensor, blocks: Tensor, slots: Tensor) -> None:
-    """float32 [T, heads, 2 (1 of latents), head_dim] into one layer of a cache."""
+    """Write float32 [T, heads, 2 (latents: 1), head_dim] to a layer of the cache."""
     if kv.dtype == torch.int8:
         numbers, scales = quantised(new)
         numbers_of(kv).transpose(1, 2)[blocks, slots] = numbers
         scales_of(kv).permute(0, 3, 1, 2)[blocks, slots] = scales
-    elif kv.dtype == torch.float8_e4m3fn:  # torch does not scatter it
+    elif kv.dtype == torch.float8_e4m3fn:  # torch cannot scatter this type
         kv.view(torch.uint8).transpose(1, 2)[blocks, slots] = saturated(new).view(torch.uint8)
     else:
         kv.transpose(1, 2)[blocks, slots] = new.to(kv.dtype)

@@ -10,13 +10,13 @@ from torch import Tensor
 from kernels.interface import LARGEST_FP8, LEAST_SCALE
 
 ODD, MIX = 0x9E3779B97F4A7C15 - 2**64, 0xD6E8FEB86659FD93 - 2**64
-"""As signed numbers, because torch multiplies those: the product's bits are the same."""
+"""Signed, because torch multiplies signed integers. The product has the same bits."""
 PIECE = 32_767
 """Elements per operation. Just below torch's threshold for multithreading, to leave the cores to concurrent steps."""
 
 
 def gather_blocks(kv: Tensor, block_ids: Tensor, buffer: Tensor, quantised: bool) -> None:
-    """As `Kernels.gather_blocks`, on any device."""
+    """Implements `Kernels.gather_blocks` on any device."""
     if not quantised:
         buffer.copy_(kv[block_ids].flatten(1).view(torch.uint8))
         return
@@ -28,7 +28,7 @@ def gather_blocks(kv: Tensor, block_ids: Tensor, buffer: Tensor, quantised: bool
         most = torch.zeros(block.shape[0], block.shape[2], dtype=torch.float32, device=kv.device)
         for piece in pieces:
             most[piece[0]] = torch.maximum(most[piece[0]], block[piece].float().abs().amax((1, 3)))
-        # A tensor of them: by a number torch divides on a GPU with its inverse, which may miss the last bit.
+        # A tensor, because torch on a GPU divides by a number with its inverse, which may change the last bit.
         scales = (most / torch.full_like(most, LARGEST_FP8)).clamp(min=LEAST_SCALE)
         inverse = (1.0 / scales)[:, None, :, None]
         for piece in pieces:
@@ -38,7 +38,7 @@ def gather_blocks(kv: Tensor, block_ids: Tensor, buffer: Tensor, quantised: bool
 
 
 def scatter_blocks(buffer: Tensor, kv: Tensor, block_ids: Tensor, quantised: bool) -> None:
-    """As `Kernels.scatter_blocks`, on any device."""
+    """Implements `Kernels.scatter_blocks` on any device."""
     if not quantised:
         kv[block_ids] = buffer.view(kv.dtype).view(buffer.shape[0], *kv.shape[1:])
         return
@@ -53,7 +53,7 @@ def scatter_blocks(buffer: Tensor, kv: Tensor, block_ids: Tensor, quantised: boo
 
 
 def block_sums(kv: Tensor, block_ids: Tensor, out: Tensor) -> None:
-    """As `Kernels.block_sums`, on any device."""
+    """Implements `Kernels.block_sums` on any device."""
     words = kv.view(kv.shape[0], -1).view(torch.int64)
     places = torch.arange(1, words.shape[1] + 1, device=kv.device) * ODD
     for row, index in enumerate(block_ids.tolist()):
@@ -64,19 +64,19 @@ def block_sums(kv: Tensor, block_ids: Tensor, out: Tensor) -> None:
 
 
 def _upper(words: Tensor) -> Tensor:
-    """The upper 32 of 64 bits, without a sign."""
+    """Return the upper 32 of 64 bits as an unsigned value."""
     return (words >> 32) & 0xFFFFFFFF
 
 
 def _by_heads(kv: Tensor) -> tuple[Tensor, int, int]:
-    """The cache as [blocks, layers * heads, slots, 2, D], and where a row's numbers and its scales end."""
+    """Return the cache as [blocks, layers * heads, slots, 2, D], and the ends of a row's numbers and scales."""
     heads = kv.view(kv.shape[0], -1, *kv.shape[3:])
     numbers = math.prod(kv.shape[1:])
     return heads, numbers, numbers + heads.shape[1] * heads.shape[3] * torch.float32.itemsize
 
 
 def _pieces(heads: Tensor) -> list[tuple[slice, slice]]:
-    """Heads and slots of a block, at most PIECE numbers at a time; these stay in a core's cache, too."""
+    """Return ranges of heads and slots of a block with at most PIECE numbers, which fit into a core's cache."""
     _, num_heads, num_slots, kinds, dim = heads.shape
     slots = min(num_slots, max(1, PIECE // (kinds * dim)))
     step = max(1, PIECE // (num_slots * kinds * dim))
@@ -88,7 +88,7 @@ def _pieces(heads: Tensor) -> list[tuple[slice, slice]]:
 
 
 def _widened(small: Tensor) -> Tensor:
-    """Finite e4m3 numbers, given as int8, over 256 in float32. Eight times as fast on a CPU as torch's own conversion.
+    """Convert finite e4m3 numbers, given as int8, to float32, divided by 256. Eight times as fast on a CPU as torch.
 
     The bits of exponent and mantissa are those of a float16 with three bits less of exponent bias: 7 instead of 15.
     """

@@ -1,4 +1,4 @@
-"""Which experts rows use, and sums of what these make, in plain torch."""
+"""Expert routing and weighted sums of expert outputs in plain torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import Tensor
 from kernels.interface import Routing
 
 LEAST_SUM = 1e-20
-"""Added to the sum of shares, which sigmoids may leave at zero."""
+"""Added to the sum of shares, which can be zero with sigmoids."""
 
 
 def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """As `Kernels.route`."""
+    """Implements `Kernels.route`."""
     scores = torch.sigmoid(logits) if routing.sigmoid else torch.softmax(logits, dim=-1)
     chosen = _preferred(scores, routing).topk(routing.per_token, dim=-1).indices
     shares = scores.gather(1, chosen)
@@ -34,13 +34,13 @@ def _preferred(scores: Tensor, routing: Routing) -> Tensor:
 
 
 def combine(made: Tensor, places: Tensor, shares: Tensor) -> Tensor:
-    """As `Kernels.combine`."""
+    """Implements `Kernels.combine`."""
     total = made[places[:, 0]].float() * shares[:, :1]
-    for i in range(1, shares.shape[1]):  # one by one, so that all rows are added alike
+    for i in range(1, shares.shape[1]):  # one by one, so that the order of additions is the same for all rows
         total += made[places[:, i]].float() * shares[:, i : i + 1]
     return total.to(made.dtype)
 
 
 def add_gated(x: Tensor, other: Tensor, gates: Tensor | None) -> Tensor:
-    """As `Kernels.add_gated`."""
+    """Implements `Kernels.add_gated`."""
     return x + other if gates is None else (x + other.float() * torch.sigmoid(gates)).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Plan of a recorded step on a device whose plans are built on the host, at each run of the step."""
+"""Plan of a recorded step on devices whose plans are built on the host for each run of the step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PlanAttention = Callable[[Sequence[QuerySpan], KVLayout, int, torch.device], Att
 
 
 class HostPlan:
-    """Implements `StepPlan` with the `plan_attention` of a backend. Rows of padding are no part of what it plans."""
+    """Implements `StepPlan` with the `plan_attention` of a backend. Padding rows are not planned."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class HostPlan:
         return True
 
     def prepare(self) -> AttentionPlan:
-        """Reads the rows on the host, and so waits for the device. Nothing can run by the plan of padding alone."""
+        """Read the rows on the host, which waits for the device. A plan that contains only padding cannot be run."""
         spans = []
         for (row, count, start), table in zip(self.spans.tolist(), self.block_tables, strict=True):
             if count:

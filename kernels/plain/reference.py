@@ -1,4 +1,4 @@
-"""References for tests: slow and obvious, in the dtype that they are given, float64 for oracles."""
+"""References for tests: slow and simple, in the dtype of their inputs, float64 for oracles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kernels.interface import QuerySpan, unpacked
 
 
 def gather_sequence(kv: Tensor, layer: int, block_table: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [length, num_kv_heads, head_dim] of one sequence, token by token; latents are both."""
+    """Return keys and values [length, num_kv_heads, head_dim] of a sequence. Latents are both keys and values."""
     block_size = kv.shape[3]
     slots = [kv[block_table[i // block_size], layer, :, i % block_size] for i in range(length)]
     both = torch.stack(slots)  # [length, num_kv_heads, 2, head_dim]
@@ -92,7 +92,7 @@ def rotate_and_write(
 
 
 def heads_normed(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """[T, heads, head_dim]: each head alone, or with a weight for each number of all heads as one."""
+    """Normalise [T, heads, head_dim] per head, or over all heads if the weight has their full width."""
     rows = heads if len(weight) == heads.shape[2] else heads.flatten(1)
     return rms_norm(rows, weight, eps).view(heads.shape)
 
@@ -122,7 +122,7 @@ def write_latents(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, head_dim]: a complex product, of element i with element i + head_dim / 2."""
+    """Rotate x [T, heads, head_dim] as a complex product of elements i and i + head_dim / 2."""
     half = x.shape[-1] // 2
     wide = x if x.dtype == torch.float64 else x.float()
     rotated = torch.complex(wide[..., :half].contiguous(), wide[..., half:].contiguous()) * torch.complex(
@@ -146,7 +146,7 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def bits_allowed(mask: Tensor | None, vocab: int) -> Tensor:
-    """bool [vocab] of the bits in int32 [ceil(vocab / 32)]; all True for None."""
+    """Unpack int32 [ceil(vocab / 32)] to bool [vocab]; all True for None."""
     if mask is None:
         return torch.ones(vocab, dtype=torch.bool)
     bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little", count=vocab)

@@ -1,4 +1,4 @@
-"""From logits to tokens in plain torch, and what the kernels of devices begin with: masks."""
+"""Token sampling in plain torch, and masks, which device kernels also use."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def sample(logits: Tensor | Sequence[Tensor], rows: SamplingTensors, allowed: Sequence[Tensor | None] = ()) -> Tensor:
-    """As `Kernels.sample`; without `allowed` every token may come."""
+    """Implements `Kernels.sample`. Without `allowed`, all tokens are allowed."""
     return sample_by_sorting(masked(logits, allowed), rows)
 
 
 def masked(logits: Tensor | Sequence[Tensor], allowed: Sequence[Tensor | None]) -> Tensor:
-    """`logits` [n, vocab] where masks let tokens come, minus infinity elsewhere. The bits of all masks travel in one
-    copy."""
+    """Set `logits` [n, vocab] to minus infinity where masks forbid tokens. All masks are transferred in one copy."""
     whole = logits if isinstance(logits, Tensor) else torch.stack(list(logits))
     found = [(row, mask.numpy()) for row, mask in enumerate(allowed) if mask is not None]
     if not found:
@@ -33,7 +32,7 @@ def masked(logits: Tensor | Sequence[Tensor], allowed: Sequence[Tensor | None]) 
 
 
 def sample_by_sorting(logits: Tensor, rows: SamplingTensors) -> Tensor:
-    """As `sample`, on any device, in float64."""
+    """Implement `sample` on any device, in float64."""
     largest, tokens = logits.max(dim=-1)
     tokens = torch.where(largest > -torch.inf, tokens, logits.shape[1])
     drawn = torch.nonzero((rows.temperature > 0) & (largest > -torch.inf)).flatten()
@@ -62,8 +61,8 @@ def _keep(probs: Tensor, threshold: Tensor) -> Tensor:
 
 
 def uniform(seed: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """Noise of each (seed, position), int64 [n]: 53 bits in [0, 1). splitmix64 (Steele, Lea, Flood 2014): the seed is
-    mixed into a stream's key, the position counts within the stream."""
+    """Return the noise of each (seed, position), int64 [n]: 53 bits in [0, 1). Uses splitmix64 (Steele, Lea, Flood
+    2014): the seed is mixed into the key of a stream, and the position counts within the stream."""
     key = _mix(seed.astype(np.uint64) + _GOLDEN)
     word = _mix(key + (position + 1).astype(np.uint64) * _GOLDEN)
     return np.asarray((word >> np.uint64(11)).astype(np.float64) * 2.0**-53)

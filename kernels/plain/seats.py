@@ -1,4 +1,4 @@
-"""A decode step's rows from where their sequences sit, in torch: what the device's kernel is compared with."""
+"""Reference in torch for the kernel that computes the rows of a decode step from the seats of their sequences."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kernels.interface import seats as at
 
 
 def fill_rows(memory: Tensor, layout: SeatLayout, sampled: Tensor, vocab_size: int, rows: StepRows) -> None:
-    """Writes `rows`, and moves the seats on. `memory` int64 [layout.num_words]; `sampled` int64: the tokens of the rows
-    of the step before."""
+    """Write `rows` and advance the seats. `memory`: int64 [layout.num_words]; `sampled`: int64, the tokens of the rows
+    of the previous step."""
     seats = memory[layout.num_seats :].view(layout.num_seats, layout.seat_words)
     rows.spans.zero_()
     for row, seat in enumerate(memory[: rows.size].tolist()):

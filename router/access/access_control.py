@@ -192,7 +192,7 @@ class AccessControl:
     def take_prompt(self, client_request: ClientRequest, num_tokens: int) -> None:
         """Count a prompt against the limits of its model and its key.
 
-        Raises RateLimited, or InvalidRequest for a prompt that exceeds a limit by itself.
+        Raises RateLimited, or InvalidRequest for a single prompt that is larger than a limit.
         """
         self.models.take_prompt(client_request, num_tokens)
         exceeded = client_request.quota.take_prompt(num_tokens, self._clock())

@@ -286,7 +286,7 @@ class ModelLimits:
             client_request.model_quotas = (*client_request.model_quotas, one)
 
     def take_prompt(self, client_request: ClientRequest, num_tokens: int) -> None:
-        """Count a prompt. Raises RateLimited, or InvalidRequest for a prompt that exceeds a limit by itself."""
+        """Count a prompt. Raises RateLimited, or InvalidRequest if the prompt is larger than a limit."""
         now = self._clock()
         for number, one in enumerate(client_request.model_quotas):
             exceeded = one.quota.take_prompt(num_tokens, now)

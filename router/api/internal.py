@@ -16,7 +16,7 @@ from router.api.load import own_load
 from router.api.responses.service import ResponseService
 from router.generation import RouterState
 from router.request.errors import error_response
-from router.siblings import NOT_MINE, OWNER
+from router.siblings import NOT_OWNED, OWNER
 
 if TYPE_CHECKING:  # loaded with a store; only routers of several processes need the HTTP client of Siblings
     from router.api.responses.background import BackgroundAnswer
@@ -49,7 +49,7 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 class _InternalEndpoints:
-    """The endpoints. Those about a response return NOT_MINE unless this process generates it or recently did."""
+    """The endpoints. Those about a response return NOT_OWNED unless this process generates it or recently did."""
 
     def __init__(self, router_state: RouterState, responses: ResponseService, siblings: Siblings) -> None:
         self._router_state, self._responses, self._siblings = router_state, responses, siblings
@@ -76,20 +76,20 @@ class _InternalEndpoints:
     async def events(self, request: Request) -> Response:
         answer = self._answer(request)
         if answer is None or answer.events is None:
-            return Response(status_code=NOT_MINE)
+            return Response(status_code=NOT_OWNED)
         events = answer.follow(int(request.query_params["start"]), self._router_state.config.keepalive_s)
         return StreamingResponse(events, media_type="text/event-stream")
 
     async def cancel(self, request: Request) -> Response:
         response_id, owner = _asked(request)
         if self._answer(request) is None:
-            return Response(status_code=NOT_MINE)
+            return Response(status_code=NOT_OWNED)
         return _json(await self._responses.cancel(response_id, owner))
 
     async def delete(self, request: Request) -> Response:
         response_id, owner = _asked(request)
         if self._answer(request) is None:
-            return Response(status_code=NOT_MINE)
+            return Response(status_code=NOT_OWNED)
         await self._responses.delete(response_id, owner)
         return _json({"id": response_id, "object": "response", "deleted": True})
 

@@ -6,12 +6,9 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pkgutil import resolve_name
-from typing import Any
 
 from common.arguments import CommandParser
-from common.config import Config, command_parser
-from router.cli.main import COMMANDS, PROG
+from router.cli.main import COMMANDS, PROG, parser_of
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -33,15 +30,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parser_of(command: str) -> argparse.ArgumentParser:
-    """Build the parser of a command."""
-    builder: Any = resolve_name(COMMANDS[command].parser)
-    if isinstance(builder, type) and issubclass(builder, Config):
-        return command_parser(builder, f"{PROG} {command}")
-    parser: argparse.ArgumentParser = builder()
-    return parser
-
-
 def complete() -> None:
     """Answer the request of a shell for completions and exit. Only the command on its line is imported."""
     import argcomplete
@@ -50,15 +38,10 @@ def complete() -> None:
     words = os.environ.get("COMP_LINE", "").split()
     current = words[1] if len(words) > 1 else ""
 
-    def build(prog: str, **options: Any) -> argparse.ArgumentParser:
-        name = prog.rpartition(" ")[2]
-        return (
-            parser_of(name) if name == current and name in COMMANDS else argparse.ArgumentParser(prog, add_help=False)
-        )
-
-    commands = parser.add_subparsers(parser_class=build)  # type: ignore[call-overload] # any callable
+    commands = parser.add_subparsers(parser_class=argparse.ArgumentParser)
     for name, command in COMMANDS.items():
-        commands.add_parser(name, help=command.about)
+        parents = [parser_of(name)] if name == current else []
+        commands.add_parser(name, help=command.about, parents=parents, add_help=False)
     commands.add_parser("help", help="show the options of a command").add_argument("command", choices=list(COMMANDS))
     argcomplete.autocomplete(parser, always_complete_options="long")
 
@@ -68,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     shell = build_parser().parse_args(argv).shell
     import argcomplete  # optional
 
-    print(argcomplete.shell_integration.shellcode([PROG], shell=shell))  # type: ignore[no-untyped-call]
+    print(argcomplete.shell_integration.shellcode([PROG], shell=shell))
     return 0
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import runpy
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import Any
 
 from common import __version__
 from common.arguments import suggestion
@@ -173,8 +176,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for flag in ("-h", "--help", "--help-all"):
             if flag in arguments[1:]:  # answered without the optional packages of the command
-                from router.cli.completion import parser_of
-
                 parser_of(command).parse_args([flag])
         runpy.run_module(COMMANDS[command].module, run_name="__main__", alter_sys=True)
     except ModuleNotFoundError as error:
@@ -183,6 +184,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(missing_package(command, str(error.name).partition(".")[0]), file=sys.stderr)
         return 1
     return 0
+
+
+def parser_of(command: str) -> argparse.ArgumentParser:
+    """Build the parser of a command."""
+    builder: Any = resolve_name(COMMANDS[command].parser)
+    if isinstance(builder, type):
+        from common.config import command_parser
+
+        return command_parser(builder, f"{PROG} {command}")
+    parser: argparse.ArgumentParser = builder()
+    return parser
 
 
 def unknown_command(name: str) -> str:

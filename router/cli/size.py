@@ -166,7 +166,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="Example: diptych size --parameters 8e9 --kv-bytes 131072 --tflops 989 --memory-gb 141 "
         "--bandwidth-gbs 4800 --rate 20 --prompt 3000 --output 300 --ttft-ms 500 --tpot-ms 20",
     )
-    positive, share = number(above=0), number(0, 1)
+    positive, part, share = number(above=0), number(above=0, high=1), number(0, 1)
     model = parser.add_argument_group("model (--parameters and one of --kv-bytes and --config are required)")
     model.add_argument("--parameters", type=positive, required=True, metavar="N", help="parameters, such as 8e9")
     model.add_argument("--weight-bytes", type=positive, default=2, metavar="X", help="bytes per parameter (default 2)")
@@ -237,14 +237,6 @@ def kv_bytes_of(path: str) -> float:
         return 2.0 * from_hf(Path(path)).kv_numbers
     except ModelError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def part(text: str) -> float:
-    """Parse a number above 0 and up to 1."""
-    value: float = number(above=0)(text)
-    if value > 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be a number above 0 and up to 1")
-    return value
 
 
 def main(argv: Sequence[str] | None = None) -> int:

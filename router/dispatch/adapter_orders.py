@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from common.errors import RETRY_AFTER_S, DeadlineExceeded, InvalidRequest, ModelNotFound, Unavailable
 from common.wire import ROLES
 from common.wire.messages import SetAdapter
-from router.fleet import FleetAdapters, KnownAdapter, Outcome, WorkerFleet
+from router.fleet import AdapterInfo, FleetAdapters, Outcome, WorkerFleet
 
 log = logging.getLogger(__name__)
 LOAD_TIMEOUT_S = 120.0
@@ -35,7 +35,7 @@ class AdapterOrders:
         """Return whether clients may request this adapter."""
         return self._adapters.has(name)
 
-    def names(self) -> Iterator[KnownAdapter]:
+    def names(self) -> Iterator[AdapterInfo]:
         """Return the adapters that clients may request."""
         return self._adapters.names()
 
@@ -47,7 +47,7 @@ class AdapterOrders:
         """Return the digest of an adapter's weights. Raises Unavailable while the first worker is loading them."""
         if digest := self._adapters.digest_of(name):
             return digest
-        raise Unavailable(f"adapter {name!r} is still loading", param="model", retry_after_s=RETRY_AFTER_S)
+        raise Unavailable(f"Adapter {name!r} is still loading.", param="model", retry_after_s=RETRY_AFTER_S)
 
     async def load(self, name: str, path: str, *, in_place: bool) -> Outcome:
         """Load an adapter on all workers that were started with `--max-loras`.
@@ -75,9 +75,9 @@ class AdapterOrders:
         if outcome.failures:
             raise InvalidRequest(f"lora_path: {outcome.failures[0]}", param="lora_path")
         if not outcome.missing:
-            raise Unavailable(f"adapter {name!r} was not loaded: its workers are gone", retry_after_s=RETRY_AFTER_S)
+            raise Unavailable(f"Adapter {name!r} was not loaded: its workers are gone.", retry_after_s=RETRY_AFTER_S)
         left = ", ".join(outcome.missing)
-        raise DeadlineExceeded(f"adapter {name!r} was not loaded within {self._timeout_s:g} s by {left}")
+        raise DeadlineExceeded(f"Adapter {name!r} was not loaded within {self._timeout_s:g} s by {left}")
 
     async def unload(self, name: str) -> None:
         """Unload an adapter from all workers. Running requests keep using it until they end.
@@ -90,7 +90,7 @@ class AdapterOrders:
             outcome = await self._settled(self._send(name, ""))
         if outcome.missing and not outcome.superseded:
             left = ", ".join(outcome.missing)
-            raise DeadlineExceeded(f"adapter {name!r} was not unloaded within {self._timeout_s:g} s by {left}")
+            raise DeadlineExceeded(f"Adapter {name!r} was not unloaded within {self._timeout_s:g} s by {left}")
 
     def _no_slots(self) -> InvalidRequest | Unavailable:
         """Return the error for a model without workers that accept adapters.
@@ -103,7 +103,7 @@ class AdapterOrders:
                 f"lora_name: none of the {num_ready} ready workers accepts adapters: start workers with --max-loras",
                 param="lora_name",
             )
-        return Unavailable("no worker is ready to load an adapter", retry_after_s=RETRY_AFTER_S)
+        return Unavailable("No worker is ready to load an adapter.", retry_after_s=RETRY_AFTER_S)
 
     def _reserve(self, name: str) -> _Reservation:
         """Reserve a name. Raises InvalidRequest while another order for the name is in progress."""

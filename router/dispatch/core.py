@@ -142,7 +142,7 @@ class DispatchCore:
         """Fail all requests and abort them on the workers."""
         self._scheduler.close()
         for state in list(self.states.values()):
-            self._fail(state, Unavailable("the router is shutting down", retry_after_s=RETRY_AFTER_S))
+            self._fail(state, Unavailable("The router is shutting down.", retry_after_s=RETRY_AFTER_S))
 
     def check_room(self, is_longer: Callable[[int], bool], now: float, caller: Caller = ANYONE) -> None:
         """See `GenerationClient.check_room`."""
@@ -238,7 +238,7 @@ class DispatchCore:
     def _check_bounds(self, num_new: int = 1) -> None:
         if len(self.states) + num_new > self._config.max_inflight:
             limit = f"--max-inflight {self._config.max_inflight}"
-            why = f"{len(self.states)} requests are in flight; {num_new} more would exceed {limit}"
+            why = f"{len(self.states)} requests are in flight; {num_new} more would exceed {limit}."
             raise Unavailable(why, retry_after_s=RETRY_AFTER_S)
 
     def _admit(self, request: GenerationRequest, now: float) -> tuple[RequestState, tuple[Choice, RequestShape] | None]:
@@ -246,13 +246,13 @@ class DispatchCore:
         if not request.continues:
             self._check_bounds(request.num_at_once)
         if request.request_id in self.states:
-            raise InvalidRequest(f"request {request.request_id} is already being served", param="request_id")
+            raise InvalidRequest(f"Request {request.request_id} is already being served.", param="request_id")
         if not request.prompt_token_ids:
-            raise InvalidRequest("the prompt has no tokens", param="prompt")
+            raise InvalidRequest("The prompt has no tokens.", param="prompt")
         try:
             state = RequestState(request, now, self._hash_cache)
         except (OverflowError, TypeError) as error:
-            raise InvalidRequest(f"invalid token id in the prompt: {error}", param="prompt") from error
+            raise InvalidRequest(f"Invalid token id in the prompt: {error}", param="prompt") from error
         request_class = self._admission.class_of(request)
         held_s = self._held.before_s(request_class, request.key, state.num_tokens)
         chosen = self._placement.choose(state, now, held_s=held_s)
@@ -389,7 +389,7 @@ class DispatchCore:
 
     def _on_deadline(self, state: RequestState) -> None:
         if not state.done:
-            why = f"the request exceeded its deadline of {state.request.deadline_s:g} s in its {state.stage} phase"
+            why = f"The request exceeded its deadline of {state.request.deadline_s:g} s in its {state.stage} phase."
             self._fail(state, DeadlineExceeded(why))
 
     def _fail(self, state: RequestState, error: RequestError) -> None:

@@ -190,4 +190,4 @@ class Dispatcher:
 
     def _check_open(self) -> None:
         if not self._open:
-            raise Unavailable("the router is shutting down", retry_after_s=RETRY_AFTER_S)
+            raise Unavailable("The router is shutting down.", retry_after_s=RETRY_AFTER_S)

@@ -102,7 +102,7 @@ def _given_up(state: RequestState) -> RequestError:
             f"The last {number} workers that ran this request died. Last failure: {state.attempts.last_failure}"
         )
     return Unavailable(
-        f"gave up after {number} attempts; last failure: {state.attempts.last_failure}", retry_after_s=RETRY_AFTER_S
+        f"Gave up after {number} attempts; last failure: {state.attempts.last_failure}", retry_after_s=RETRY_AFTER_S
     )
 
 

@@ -155,8 +155,8 @@ class RequestScheduler:
                 break
             if state.request.continues and state.held_s is not None:
                 continue  # workers exist, but are busy with other steps of the same answer
-            waited = f"waited {now - state.times.queued_at:.1f} s for a worker: {self._obstacle(state, now)}"
-            self._fail(state, Unavailable(waited, retry_after_s=RETRY_AFTER_S))
+            why = f"The request waited {now - state.times.queued_at:.1f} s for a worker: {self._obstacle(state, now)}"
+            self._fail(state, Unavailable(why, retry_after_s=RETRY_AFTER_S))
         for state in [one for one in self._waiting if one.request.adapter]:
             if self._registry.is_gone(state.request.adapter):  # no worker can ever serve it
                 self._fail(state, ModelNotFound("The adapter of this request was unloaded.", param="model"))

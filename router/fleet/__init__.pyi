@@ -1,4 +1,4 @@
-from router.fleet.adapters import FleetAdapters, KnownAdapter, Outcome
+from router.fleet.adapters import AdapterInfo, FleetAdapters, Outcome
 from router.fleet.booking import Booking
 from router.fleet.census import ModelCensus
 from router.fleet.discovery import DiscoveryStatus
@@ -10,12 +10,12 @@ from router.fleet.worker_connection import WorkerConnection
 from router.fleet.worker_monitor import FleetEvent
 
 __all__ = [
+    "AdapterInfo",
     "Booking",
     "CONTROL_HWM",
     "DiscoveryStatus",
     "FleetAdapters",
     "FleetEvent",
-    "KnownAdapter",
     "MAX_DISCOVERED",
     "ModelCensus",
     "Outcome",

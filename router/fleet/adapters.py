@@ -22,7 +22,7 @@ MAX_VERSION = 2**61
 
 
 @dataclass(frozen=True, slots=True)
-class KnownAdapter:
+class AdapterInfo:
     """An adapter that clients may request. `ready`: a ready worker has loaded it."""
 
     name: str
@@ -92,12 +92,12 @@ class FleetAdapters:
         order = self._newest.get(name)
         return order is not None and bool(order.path) and bool(self.digest_of(name) or self._is_loading(order))
 
-    def names(self) -> Iterator[KnownAdapter]:
+    def names(self) -> Iterator[AdapterInfo]:
         """Return all adapters that clients may request."""
         for name, order in sorted(self._newest.items()):
             if order.path and (digest := self.digest_of(name)):
                 ready = any(digest in worker.load.digests for role in ROLES for worker in self._registry.ready(role))
-                yield KnownAdapter(name, order.path, digest, ready)
+                yield AdapterInfo(name, order.path, digest, ready)
 
     def is_gone(self, digest: str) -> bool:
         """Return whether no name refers to these weights any more, and no worker has them."""

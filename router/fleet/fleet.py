@@ -12,7 +12,7 @@ from typing import Any
 import zmq.asyncio
 
 from common.config import RouterConfig
-from common.wire import Curve, Role, warn_of_readers
+from common.wire import Curve, Role, warn_if_readable
 from common.wire.messages import Message, RouterHeartbeat, RouterHello, ToRouter, WorkerHello
 from router.fleet.discovery import Endpoint, effective_endpoints, open_source
 from router.fleet.prefix_index import PrefixIndex
@@ -70,7 +70,7 @@ class WorkerFleet:
         )
         self._beat = RouterHeartbeat(router_id=self.router_id)
         self._curve = Curve.load(config.curve_key, config.curve_authorized)
-        warn_of_readers(config.curve_key)
+        warn_if_readable(config.curve_key)
         self._hwm, self._models = hwm, models
         self.on_stranger: Callable[[str, str], None] = lambda address, model: None
         self._events = ConnectionEvents(

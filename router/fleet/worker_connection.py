@@ -15,7 +15,7 @@ import zmq
 import zmq.asyncio
 
 from common.errors import WireError
-from common.wire import MAX_IN_A_ROW, MAX_MESSAGE_BYTES, WATCHED, Curve, Dialer, DropLog, decode, encode
+from common.wire import MAX_MESSAGE_BYTES, MAX_MESSAGES_PER_TURN, WATCHED, Curve, Dialer, DropLog, decode, encode
 from common.wire.messages import AbortRequest, Message, ToRouter, WorkerHello
 from router.fleet.worker import worker_name
 
@@ -180,7 +180,7 @@ class WorkerConnection:
             return
         self._reads, began = True, time.monotonic()
         try:
-            for _ in range(MAX_IN_A_ROW):
+            for _ in range(MAX_MESSAGES_PER_TURN):
                 if not _has_message(socket):
                     return
                 message = self._parse(socket.recv_multipart(zmq.NOBLOCK))

@@ -153,7 +153,7 @@ class WorkerMonitor:
             self._end_life(address, f"restarted (epoch {hello.epoch})", had_served, now)
         if started:
             log.info(
-                "worker %s at %s: said hello (KV layout %s, weights %s)",
+                "worker %s at %s: connected (KV layout %s, weights %s)",
                 hello.worker_id,
                 address,
                 hello.fingerprint,

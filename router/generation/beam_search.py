@@ -164,7 +164,7 @@ class BeamClient:
             except TimeoutError:
                 raise DeadlineExceeded(_too_long(request)) from None
         if search.error is not None:
-            raise search.error if isinstance(search.error, RequestError) else InternalError("beam search failed")
+            raise search.error if isinstance(search.error, RequestError) else InternalError("Beam search failed.")
         yield search.found[place]
 
     async def _run(self, request: GenerationRequest) -> list[TokenEvent]:
@@ -232,12 +232,12 @@ class BeamClient:
             async for event in events:
                 found = event if event.token_ids else msgspec.structs.replace(found or event, timeline=event.timeline)
         if found is None or not found.logprobs:
-            raise InternalError("a beam search step returned no token")
+            raise InternalError("A beam search step returned no token.")
         return found
 
 
 def _too_long(request: GenerationRequest) -> str:
-    return f"beam search exceeded the request timeout of {request.deadline_s:g} s"
+    return f"Beam search exceeded the request timeout of {request.deadline_s:g} s."
 
 
 def _params(params: SamplingParams, num_candidates: int, step: int) -> SamplingParams:

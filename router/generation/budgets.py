@@ -34,8 +34,8 @@ class LogprobBudget:
         """Reserve capacity for an answer's prompt log-probabilities while the block runs. Raises Unavailable."""
         if num_logprobs and self._held + num_logprobs > self._most:
             raise Unavailable(
-                f"unfinished answers use {self._held:,} of the {self._most:,} prompt log-probabilities that this "
-                f"router allows; {num_logprobs:,} more do not fit",
+                f"Unfinished answers use {self._held:,} of the {self._most:,} prompt log-probabilities that this "
+                f"router allows; {num_logprobs:,} more do not fit.",
                 retry_after_s=RETRY_AFTER_S,
             )
         self._held += num_logprobs
@@ -69,7 +69,7 @@ class UnreadBudget:
             slowest = max(self._held, key=self._held.__getitem__)
             held = self._held[slowest]
             error = Unavailable(
-                f"the client reads too slowly: {held:,} bytes of its answer are unread, of {self.num_bytes:,} for all "
+                f"The client reads too slowly: {held:,} bytes of its answer are unread, of {self.num_bytes:,} for all "
                 f"clients; this router allows {self._most:,}",
                 retry_after_s=RETRY_AFTER_S,
             )

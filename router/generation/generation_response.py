@@ -101,7 +101,7 @@ class GenerationResponse(Response):
         except ClientGone:
             self._log.client_gone()
         except TimeoutError:
-            self._log.fail(DeadlineExceeded("the client did not read its answer in time"))
+            self._log.fail(DeadlineExceeded("The client did not read its answer in time."))
         except asyncio.CancelledError:  # the server is shutting down
             self._log.client_gone()
             raise
@@ -260,7 +260,7 @@ class GenerationResponse(Response):
             if choice.finish_reason:  # ended by a stop string; ignore tokens that arrive afterwards
                 continue
             if arrival.event is None:
-                raise arrival.error or RequestError("the answer ended unexpectedly")
+                raise arrival.error or RequestError("The answer ended unexpectedly.")
             piece = choice.push(arrival.event)
             self._measure(choice, arrival.at, len(piece.token_ids))
             if choice.finish_reason and not arrival.event.finish_reason:

@@ -70,7 +70,7 @@ class LimitedClient:
         return request.deadline_s - (time.monotonic() - self._began)
 
     def _timed_out(self, request: GenerationRequest) -> DeadlineExceeded:
-        return DeadlineExceeded(f"the request timeout of {request.deadline_s:g} s passed before all prompts started")
+        return DeadlineExceeded(f"The request timeout of {request.deadline_s:g} s passed before all prompts started.")
 
 
 log = logging.getLogger(__name__)
@@ -189,7 +189,7 @@ class Generations:
                     finished = bool(event.finish_reason)
                     self._add(index, event)
             if not finished:
-                raise InternalError("the answer ended without a finish reason")
+                raise InternalError("The answer ended without a finish reason.")
         except Exception as error:  # after a bug, the client must still get an answer
             if not isinstance(error, RequestError):
                 log.exception("request failed", extra={"id": request.request_id})

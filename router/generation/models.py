@@ -35,10 +35,10 @@ class ModelCandidates:
 
 @dataclass(frozen=True, slots=True)
 class ShownModel:
-    """An entry of the model list. `model` is the model behind the name; None for a split.
+    """An entry of the model list. `model` is the model with this name or alias; None for a split.
 
-    `ready`: whether a worker would answer now. `max_model_len`: the smallest limit, in tokens, of the models behind the
-    name. `parent`: the base model of an adapter, else "".
+    `ready`: whether a worker can serve it now. `max_model_len`: the smallest limit, in tokens, of the models that the
+    name resolves to. `parent`: the base model of an adapter, else "".
     """
 
     name: str
@@ -82,7 +82,7 @@ class Models:
         first = chain[0]
         if usable := tuple(self.served[name] for name in (*ready, *holding[:1])):
             return ModelCandidates(self.served[first], usable, adapter)
-        raise Unavailable(f"model {first!r}: {found[first][1]}", param="model", retry_after_s=RETRY_AFTER_S)
+        raise Unavailable(f"Model {first!r}: {found[first][1]}", param="model", retry_after_s=RETRY_AFTER_S)
 
     def model_without_workers(self, requested: str | None) -> str:
         """Return a model whose workers a request for this name may have to wait for; "" if there is none.
@@ -150,7 +150,7 @@ class Models:
         if (base := self.base_of(requested, key)) is not None:
             if (one := next((one for one in self._adapters(base, key) if one.name == requested), None)) is not None:
                 return one
-            raise ModelNotFound(f"adapter {requested!r} is being loaded", param="model")
+            raise ModelNotFound(f"Adapter {requested!r} is being loaded.", param="model")
         self.catalog.chain(requested, key)
         return self._shown(
             requested, {name: self.served[name].availability[0] for name in self.catalog.targets(requested)}

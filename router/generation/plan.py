@@ -338,8 +338,8 @@ def _num_prompt_logprobs(fields: SamplingFields, prompts: Sequence[PlannedPrompt
     num_logprobs = num_tokens * (1 + num_alternatives)
     if num_logprobs > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
-            f"log-probabilities of {num_tokens:,} prompt tokens with {num_alternatives:,} alternatives each exceed the "
-            f"limit of {MAX_PROMPT_LOGPROBS:,} log-probabilities per answer",
+            f"Log-probabilities of {num_tokens:,} prompt tokens with {num_alternatives:,} alternatives each exceed the "
+            f"limit of {MAX_PROMPT_LOGPROBS:,} log-probabilities per answer.",
             param="logprobs" if fields.prompt_logprobs is None else "prompt_logprobs",
         )
     return num_logprobs

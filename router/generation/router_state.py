@@ -72,7 +72,7 @@ class RouterState:
     def check_open(self) -> None:
         """Raise Unavailable while the process is shutting down."""
         if self.draining:
-            raise Unavailable("this router is shutting down", retry_after_s=RETRY_AFTER_S)
+            raise Unavailable("This router is shutting down.", retry_after_s=RETRY_AFTER_S)
 
     def check_capacity(self, is_longer: Callable[[int], bool], caller: Caller) -> None:
         """Raise RequestError if the only model has no capacity. With several, the body must be read first."""
@@ -98,7 +98,7 @@ class RouterState:
     @property
     def ready(self) -> tuple[bool, str]:
         """Whether this router serves requests, and the reason if not."""
-        return (False, "this router is shutting down") if self.draining else self.has_workers
+        return (False, "This router is shutting down.") if self.draining else self.has_workers
 
 
 def key_of(request: Request) -> ApiKey:

@@ -10,7 +10,7 @@ from common.config import RouterConfig
 from common.errors import InvalidRequest, ModelNotFound, Unavailable
 from common.model_files import ModelFiles, ServedTask, Task, served_task
 from router.dispatch import DispatchLoad, GenerationClient
-from router.fleet import KnownAdapter, Outcome
+from router.fleet import AdapterInfo, Outcome
 from router.observe import RouterMetrics
 from router.planner import Outlook
 from router.text import CLOSE, OPEN, TextPipeline, thinks
@@ -49,7 +49,7 @@ class ServedAdapters(Protocol):
     """LoRA adapters of one model; implemented by `AdapterOrders`."""
 
     def has(self, name: str) -> bool: ...
-    def names(self) -> Iterator[KnownAdapter]: ...
+    def names(self) -> Iterator[AdapterInfo]: ...
     def digest_of(self, name: str) -> str: ...
     async def load(self, name: str, path: str, *, in_place: bool) -> Outcome: ...
     async def unload(self, name: str) -> None: ...
@@ -61,14 +61,14 @@ class NoAdapters:
     def has(self, name: str) -> bool:
         return False
 
-    def names(self) -> Iterator[KnownAdapter]:
+    def names(self) -> Iterator[AdapterInfo]:
         return iter(())
 
     def digest_of(self, name: str) -> str:
         raise ModelNotFound(f"The adapter {name!r} does not exist.", param="model")
 
     async def load(self, name: str, path: str, *, in_place: bool) -> Outcome:
-        raise Unavailable("this model does not support adapters")
+        raise Unavailable("This model does not support adapters.")
 
     async def unload(self, name: str) -> None:
         raise ModelNotFound(f"The adapter {name!r} does not exist.", param="lora_name")

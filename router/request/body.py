@@ -61,7 +61,7 @@ async def decoded(parts: AsyncIterable[bytes], encoding: str, max_bytes: int) ->
             is_first = len(part) <= FIRST_BYTES
             while part:
                 if decoder.eof:
-                    raise InvalidRequest(f"the body has data after the end of its {encoding} encoding")
+                    raise InvalidRequest(f"The body has data after the end of its {encoding} encoding.")
                 if is_first:
                     yield decoder.decompress(part, FIRST_BYTES)
                 else:
@@ -70,10 +70,10 @@ async def decoded(parts: AsyncIterable[bytes], encoding: str, max_bytes: int) ->
         while decoder is None or not decoder.eof:  # the decoder may still hold decoded data
             rest = b"" if decoder is None else decoder.decompress(b"", FIRST_BYTES)
             if not rest:
-                raise InvalidRequest(f"the {encoding} data of the body is incomplete")
+                raise InvalidRequest(f"The {encoding} data of the body is incomplete.")
             yield rest
     except zlib.error as error:
-        raise InvalidRequest(f"the body is not valid {encoding} data ({error})") from error
+        raise InvalidRequest(f"The body is not valid {encoding} data ({error}).") from error
 
 
 def _window(head: bytes, encoding: str) -> int:
@@ -149,7 +149,7 @@ class BodyBudget:
             if not isinstance(error, TimeoutError):
                 raise
             raise Unavailable(
-                f"no memory for the body within {OBJECTS_TIMEOUT_S:g} s: the objects of other bodies use "
+                f"No memory for the body within {OBJECTS_TIMEOUT_S:g} s: the objects of other bodies use "
                 f"{self.object_bytes:,} bytes; the maximum is {OBJECT_BYTES:,}",
                 retry_after_s=BUSY_RETRY_S,
             ) from error
@@ -189,7 +189,7 @@ class BodyLease:
         self.count(num_bytes)
         if self._num_bytes > SMALL_BYTES and self.budget.num_bytes > self.budget.max_bytes:
             raise Unavailable(
-                f"request bodies use {self.budget.num_bytes:,} bytes; the maximum is {self.budget.max_bytes:,}",
+                f"Request bodies use {self.budget.num_bytes:,} bytes; the maximum is {self.budget.max_bytes:,}",
                 retry_after_s=BUSY_RETRY_S,
             )
 
@@ -211,7 +211,7 @@ class BodyLease:
             return
         if budget.object_bytes and budget.object_bytes + num_bytes > OBJECT_BYTES:
             raise Unavailable(
-                f"no memory for the {num_bytes:,} bytes of the stored conversation: the objects of other bodies use "
+                f"No memory for the {num_bytes:,} bytes of the stored conversation: the objects of other bodies use "
                 f"{budget.object_bytes:,} bytes; the maximum is {OBJECT_BYTES:,}",
                 retry_after_s=BUSY_RETRY_S,
             )
@@ -248,9 +248,9 @@ def parse(data: bytes | bytearray, model: type[M]) -> M:
     try:
         body = orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+        raise InvalidRequest(f"The body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
-        raise InvalidRequest("the body must be a JSON object")
+        raise InvalidRequest("The body must be a JSON object.")
     return validated(body, model)
 
 
@@ -364,9 +364,9 @@ def parse_large(
     try:
         fields = msgspec.json.decode(data, type=Pieces)
     except msgspec.ValidationError as error:
-        raise InvalidRequest("the body must be a JSON object") from error
+        raise InvalidRequest("The body must be a JSON object.") from error
     except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+        raise InvalidRequest(f"The body is not valid JSON: {error}") from error
     names = getattr(model, "known_fields", model.model_fields)
     known = {name: memoryview(raw) for name, raw in fields.items() if name in names}
     parsed = validated({name: _value(name, raw, max_model_len, max_ids) for name, raw in known.items()}, model)
@@ -432,4 +432,4 @@ def _object(raw: memoryview) -> object:
     try:
         return orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+        raise InvalidRequest(f"The body is not valid JSON: {error}") from error

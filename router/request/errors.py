@@ -190,7 +190,7 @@ def loggable(error: RequestError) -> str:
 
 def as_request_error(error: Exception) -> RequestError:
     """Return the error, or an InternalError without details if it is unexpected."""
-    return error if isinstance(error, RequestError) else InternalError("the server failed to handle this request")
+    return error if isinstance(error, RequestError) else InternalError("The server failed to handle this request.")
 
 
 def invalid_field(error: ValidationError, body: object) -> InvalidRequest:
@@ -209,7 +209,7 @@ def invalid_field(error: ValidationError, body: object) -> InvalidRequest:
         return Unsupported(f"{param}: {found[path][0]}", param=param)
     what = ", or ".join(dict.fromkeys(found[path]))
     if not path:
-        return InvalidRequest(f"the body: {what}")
+        return InvalidRequest(f"The body: {what}")
     return InvalidField(f"{param}: {what}", _got(values[path], what), param=param)
 
 

@@ -1,4 +1,4 @@
-from router.siblings.part import LOCK, NOT_MINE, OWNER, AgreedFile, RouterPart
+from router.siblings.part import LOCK, NOT_OWNED, OWNER, AgreedFile, RouterPart
 from router.siblings.siblings import Siblings
 from router.siblings.usage import KeyUsage, SharedUsage, UsedUp
 
@@ -6,7 +6,7 @@ __all__ = [
     "AgreedFile",
     "KeyUsage",
     "LOCK",
-    "NOT_MINE",
+    "NOT_OWNED",
     "OWNER",
     "RouterPart",
     "SharedUsage",

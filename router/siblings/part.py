@@ -15,7 +15,7 @@ from pathlib import Path
 
 from common.config import RouterConfig
 
-NOT_MINE = HTTPStatus.MISDIRECTED_REQUEST
+NOT_OWNED = HTTPStatus.MISDIRECTED_REQUEST
 """Status with which a process responds to another one if it does not own the requested object."""
 OWNER = "x-owner"
 """Header with the name of the API key on whose behalf another process asks."""

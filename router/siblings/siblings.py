@@ -10,7 +10,7 @@ from http import HTTPStatus
 import httpx
 
 from router.siblings.ledger import MetricsLedger
-from router.siblings.part import NOT_MINE, OWNER, RouterPart
+from router.siblings.part import NOT_OWNED, OWNER, RouterPart
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Siblings:
                     "router process %d does not respond", index, extra={"sibling": index, "why": _reason(error)}
                 )
                 continue
-            if answer.status_code != NOT_MINE:
+            if answer.status_code != NOT_OWNED:
                 return answer
             await answer.aclose()
         return None

@@ -14,7 +14,7 @@ from router.stored.records import (
     QUEUED,
     RUNNING,
     VALIDATING,
-    BatchNews,
+    BatchChanges,
     BatchProblem,
     BatchUsage,
     LineResult,
@@ -28,7 +28,7 @@ from router.stored.responses import ResponseStore
 
 __all__ = [
     "BATCH_INPUT",
-    "BatchNews",
+    "BatchChanges",
     "BatchProblem",
     "BatchUsage",
     "CANCELLED",

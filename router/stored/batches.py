@@ -29,7 +29,7 @@ from router.stored.records import (
     UNFINISHED,
     VALIDATING,
     WRITING,
-    BatchNews,
+    BatchChanges,
     BatchProblem,
     BatchUsage,
     LineResult,
@@ -54,7 +54,7 @@ class RoomCheck(Protocol):
 
 
 class BatchStore:
-    """Batches in the database of files. `on_news` is called with `BatchNews` on the store's thread.
+    """Batches in the database of files. `on_news` is called with `BatchChanges` on the store's thread.
 
     `max_claimed` is the maximum number of batches that this router processes, initially 0.
     """
@@ -73,7 +73,7 @@ class BatchStore:
         self._router = uuid.uuid4().hex
         self._own_ids: set[str] = set()  # copied by the store's thread before iteration
         self.max_claimed = 0
-        self.on_news: Callable[[BatchNews], None] = lambda news: None
+        self.on_news: Callable[[BatchChanges], None] = lambda news: None
 
     # ------------------------------------------------------------ operations of clients
 
@@ -250,11 +250,11 @@ class BatchStore:
 
     async def look(self) -> None:
         """Run maintenance now, to claim batches. Raises StoreFailed."""
-        await self._database.run(self.look_around)
+        await self._database.run(self.maintain)
 
     # ------------------------------------------------------------ inside a transaction
 
-    def look_around(self, connection: sqlite3.Connection) -> None:
+    def maintain(self, connection: sqlite3.Connection) -> None:
         """Renew leases, claim batches whose lease has expired, and delete expired batches."""
         now = self.clock.now()
         lost = set()
@@ -274,7 +274,7 @@ class BatchStore:
             "AND created_at <= ? LIMIT ?)",
             (*UNFINISHED, self.clock.earliest(AGES_S) - self._max_age_s, MAX_DELETED),
         )
-        self.on_news(BatchNews(claimed, [name for (name,) in asked], [*lost]))
+        self.on_news(BatchChanges(claimed, [name for (name,) in asked], [*lost]))
 
     def _claim(self, connection: sqlite3.Connection, now: float) -> list[StoredBatch]:
         rows = connection.execute(

@@ -99,7 +99,7 @@ class FileStore:
         self.path, self.max_age_s = path, max_age_s
         self._max_bytes, self._max_entries, self._clock = max_bytes, max_entries, clock
         self.size = StoreSize()
-        self._database = Database(path, FILES, on_failure, self._look_around, chore_s)
+        self._database = Database(path, FILES, on_failure, self._maintain, chore_s)
         self.batches = BatchStore(
             self._database, self.check_room, max_entries=max_entries, max_age_s=max_age_s, clock=clock
         )
@@ -286,10 +286,10 @@ class FileStore:
                 self._clock.observe(latest)
             self._has_begun = True
 
-    def _look_around(self, connection: sqlite3.Connection) -> None:
+    def _maintain(self, connection: sqlite3.Connection) -> None:
         """Maintain batches, delete expired files, and return space to the file system."""
         self._begin(connection)
-        self.batches.look_around(connection)
+        self.batches.maintain(connection)
         marks = ", ".join("?" * len(UNFINISHED))
         used = " UNION ".join(
             f"SELECT {column} FROM batches WHERE status IN ({marks})"

@@ -158,7 +158,7 @@ class LineResult:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchNews:
+class BatchChanges:
     """Changes found during maintenance: batches claimed from expired leases, and own batches cancelled or lost."""
 
     claimed: Sequence[StoredBatch] = ()

@@ -89,7 +89,7 @@ class ResponseStore:
         self.on_cancel: Callable[[Sequence[str]], None] = lambda ids: None
         self.size = StoreSize()
         self._has_begun = False
-        self._database = Database(path, RESPONSES, on_failure, self._look_around, chore_s)
+        self._database = Database(path, RESPONSES, on_failure, self._maintain, chore_s)
         self._database.submit(self._begin)
 
     def close(self) -> None:
@@ -267,7 +267,7 @@ class ResponseStore:
                 self._clock.observe(latest)
             self._has_begun = True
 
-    def _look_around(self, connection: sqlite3.Connection) -> None:
+    def _maintain(self, connection: sqlite3.Connection) -> None:
         """Renew leases, collect cancellation requests, and delete expired responses."""
         self._begin(connection)
         lease_until = self._clock.now() + LEASE_S

@@ -32,7 +32,7 @@ def chat_prompt(
     `dialect` is detected from the template if it is None.
     """
     if not messages:
-        raise InvalidRequest("messages is empty: send at least one message", param="messages")
+        raise InvalidRequest("messages: must contain at least one message", param="messages")
     plain = template_messages(messages, has_developer="developer" in (template.source or ""))
     tools = [function.as_tool() for function in functions] or None
     dialect = dialect or dialect_of(template)
@@ -46,7 +46,7 @@ def chat_prompt(
         return template.render(plain, tools=tools, add_generation_prompt=add_generation_prompt, extra=extra)
     if add_generation_prompt:
         raise InvalidRequest(
-            "continue_final_message and add_generation_prompt are mutually exclusive: set one of them to false",
+            "continue_final_message: must not be combined with add_generation_prompt; set one of them to false",
             param="continue_final_message",
         )
     return _open_ended(template, plain, tools, extra)
@@ -88,5 +88,5 @@ def _open_ended(
     marked = [*messages[:-1], {**messages[-1], "content": content}]
     text, mark, _ = template.render(marked, tools=tools, add_generation_prompt=False, extra=extra).rpartition(OPEN_END)
     if not mark:
-        raise InvalidRequest("the chat template omits the last message, so it cannot be continued", param="messages")
+        raise InvalidRequest("The chat template omits the last message, so it cannot be continued.", param="messages")
     return text

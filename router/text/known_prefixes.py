@@ -69,7 +69,7 @@ class _End:
     digest: bytes
 
 
-class KnownPrefixes:
+class PromptTokenCache:
     """Cache of prompt tokens for one tokenizer. Thread-safe.
 
     `texts` contain the control tokens that prompts may have: the source of the chat template. Above `max_bytes`, the
@@ -80,7 +80,7 @@ class KnownPrefixes:
         self._tokenizer, self._max_bytes = tokenizer, max_bytes
         marks = {name: token for name, token in tokenizer.cutting_tokens().items() if name in texts}
         self._marks = {name.encode(): token for name, token in marks.items()}
-        self._heads = KnownHeads(tokenizer, marks) if marks else None
+        self._heads = PromptHeadCache(tokenizer, marks) if marks else None
         self._segments: OrderedDict[bytes, _Segment] = OrderedDict()
         self._num_bytes = 0
         self._lock = threading.Lock()
@@ -176,7 +176,7 @@ def _ends(data: bytes, marks: Sequence[_Mark], salt: str) -> list[_End]:
     return ends
 
 
-class KnownHeads:
+class PromptHeadCache:
     """Cache of the tokens of prompt heads. Thread-safe. `marks` are the control tokens that split texts, by name."""
 
     def __init__(self, tokenizer: Tokenizer, marks: Mapping[str, int]) -> None:

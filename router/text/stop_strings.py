@@ -110,9 +110,9 @@ def _link(parent: _Node, char: str, child: _Node) -> _Node:
 
 def _check(stops: tuple[str, ...]) -> None:
     if not all(stops):
-        raise InvalidRequest("empty stop string: remove it from stop", param="stop")
+        raise InvalidRequest("Empty stop string: remove it from stop.", param="stop")
     total = sum(map(len, stops))
     if total > MAX_STOP_CHARS:
         raise InvalidRequest(
-            f"the stop strings have {total:,} characters in total; the maximum is {MAX_STOP_CHARS:,}", param="stop"
+            f"The stop strings have {total:,} characters in total; the maximum is {MAX_STOP_CHARS:,}", param="stop"
         )

@@ -15,7 +15,7 @@ from router.text.calls import Dialect, Function
 from router.text.chat_prompt import chat_prompt
 from router.text.detokenizer import TokenText, token_table
 from router.text.grammar_writer import PROGRAM, Demand, grammar_of, text_of
-from router.text.known_prefixes import KnownPrefixes
+from router.text.known_prefixes import PromptTokenCache
 from router.text.text_threads import HUGE_TEXT, MAX_PENDING, SHORT_TEXT, TextThreads
 from router.text.token_floor import TokenFloor, token_floor
 
@@ -58,7 +58,7 @@ class TextPipeline:
         self._floor, self.grammars = floor or TokenFloor(), grammars
         self._may_exceed = tokenizer.highest_id >= self.vocab_size
         self._table = token_table(tokenizer)
-        self._prefixes = KnownPrefixes(tokenizer, f"{self.template.source or ''}{eos_token}")
+        self._prefixes = PromptTokenCache(tokenizer, f"{self.template.source or ''}{eos_token}")
         self._threads = threads if isinstance(threads, TextThreads) else TextThreads(threads, max_pending)
 
     @classmethod
@@ -236,7 +236,7 @@ class TextPipeline:
             return
         bad = next(token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size)
         raise InvalidRequest(
-            f"token id {bad} is not in the vocabulary: must be 0 to {self.vocab_size - 1}", param=param
+            f"Token id {bad} is not in the vocabulary: must be 0 to {self.vocab_size - 1}", param=param
         )
 
     def close(self) -> None:

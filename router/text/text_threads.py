@@ -48,7 +48,7 @@ class TextThreads:
         """Run a job on `size` characters or tokens, directly or in a thread. Raises Unavailable."""
         if self._pending >= self._max_pending:
             raise Unavailable(
-                f"the tokenization queue is full: {self._pending:,} of {self._max_pending:,} texts",
+                f"The tokenization queue is full: {self._pending:,} of {self._max_pending:,} texts.",
                 retry_after_s=RETRY_AFTER_S,
             )
         if size <= TINY_TEXT and not self._closed:
@@ -61,7 +61,7 @@ class TextThreads:
             pool = self._short if size <= SHORT_TEXT else self._long if size <= HUGE_TEXT else self._huge
             future = pool.submit(job)
         except RuntimeError as error:  # the pool is shut down
-            raise Unavailable("the router is shutting down", retry_after_s=RETRY_AFTER_S) from error
+            raise Unavailable("The router is shutting down.", retry_after_s=RETRY_AFTER_S) from error
         with self._lock:
             self._pending += 1
         future.add_done_callback(self._done)  # called in the job's thread: an abandoned job counts until it ends

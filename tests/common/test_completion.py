@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from router.cli.completion import SHELLS, main, parser_of
-from router.cli.main import COMMANDS
+from router.cli.completion import SHELLS, main
+from router.cli.main import COMMANDS, parser_of
 
 
 def completions(line: str, folder: Path) -> list[str]:

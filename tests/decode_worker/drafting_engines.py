@@ -19,7 +19,7 @@ from common.engine.models.load import load_model
 from common.engine.run.runner import ModelRunner
 from common.engine.run.step_launchers import StepThread
 from common.engine.sampling.sampler import Sampler
-from common.engine.sequences.hidden_states import HiddenPlaces
+from common.engine.sequences.hidden_states import HiddenStateSlots
 from common.model_files.resolve import resolve_model
 from common.wire.sampling_params import BadWord, ThinkingBudget
 from decode_worker import speculation
@@ -122,7 +122,7 @@ class Headed:
 
 def head_drafter_of(headed: Headed, runner: ModelRunner, sampler: Sampler) -> HeadDrafter:
     """Whose own steps seem to cost nothing."""
-    drafter = HeadDrafter(runner, headed.together, sampler, HiddenPlaces(headed.together.num_places))
+    drafter = HeadDrafter(runner, headed.together, sampler, HiddenStateSlots(headed.together.num_places))
     drafter.costs.seconds = lambda num_rows: 0.0  # type: ignore[method-assign]
     return drafter
 

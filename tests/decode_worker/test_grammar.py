@@ -161,7 +161,7 @@ def test_a_grammar_that_nobody_finds_time_for_moves_its_request(
 ) -> None:
     rig = make_engine(grammars=True, launcher=launcher)
     Compiler(rig.grammars)
-    monkeypatch.setattr("common.engine.sequences.awaited_grammars.GRAMMAR_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("common.engine.sequences.pending_grammars.GRAMMAR_TIMEOUT_S", 0.05)
     rig.ask(prompt(40), grammar=SLOW)
     rig.until(lambda: rig.is_clean)
     (failed,) = rig.failures()

@@ -42,7 +42,7 @@ def readiness(stack: Stack) -> tuple[int, str]:
 
 def is_ending(stack: Stack) -> bool:
     status, text = readiness(stack)
-    return status == 503 and "this router is shutting down" in text
+    return status == 503 and "This router is shutting down" in text
 
 
 def runs_some(worker: StackProcess) -> bool:
@@ -95,7 +95,7 @@ def test_a_request_whose_time_is_over_names_its_phase(system_of: Any, phase: str
             stack.restart(decode)
     assert (
         status == 504
-        and error["message"] == f"the request exceeded its deadline of {REQUEST_TIMEOUT_S:g} s in its {phase} phase"
+        and error["message"] == f"The request exceeded its deadline of {REQUEST_TIMEOUT_S:g} s in its {phase} phase."
     )
     assert stream_error == error
     assert stream_status == (200 if phase in ("transfer", "decode") else 504)  # begun, or not
@@ -259,7 +259,7 @@ def test_a_client_that_does_not_read_is_left(system_of: Any) -> None:
         wait_until(lambda: not any(owned(stack).values()), "the workers are rid of it", PATIENCE_S)
         with httpx.Client(base_url=stack.url, timeout=PATIENCE_S, trust_env=False) as other:
             complete(other, prompt="x", max_tokens=5)  # nobody else waits for that
-        said = "the client did not read its answer in time"
+        said = "The client did not read its answer in time."
         wait_until(lambda: said in stack.router.log.read_text(), "the router gave up", PATIENCE_S)
         received = bytearray()
         with contextlib.suppress(ConnectionResetError):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from common.engine.adapters.bank import AdapterBank
-from common.engine.adapters.places import AdapterPlaces
+from common.engine.adapters.slots import AdapterSlots
 from common.engine.models.load import load_model
 from common.model_files.resolve import resolve_model
 
@@ -246,7 +246,7 @@ class QuantisedBase:
             oracles = {"base": Oracle(transformers_model(self.dense)), "a": Oracle(transformers_model(merged))}
             return {name: [oracle.greedy(prompt, NUM_TOKENS) for prompt in prompts] for name, oracle in oracles.items()}
         model = load_model(resolve_model(str(self.folder)), quantization=quantization)
-        place = AdapterBank(AdapterPlaces(model, max_loras=1, max_rank=8)).load("a", str(self.adapter)).place
+        place = AdapterBank(AdapterSlots(model, max_loras=1, max_rank=8)).load("a", str(self.adapter)).place
         with torch.inference_mode():
             return {
                 name: [AdaptedPool(model).greedy_with(at, prompt, NUM_TOKENS, chunk=512) for prompt in prompts]

@@ -45,4 +45,4 @@ def test_a_missing_key_is_said_and_not_waited_for(key: str, said: str) -> None:
         thread.join()
         server.server_close()
     assert done.returncode == 1
-    assert done.stderr.strip() == f"the router answered 401: it asks for an API key, and {said}"
+    assert done.stderr.strip() == f"the router answered 401: it requires an API key, and {said}"

@@ -176,7 +176,7 @@ def test_the_largest_price_stays_a_whole_number(helm4: Path) -> None:
 @pytest.mark.parametrize("shared", (pytest.param(True, marks=pytest.mark.slow), False), ids=("shared", "own"))
 def test_a_price_that_is_said_twice_is_refused(helm4: Path, shared: bool) -> None:
     over = two_models(decode=scaled(price=3), router={"settings": {"price_decode": 2}})
-    said = "settings.price_decode and autoscaling.price of the decode pool both say what a pod of model a costs"
+    said = "settings.price_decode and autoscaling.price of the decode pool both set the price of a pod of model a"
     router = "the shared router" if shared else "router of model a"
-    with pytest.raises(Refused, match=f"{router}: {said}: take the latter"):
+    with pytest.raises(Refused, match=f"{router}: {said}: use the latter"):
         render(helm4, over=over | {"sharedRouter": {"enabled": shared}})

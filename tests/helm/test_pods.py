@@ -154,7 +154,7 @@ def test_places_are_typed(helm4: Path) -> None:
 def test_a_worker_asks_for_one_device_or_none(helm4: Path) -> None:
     """Eight GPUs for a worker that computes on one would leave seven idle."""
     eight = {"replicas": 2, "accelerator": {"vendor": "nvidia", "count": 8}}
-    with pytest.raises(Refused, match="count is 8, .* take count 1, and replicas 16 or tensorParallelSize 8"):
+    with pytest.raises(Refused, match="count is 8, .* set count 1, and replicas 16 or tensorParallelSize 8"):
         render(helm4, over={"decode": {"pools": {"default": eight}}})
     claimed = {"accelerator": {"vendor": "nvidia", "count": 0}}
     rendered = render(helm4, over={"decode": {"pools": {"default": claimed}}})
@@ -181,7 +181,7 @@ def test_a_worker_of_several_ranks_asks_for_as_many_devices(helm4: Path) -> None
     ),
 )
 def test_a_budget_that_lets_no_pod_go_is_refused(helm4: Path, role: str, part: dict[str, Any]) -> None:
-    with pytest.raises(Refused, match="lets none be evicted, so no node with one of them could ever be drained"):
+    with pytest.raises(Refused, match="allows no eviction, so no node with one of them could ever be drained"):
         render(helm4, over={role: part})
 
 

@@ -27,11 +27,11 @@ READY_TIMEOUT_S = 60.0
 # Panels of what does not happen in a healthy system: they may show nothing.
 RARE = {
     "overview: Moves to another worker",
-    "overview: Given up",
+    "overview: Failed requests",
     # Without --planner there are none.
     "overview: Workers planned",
     "overview: Requests offered",
-    "overview: Tails, predicted and measured",
+    "overview: Tail latency, predicted and measured",
     "transfer: Failed",
     "transfer: Streams handed over",
 }

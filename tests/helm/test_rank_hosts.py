@@ -224,7 +224,7 @@ def test_what_scales_names_the_set(helm4: Path) -> None:
 
 
 def test_what_cannot_be_spread_is_refused(helm4: Path) -> None:
-    wanted = "tensorParallelSize 4 does not divide among rankHosts 3, of which each has as many ranks: take 1, 2, 4"
+    wanted = "4 is not divisible by rankHosts 3, but each host runs the same number of ranks: use 1, 2, 4"
     with pytest.raises(Refused, match=wanted):
         spread(helm4, rankHosts=3)
     with pytest.raises(Refused, match="decode pool default with rankHosts 2 needs the API leaderworkerset.x-k8s.io/v1"):

@@ -48,7 +48,7 @@ def test_an_operator_may_publish_others(helm4: Path) -> None:
 
 def test_two_models_at_one_address_are_refused(helm4: Path) -> None:
     hosts = [{"host": "a", "model": "one"}, {"host": "a", "model": "two"}]
-    with pytest.raises(Refused, match="ingress.hosts leads a/v1 to two models, .*sharedRouter.enabled"):
+    with pytest.raises(Refused, match="ingress.hosts routes a/v1 to two models, .*sharedRouter.enabled"):
         render(helm4, over=TWO_MODELS | {"ingress": {"enabled": True, "hosts": hosts}})
     apart = [hosts[0], hosts[1] | {"path": "/two"}]
     assert render(helm4, over=TWO_MODELS | {"ingress": {"enabled": True, "hosts": apart}}).of("Ingress")

@@ -181,16 +181,16 @@ PLANNED = {"autoscaling": {"type": "planner"}}
 @pytest.mark.parametrize(
     ("over", "message"),
     (
-        (values(model("a", router={"replicas": 2})), "model a: router is for a router of its own"),
+        (values(model("a", router={"replicas": 2})), "model a: router configures the model's own router"),
         (values(model("a", fallbacks=["c"])), 'fallbacks of model a names the model "c", but models has a'),
         (values(model("a"), splits=({"name": "s", "weights": {"c": 1}},)), 'split s names the model "c"'),
         (values(model("a"), splits=({"name": "s", "weights": {"a": 0}},)), "split s: at least one of weights"),
-        (values(model("a"), splits=({"name": "a", "weights": {"a": 1}},)), "split a: the name is given twice"),
-        (values(model("a"), model("b", aliases=["a"])), "model b: the name a is given twice"),
+        (values(model("a"), splits=({"name": "a", "weights": {"a": 1}},)), "split a: the name is used twice"),
+        (values(model("a"), model("b", aliases=["a"])), "model b: the name a is used twice"),
         (values(model("a", servedName="a b")), 'servedName "a b" needs up to 256 printable ASCII characters'),
         (
             values(model("a", source=PVC), model("b", source=PVC)),
-            "model b: another one is called snapshot, too, by its id or folder",
+            "model b: another model is also named snapshot, by its id or folder",
         ),
         (
             values(model("a"), model("b"), prefill={"pools": {"default": None, "a": PLANNED}}),
@@ -223,7 +223,7 @@ def test_notes_name_the_models(helm4: Path, tmp_path: Path) -> None:
     given = values(model("a"), model("b", servedName="org/b"), splits=(split,))
     file.write_text(json.dumps(given))
     notes = notes_of(helm4, tmp_path, "-f", str(file), models=True)
-    assert "Models a, org/b, by the field `model`; splits chat. Wait until the router answers" in notes
+    assert "Models a, org/b, by the field `model`; splits chat. Wait until the router is ready" in notes
     assert f"port-forward service/{NAME}" in notes and '-d \'{"model": "a"' in notes
 
 

@@ -104,8 +104,8 @@ def test_no_service_leads_to_the_job(helm4: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "said"),
     (
-        ({"cacheClaim": "mine"}, "models.qwen.source has cacheClaim mine, .* and cacheVolume.*: take one"),
-        ({"cacheVolume": None}, r"models.qwen.source.prefetch needs a volume for all pods: cacheVolume\.size"),
+        ({"cacheClaim": "mine"}, "models.qwen.source has both cacheClaim mine, .* and cacheVolume.*: use one"),
+        ({"cacheVolume": None}, r"models.qwen.source.prefetch needs a volume for all pods: set cacheVolume\.size"),
         ({"cacheVolume": {"size": "many"}}, "does not match pattern"),
         ({"cacheVolume": {"size": "1Gi", "accessMode": "ReadOnlyMany"}}, "must be one of|value must be one of"),
     ),

@@ -41,7 +41,7 @@ def test_only_routers_may_reach_the_hub_then(helm4: Path) -> None:
 
 
 def test_a_shared_router_needs_the_name_that_workers_say(helm4: Path) -> None:
-    with pytest.raises(Refused, match="model m: its tokenizer is called meta/llama and its source llama"):
+    with pytest.raises(Refused, match="model m: its tokenizer is named meta/llama and its source llama"):
         render(helm4, over={"models": {"m": LARGE}, "sharedRouter": {"enabled": True}})
     same = LARGE | {"tokenizer": {"claimName": "tokenizers", "path": "small/llama"}}
     rendered = render(helm4, over={"models": {"m": same}, "sharedRouter": {"enabled": True}})

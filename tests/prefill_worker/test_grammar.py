@@ -50,7 +50,7 @@ def test_prompts_go_on_while_a_grammar_is_compiled(
     make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that takes longer than anything may: it owns no blocks, and other prompts and grammars do not wait for it."""
-    for bound in ("sequences.awaited_grammars.GRAMMAR_TIMEOUT_S", "grammar.compiler.WALL_S"):
+    for bound in ("sequences.pending_grammars.GRAMMAR_TIMEOUT_S", "grammar.compiler.WALL_S"):
         monkeypatch.setattr(f"common.{bound}", 120.0)  # a busy machine takes long to find it too complex
     rig = make_engine(grammars=True)
     compiler = Compiler(rig.grammars)
@@ -80,7 +80,7 @@ def test_what_waits_for_its_grammar_can_be_aborted_or_be_too_late(
     rig.turn(2)
     rig.tell(AbortRequest(request_id="aborted", attempt=0))
     rig.until(lambda: len(rig.engine.scheduler.unready) == 1)
-    monkeypatch.setattr("common.engine.sequences.awaited_grammars.GRAMMAR_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("common.engine.sequences.pending_grammars.GRAMMAR_TIMEOUT_S", 0.05)
     rig.until(lambda: rig.is_clean)
     (failed,) = rig.failures("late")
     assert failed.phase == "grammar" and failed.retryable and not rig.failures("aborted")

@@ -37,7 +37,7 @@ from common.engine.transfer.frames import blocks_in_queues, blocks_per_message
 from common.engine.transfer.receiver import KVListener, KVReceiver
 from common.engine.transfer.transports.cuda_ipc import DeviceBlocks, DeviceReads, ImportedMemory
 from common.engine.transfer.transports.interface import DeviceCopySource, IncomingEnd, OutgoingEnd
-from common.engine.transfer.transports.shm import ReachedPlaces, SharedBlocks, SharedReads
+from common.engine.transfer.transports.shm import RingSlotSource, SharedBlocks, SharedReads
 from common.engine.transfer.transports.tcp import Frames
 
 END_S = 90.0
@@ -55,7 +55,7 @@ class LandingBlocks:
         events = Events()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         transports: list[IncomingEnd[Any]] = [
-            SharedReads(lambda memory: _Shifted(ReachedPlaces(incoming, memory), first))
+            SharedReads(lambda memory: _Shifted(RingSlotSource(incoming, memory), first))
         ]
         if exports:
             transports.append(_ShiftedReads(kv, first))

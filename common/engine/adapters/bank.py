@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from common.engine.adapters.places import AdapterPlaces
+from common.engine.adapters.slots import AdapterSlots
 from common.errors import ModelError
 from kernels import NO_ADAPTER
 
@@ -37,7 +37,7 @@ class AdapterBank:
     no sequence uses. A retired adapter that is loaded again before it is freed is kept.
     """
 
-    def __init__(self, places: AdapterPlaces) -> None:
+    def __init__(self, places: AdapterSlots) -> None:
         self.max_loras = places.max_loras
         self._places = places
         self._lock = threading.Lock()  # protects the tables below; `_loading` serialises writes to slots

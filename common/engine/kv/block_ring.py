@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from common.engine.kv.copy_stream import NotRegistered
+from common.engine.kv.copy_stream import RegistrationError
 from common.engine.kv.shared_memory import KVMemory, SharedMemory, SharedMemoryError
 from common.engine.kv.staging import StagedOutgoing
 from common.errors import BlockError
@@ -53,7 +53,7 @@ class BlockRing:
             self._flat = torch.frombuffer(self._memory.pages, dtype=torch.uint8, count=num_bytes)
         try:
             blocks.stream.register(self._flat)
-        except NotRegistered as error:
+        except RegistrationError as error:
             raise SharedMemoryError(str(error)) from error
         self._places = list(self._flat.view(num_slots, self.block_bytes))
         self._free = deque(range(num_slots))  # least recently freed first, which gives a slow reader the most time

@@ -17,7 +17,7 @@ READ_ONLY = 8
 """cudaHostRegisterReadOnly: the device only reads the memory."""
 
 
-class NotRegistered(DiptychError):
+class RegistrationError(DiptychError):
     """The device cannot access host memory directly. The message gives the reason."""
 
 
@@ -93,13 +93,13 @@ class CopyStream:
     def register(self, memory: Tensor, *, read_only: bool = False) -> None:
         """Give the device access to `memory`, uint8 [n] in whole pages mapped by this process, until `unregister`.
 
-        Set `read_only` if the pages are mapped read-only. Raises NotRegistered.
+        Set `read_only` if the pages are mapped read-only. Raises RegistrationError.
         """
         if self._stream is not None:
             flags = READ_ONLY if read_only else 0
             code = self._call("cudaHostRegister", memory.data_ptr(), len(memory), flags)
             if code:
-                raise NotRegistered(f"CUDA cannot register {len(memory):,} bytes: {torch.cuda.CudaError(code)}")
+                raise RegistrationError(f"CUDA cannot register {len(memory):,} bytes: {torch.cuda.CudaError(code)}")
             self._registered[memory.data_ptr()] = pinned().add(len(memory))
 
     def unregister(self, memory: Tensor) -> None:

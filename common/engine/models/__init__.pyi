@@ -1,4 +1,4 @@
-from common.engine.models.batch import NO_PLACE, ROW_BEFORE, ForwardBatch, HiddenRows, SequenceChunk, check_chunk
+from common.engine.models.batch import NO_SLOT, ROW_BEFORE, ForwardBatch, HiddenRows, SequenceChunk, check_chunk
 from common.engine.models.decoder import Decoder
 from common.engine.models.load import (
     DECODERS,
@@ -29,7 +29,7 @@ __all__ = [
     "LayerSites",
     "MLP",
     "MixtureOfExperts",
-    "NO_PLACE",
+    "NO_SLOT",
     "ROW_BEFORE",
     "SequenceChunk",
     "SharedExpert",

@@ -18,7 +18,7 @@ from kernels import NO_ADAPTER, AttentionPlan, QuerySpan, plan_attention, to_dev
 if TYPE_CHECKING:
     from common.wire import SamplingParams
 
-NO_PLACE, ROW_BEFORE = -1, -2
+NO_SLOT, ROW_BEFORE = -1, -2
 """Special indices of a hidden state: none, or the state that the preceding row produces in the same step."""
 
 
@@ -41,15 +41,15 @@ class SequenceChunk(NamedTuple):
     all_logits: bool = False
     adapter: int = NO_ADAPTER
     params: SamplingParams | None = None
-    before: int = NO_PLACE
-    kept: int = NO_PLACE
+    before: int = NO_SLOT
+    kept: int = NO_SLOT
 
 
 @dataclass(frozen=True, slots=True)
 class HiddenRows:
     """Hidden-state slots per row of a step, int64 [T]: the slot (or ROW_BEFORE) to read, and the slot to write.
 
-    NO_PLACE means zeros as input, and no output.
+    NO_SLOT means zeros as input, and no output.
     """
 
     before: Tensor
@@ -122,11 +122,11 @@ class ForwardBatch:
 def _hidden(chunks: Sequence[SequenceChunk], spans: Sequence[QuerySpan], num_tokens: int) -> dict[str, np.ndarray]:
     """Build the arrays of `HiddenRows`."""
     before = np.full(num_tokens, ROW_BEFORE, dtype=np.int64)
-    kept = np.full(num_tokens, NO_PLACE, dtype=np.int64)
+    kept = np.full(num_tokens, NO_SLOT, dtype=np.int64)
     for chunk, span in zip(chunks, spans, strict=True):
         before[span.row] = chunk.before
         kept[span.row + span.num_rows - 1] = chunk.kept
-    before[0] = max(before[0], NO_PLACE)  # there is no preceding row
+    before[0] = max(before[0], NO_SLOT)  # there is no preceding row
     return {"before": before, "kept": kept}
 
 

@@ -20,7 +20,7 @@ from common.engine.models.olmo import Olmo
 from common.engine.models.tensor_reader import StoredWeights, WeightSource
 from common.engine.models.weights import Assembler
 from common.engine.weights import GGUFWeights, QuantisedSafetensors, SafetensorsWeights
-from common.engine.weights.formats import KVForm, read_weight_format
+from common.engine.weights.formats import KVCacheFormat, read_weight_format
 from common.errors import ModelError
 from common.model_files import ModelConfig, Quantization, TensorFacts, from_gguf, from_hf
 from common.model_files.families import DecoderName
@@ -153,13 +153,13 @@ def open_model(files: ModelFiles) -> tuple[ModelConfig, StoredWeights]:
     return config, source
 
 
-def kv_form(files: ModelFiles, setting: str, dtype: str) -> KVForm:
-    """Resolve `--kv-cache-dtype` for a model of `dtype`. Raises ModelError like `load_model` and `KVForm.of`."""
+def kv_form(files: ModelFiles, setting: str, dtype: str) -> KVCacheFormat:
+    """Resolve `--kv-cache-dtype` for a model of `dtype`. Raises ModelError like `load_model` and `KVCacheFormat.of`."""
     config, source = open_model(files)
     described = None
     if files.format == "hf":
         described = files.config or files.weights[0].with_name("config.json")
-    return KVForm.of(setting, dtype, source, described, config.num_layers)
+    return KVCacheFormat.of(setting, dtype, source, described, config.num_layers)
 
 
 def torch_device(name: str) -> torch.device:

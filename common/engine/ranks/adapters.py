@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from common.engine.adapters import AdaptedModel, AdapterPlaces, AdapterWeights, shard_of
+from common.engine.adapters import AdaptedModel, AdapterSlots, AdapterWeights, shard_of
 from common.engine.ranks.channel import Channel
 from common.engine.ranks.processes import SEND_S, RankReport
 from common.errors import DiptychError, ModelError
@@ -35,7 +35,7 @@ class AdapterOrder(msgspec.Struct, frozen=True):
     digest: str
 
 
-class RankPlaces(AdapterPlaces):
+class RankPlaces(AdapterSlots):
     """Adapter slots of one rank's model. Adapters are validated against the whole model."""
 
     def __init__(self, model: AdaptedModel, whole: ModelConfig, shard: Shard, *, max_loras: int, max_rank: int) -> None:
@@ -68,9 +68,7 @@ class AllPlaces(RankPlaces):
             channel.send(order, SEND_S)
         num_bytes = super().fill(place, adapter, path)
         until, problems = time.monotonic() + LOAD_S, []
-        for rank, channel in enumerate(
-            self._channels, 1
-        ):  # read all reports, so that none is taken for the next order's
+        for rank, channel in enumerate(self._channels, 1):  # all, so that no report is taken for the next order's
             report = msgspec.json.decode(channel.receive(max(0.001, until - time.monotonic())), type=RankReport)
             if report.problem:
                 problems.append(f"rank {rank}: {report.problem}")

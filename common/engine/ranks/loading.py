@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from common.config import DecodeWorkerConfig, WorkerConfig
-from common.engine.adapters import AdapterPlaces
+from common.engine.adapters import AdapterSlots
 from common.engine.kv import KVCache, ShardedCache
 from common.engine.models import kv_form
 from common.engine.ranks.adapters import AllPlaces
@@ -46,7 +46,7 @@ from common.engine.run import (
     task_of,
     use_exact_sums,
 )
-from common.engine.weights.formats import KVForm
+from common.engine.weights.formats import KVCacheFormat
 from common.model_files import ModelConfig, ModelFiles, ServedTask
 from common.model_files.architecture import Shard
 from common.wire import in_url, listen
@@ -134,7 +134,7 @@ def plans(
     config: WorkerConfig,
     task: ServedTask,
     dtype: str,
-    kv: KVForm,
+    kv: KVCacheFormat,
     rendezvous: Rendezvous,
     need: MemoryNeed,
 ) -> list[RankPlan]:
@@ -207,7 +207,7 @@ def _load(
     whole: ModelConfig,
     ranks: Ranks,
     dtype: str,
-    form: KVForm,
+    form: KVCacheFormat,
     draft: DraftPlan | None,
 ) -> LoadedModel:
     others, size = ranks.processes, config.tensor_parallel_size
@@ -238,7 +238,7 @@ def _load(
             check_model_kernels(model, kv, samples=task.generates)
         return _ranked_runner(model, kv, config, ranks, whole.max_model_len)
 
-    def places(max_loras: int, max_rank: int) -> AdapterPlaces:
+    def places(max_loras: int, max_rank: int) -> AdapterSlots:
         return AllPlaces(model, whole, others.adapter_channels, max_loras=max_loras, max_rank=max_rank)
 
     def num_blocks(model: RunnableModel) -> int:

@@ -203,8 +203,7 @@ class RankProcesses:
         gone = [f"{host.control.peer} is gone" for host in self._hosts if host.control.is_cut()]
         gone += [why for rank in self._ranks if (why := rank.failure)]
         if gone:
-            # The reason of a rank is more specific than that of its host. A rank may exit because a collective timed
-            # out.
+            # A rank's reason is more specific than its host's. A rank may exit because a collective timed out.
             return self.with_silent_ranks(gone[-1])
         return str(self._broken) if self._broken is not None else self._silence(SILENT_S)
 

@@ -35,7 +35,7 @@ from common.engine.ranks.connection import dial
 from common.errors import ConfigError, RankLost
 from common.machine import ChildProcess
 from common.observe import setup_logging
-from common.wire import warn_of_readers
+from common.wire import warn_if_readable
 
 log = logging.getLogger("common.engine.ranks.rank_host")
 RETRY_S = 1.0
@@ -173,7 +173,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command. Returns 0 after SIGTERM, 1 if no worker accepted in time, 2 if the host was refused."""
     config = load(RankHostConfig, argv)
     setup_logging("rank-host", config.log_level, json=config.log_json)
-    warn_of_readers(config.curve_key)
+    warn_if_readable(config.curve_key)
     try:
         host = RankHost(config)
 

@@ -13,7 +13,7 @@ import torch
 
 from common.blocks import Window
 from common.config import USUAL_SEQS, DecodeWorkerConfig, PrefillWorkerConfig, WorkerConfig
-from common.engine.adapters import AdapterBank, AdapterPlaces
+from common.engine.adapters import AdapterBank, AdapterSlots
 from common.engine.kv import SMALL_DTYPES, KVCache, block_bytes, in_words
 from common.engine.models import Decoder, kv_form, load_model, load_score, open_model
 from common.engine.models.draft_heads import DraftingModel, load_drafting_model
@@ -26,7 +26,7 @@ from common.engine.run.recorded_steps import recorder_for
 from common.engine.run.runner import ModelRunner, RunnableModel
 from common.engine.run.warm_up import warm_up_runner
 from common.engine.run.worker_need import WeightForm, required_memory
-from common.engine.weights.formats import KVForm
+from common.engine.weights.formats import KVCacheFormat
 from common.errors import ConfigError, ModelError
 from common.machine import CoreShare
 from common.model_files import (
@@ -70,7 +70,7 @@ class ModelFactories:
 
     runner: Callable[[KVCache], ModelRunner] | None = None
     cache: Callable[[int], KVCache] | None = None
-    places: Callable[[int, int], AdapterPlaces] | None = None
+    places: Callable[[int, int], AdapterSlots] | None = None
     num_blocks: Callable[[RunnableModel], int] | None = None
 
 
@@ -177,7 +177,7 @@ class LoadedModel:
 
     @classmethod
     def _with_draft_head(
-        cls, files: ModelFiles, config: WorkerConfig, task: ServedTask, options: Mapping[str, str], form: KVForm
+        cls, files: ModelFiles, config: WorkerConfig, task: ServedTask, options: Mapping[str, str], form: KVCacheFormat
     ) -> LoadedModel:
         if not task.generates:
             raise ConfigError("draft_head", config.draft_head, f"empty for a model with --task {task.name}")
@@ -198,7 +198,7 @@ class LoadedModel:
         factories: ModelFactories = OWN,
         task: ServedTask = GENERATES,
         draft: DraftPlan | None = None,
-        form: KVForm | None = None,
+        form: KVCacheFormat | None = None,
     ) -> LoadedModel:
         """Load with `load`, which creates a model for the tokenizer and name of `files`. Raises the errors of `load`.
 
@@ -212,7 +212,7 @@ class LoadedModel:
         adapters = bank_of(model, config, factories.places)
         shape, dtype = model.config, str(model.dtype).removeprefix("torch.")
         reserve_step_copies(LargestSteps.of(config, samples=task.generates), shape, torch.device(config.torch_device))
-        form = form or KVForm(config.kv_cache_dtype if config.kv_cache_dtype in SMALL_DTYPES else dtype)
+        form = form or KVCacheFormat(config.kv_cache_dtype if config.kv_cache_dtype in SMALL_DTYPES else dtype)
         kv_dtype, scales = form.dtype, form.cut(shape.num_layers).scales
         check_wire(config, kv_dtype)
         if kv_dtype == "fp8":
@@ -336,7 +336,7 @@ def use_exact_sums() -> None:
 
 
 def bank_of(
-    model: RunnableModel, config: WorkerConfig, make_places: Callable[[int, int], AdapterPlaces] | None
+    model: RunnableModel, config: WorkerConfig, make_places: Callable[[int, int], AdapterSlots] | None
 ) -> AdapterBank | None:
     """Create slots for the configured adapters. Raises ConfigError if the model does not support adapters."""
     if not config.lora_places:
@@ -345,7 +345,7 @@ def bank_of(
         raise ConfigError("max_loras", config.lora_places, "0: this model does not support adapters")
     if make_places is not None:
         return AdapterBank(make_places(config.lora_places, config.max_lora_rank))
-    return AdapterBank(AdapterPlaces(model, max_loras=config.lora_places, max_rank=config.max_lora_rank))
+    return AdapterBank(AdapterSlots(model, max_loras=config.lora_places, max_rank=config.max_lora_rank))
 
 
 def runner_of(config: WorkerConfig) -> Callable[[RunnableModel, KVCache], ModelRunner]:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from common.engine.kv import KVCache
-from common.engine.models import NO_PLACE, ForwardBatch, HiddenRows, SequenceChunk
+from common.engine.models import NO_SLOT, ForwardBatch, HiddenRows, SequenceChunk
 from common.engine.run.runner import RunnableModel
 from common.engine.run.seats import NO_SEAT, SeatChanges
 from kernels import SamplingTensors, StepPlan, fill_rows, on_device, sample, step_plan, to_device
@@ -81,8 +81,7 @@ class GraphRecorder:
                     run()
             outside.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
-            # Only this thread's calls: NCCL queries CUDA about earlier collectives at the same time (pytorch 104487,
-            # 110665).
+            # Only this thread's calls: NCCL queries CUDA at the same time (pytorch 104487, 110665).
             recording = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
             # `outside` again, because a failed recording leaves its own stream current.
             with collection_paused(), torch.cuda.stream(outside), recording:
@@ -174,7 +173,7 @@ class HiddenInputs:
     """
 
     def __init__(self, most_rows: int, device: torch.device) -> None:
-        self._memory = torch.full((2 * most_rows,), NO_PLACE, dtype=torch.int64, device=device)
+        self._memory = torch.full((2 * most_rows,), NO_SLOT, dtype=torch.int64, device=device)
 
     def rows(self, size: int, count: int) -> HiddenRows:
         """Return the slots of the first `count` rows of a step of `size` rows."""
@@ -187,8 +186,8 @@ class HiddenInputs:
         def write(numbers: np.ndarray) -> None:
             rows = numbers.reshape(2, size)
             rows[:, : len(chunks)] = np.array([[chunk.before, chunk.kept] for chunk in chunks]).T
-            rows[0, 0] = max(rows[0, 0], NO_PLACE)  # the first row has no row before it
-            rows[:, len(chunks) :] = NO_PLACE
+            rows[0, 0] = max(rows[0, 0], NO_SLOT)  # the first row has no row before it
+            rows[:, len(chunks) :] = NO_SLOT
 
         fill_device(self._memory, 2 * size, write)
 

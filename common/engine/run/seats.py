@@ -50,9 +50,8 @@ class Seats:
     def __init__(self, layout: SeatLayout, config: ModelConfig, kv: KVCache) -> None:
         self.layout, self._config, self._kv = layout, config, kv
         self._window = Window(config.window, kv.block_size)
-        self._words: Numbers = np.zeros(
-            layout.num_words, dtype=np.int64
-        )  # contents of the device after all launched steps
+        # Contents of the device after all launched steps.
+        self._words: Numbers = np.zeros(layout.num_words, dtype=np.int64)
         self._words[: layout.num_seats] = NO_SEAT
         self._rows = self._words[: layout.num_seats]
         self._seats = self._words[layout.num_seats :].reshape(layout.num_seats, layout.seat_words)

@@ -132,8 +132,7 @@ class StepThread:
             token_ids, fed = batch.token_ids.numpy(), [token.token_id for token in before.read()]
             for row, source in enumerate(sources):
                 if source >= 0:
-                    # An id outside of the vocabulary marks logits that are not finite. The engine fails the request
-                    # later.
+                    # An id outside of the vocabulary marks logits that are not finite: the engine fails the request.
                     token_ids[row] = fed[source] if fed[source] < self._sampler.vocab_size else 0
         return self._runner.run(batch)
 

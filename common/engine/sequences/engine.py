@@ -14,8 +14,8 @@ from common.blocks import BlockHasher
 from common.engine.adapters import AdapterBank
 from common.engine.kv import BlockCounts
 from common.engine.kv.tiers import BlockRead, BlockTiers, ReadEnded
-from common.engine.sequences.awaited_grammars import AwaitedGrammars, MaskReady
-from common.engine.sequences.hidden_states import HiddenPlaces
+from common.engine.sequences.hidden_states import HiddenStateSlots
+from common.engine.sequences.pending_grammars import MaskReady, PendingGrammars
 from common.engine.sequences.reports import Reports
 from common.engine.sequences.restores import BlockRestorer
 from common.engine.sequences.scheduler import Scheduler
@@ -60,7 +60,7 @@ class EngineParts:
     tiers: BlockTiers | None = None
     adapters: AdapterBank | None = None
     peers: PeerCaches | None = None
-    hidden: HiddenPlaces | None = None
+    hidden: HiddenStateSlots | None = None
 
 
 NO_PARTS = EngineParts()
@@ -118,7 +118,7 @@ class RequestEngine(Engine, Generic[R, S]):
         self.scheduler: Scheduler[S] = scheduler
         self.metrics = metrics
         self._rules, self._max_waiting = rules, config.max_waiting
-        self._grammars = AwaitedGrammars(parts.grammars, self.notify, scheduler.constrain, self._fail)
+        self._grammars = PendingGrammars(parts.grammars, self.notify, scheduler.constrain, self._fail)
         self._rate, self._knob_log = StepRate(), KnobLog(metrics)
         self._in_step: Collection[S] = ()
         self._serials: Mapping[bytes, int] = {}  # replaced, never modified, because snapshots share it
@@ -170,6 +170,7 @@ class RequestEngine(Engine, Generic[R, S]):
         waiting = scheduler.waiting_shape
         num_adapters = len(self._adapters.held) if self._adapters is not None else 0
         running, here = (_users(each) if num_adapters else _users(()) for each in (scheduler.running, scheduler))
+        waiting_s = model.steps_s(waiting, scheduler.max_step_tokens, self._decode_rows) if waiting.num_tokens else 0.0
         return EngineStatus(
             num_running=len(scheduler.running),
             num_waiting=scheduler.num_waiting,
@@ -180,7 +181,7 @@ class RequestEngine(Engine, Generic[R, S]):
             step_time_s=self._rate.step_time_s,
             num_dropped_frames=self._num_dropped_frames,
             full_tokens_per_s=model.tokens_per_s(scheduler.most_step_tokens),
-            waiting_s=model.steps_s(waiting, scheduler.max_step_tokens, self._beside) if waiting.num_tokens else 0.0,
+            waiting_s=waiting_s,
             num_context_tokens=scheduler.num_context_tokens,
             step_model=model,
             serials=self._serials,
@@ -199,8 +200,8 @@ class RequestEngine(Engine, Generic[R, S]):
             self._knob_log.note(name, knob, now)
 
     @property
-    def _beside(self) -> StepShape:
-        """Work that steps compute in addition to prompts."""
+    def _decode_rows(self) -> StepShape:
+        """Decode rows that each step computes in addition to prompts."""
         return StepShape()
 
     def check_integrity(self) -> BlockCounts:

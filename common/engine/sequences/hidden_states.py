@@ -11,25 +11,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from common.engine.models import NO_PLACE
+from common.engine.models import NO_SLOT
 from common.engine.sequences.sequence import WorkerSequence
 
 if TYPE_CHECKING:
     from common.engine.models.draft_heads import DraftingModel
 
 
-class RowPlaces(NamedTuple):
+class RowSlots(NamedTuple):
     """Slots of a chunk: where to read the state before its first token, and to keep those of its last and drafts."""
 
     before: int
     kept: Sequence[int]
 
 
-NO_PLACES = RowPlaces(NO_PLACE, (NO_PLACE,))
+NO_SLOTS = RowSlots(NO_SLOT, (NO_SLOT,))
 """Value for a one-row chunk of a model without a draft head."""
 
 
-class HiddenPlaces:
+class HiddenStateSlots:
     """Slot allocator. Not thread-safe: use only from the engine thread.
 
     When all slots are in use, states are dropped, which only disables drafting for those tokens.
@@ -43,19 +43,19 @@ class HiddenPlaces:
         """Return the number of sequences that hold slots."""
         return len(self._held)
 
-    def take(self, sequence: WorkerSequence, start: int, num_tokens: int, num_drafts: int = 0) -> RowPlaces:
+    def take(self, sequence: WorkerSequence, start: int, num_tokens: int, num_drafts: int = 0) -> RowSlots:
         """Allocate slots for `num_tokens` tokens of a sequence from position `start`, plus `num_drafts` drafts."""
         held = self._held.pop(sequence, {})
-        before = held.get(start - 1, NO_PLACE)
+        before = held.get(start - 1, NO_SLOT)
         self._free += reversed(held.values())
         kept = [self._free.pop() for _ in range(min(1 + num_drafts, len(self._free)))]
         if kept:
             self._held[sequence] = dict(enumerate(kept, start + num_tokens - 1))
-        return RowPlaces(before, kept + [NO_PLACE] * (1 + num_drafts - len(kept)))
+        return RowSlots(before, kept + [NO_SLOT] * (1 + num_drafts - len(kept)))
 
     def at(self, sequence: WorkerSequence, position: int) -> int:
-        """Return the slot of the hidden state at `position` of the sequence, or NO_PLACE."""
-        return self._held.get(sequence, {}).get(position, NO_PLACE)
+        """Return the slot of the hidden state at `position` of the sequence, or NO_SLOT."""
+        return self._held.get(sequence, {}).get(position, NO_SLOT)
 
     def retain(self, is_here: Callable[[WorkerSequence], bool]) -> None:
         """Release the slots of sequences for which `is_here` returns False."""
@@ -63,6 +63,6 @@ class HiddenPlaces:
             self._free += self._held.pop(sequence).values()
 
 
-def hidden_places(model: DraftingModel | None) -> HiddenPlaces | None:
+def hidden_state_slots(model: DraftingModel | None) -> HiddenStateSlots | None:
     """Create the slots of a model; None for a model without a draft head."""
-    return None if model is None else HiddenPlaces(model.num_places)
+    return None if model is None else HiddenStateSlots(model.num_places)

@@ -90,13 +90,13 @@ class _Job(Generic[P]):
 
 
 def prompt_order(
-    prompts: Iterable[P], now: float, model: StepModel, budget: int, beside: StepShape = NOTHING
+    prompts: Iterable[P], now: float, model: StepModel, budget: int, decode_rows: StepShape = NOTHING
 ) -> PromptOrder[P]:
-    """Return the order of `prompts` at `now`, for steps of `budget` prompt tokens plus the work `beside`."""
+    """Return the order of `prompts` at `now`, for steps of `budget` prompt tokens with `decode_rows`."""
     by_age = sorted(prompts, key=lambda prompt: prompt.accepted_at)
     if len(by_age) < 2:  # the common case at low load
         return _with_elder(by_age, [prompt for prompt in by_age if not prompt.has_output], now)
-    seconds = _predictor(model, budget, beside)
+    seconds = _predictor(model, budget, decode_rows)
     jobs = [_Job.of(prompt, seconds(prompt)) for prompt in by_age]
     begun = [job for job in jobs if job.prompt.has_output]
     new = [job for job in jobs if not job.prompt.has_output]
@@ -123,10 +123,10 @@ def _by_slack(jobs: Sequence[_Job[P]], now: float, budget: int) -> list[_Job[P]]
     return [*_with_passing(on_time, now, budget), *sorted(rest, key=lambda job: job.length)]
 
 
-def _predictor(model: StepModel, budget: int, beside: StepShape) -> Callable[[OrderedPrompt], float]:
+def _predictor(model: StepModel, budget: int, decode_rows: StepShape) -> Callable[[OrderedPrompt], float]:
     if not model.knows_prompts:
         return lambda prompt: 0.0
-    return lambda prompt: model.steps_s(prompt.remaining_shape, budget, beside)
+    return lambda prompt: model.steps_s(prompt.remaining_shape, budget, decode_rows)
 
 
 def _on_time(jobs: Iterable[_Job[P]], now: float) -> tuple[list[_Job[P]], list[_Job[P]]]:

@@ -1,4 +1,4 @@
-"""BlockRestorer a prompt's blocks from tiers below the prefix cache, or from a peer, instead of computing them.
+"""Restores a prompt's blocks from tiers below the prefix cache, or from a peer, instead of computing them.
 
 A prompt that owns its blocks waits for a read only if the read is predicted to be faster than computing, and at most
 as long as computing would take. If the time is over, or a tier or peer fails, the prompt continues from what was read.

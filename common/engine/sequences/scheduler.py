@@ -194,7 +194,7 @@ class Scheduler(ABC, Generic[S]):
                 self.pool.publish(sequence.blocks[index], hashes[index])
             sequence.num_published = num_full
 
-    def _give_back_before(self, sequence: S, first: int) -> None:
+    def _release_before(self, sequence: S, first: int) -> None:
         """Release the blocks of a sequence before `first`, which are no longer needed. They must not be lent."""
         gone = sequence.blocks[sequence.num_gone : first]
         if gone:

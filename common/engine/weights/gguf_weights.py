@@ -72,10 +72,10 @@ class GGUFWeights:
         self._layer = LAYER | {experts.router: "ffn_gate_inp"} | norms
         self._expert = re.compile(rf"{re.escape(experts.module)}\.(\d+)\.(\w+)")
         self._expert_parts = dict(zip((*experts.gates, experts.down), EXPERT_PARTS, strict=True))
-        self._others = {
+        self._others = {  # names without GGUF's suffixes
             "self_attn.sinks": "attn_sinks.weight",
             f"{experts.correction or experts.router}.e_score_correction_bias": "exp_probs_b.bias",
-        }  # names without GGUF's suffixes
+        }
 
     def has(self, name: str) -> bool:
         stored = self._stored(name)

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from common.engine.kv import BlockLog
 from common.errors import WireError
-from common.wire import MAX_IN_A_ROW, Curve, DropLog, bind, decode, encode, inherited
+from common.wire import MAX_MESSAGES_PER_TURN, Curve, DropLog, bind, decode, encode, inherited
 from common.wire.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
@@ -157,7 +157,7 @@ class ControlServer:
         while True:
             self._take(await self._socket.recv_multipart(), time.monotonic())
             num_in_a_row += 1
-            if num_in_a_row >= MAX_IN_A_ROW:
+            if num_in_a_row >= MAX_MESSAGES_PER_TURN:
                 num_in_a_row = 0
                 await asyncio.sleep(0)
 

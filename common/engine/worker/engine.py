@@ -210,7 +210,7 @@ class Engine(ABC):
 
     @property
     def is_prefill(self) -> bool:
-        """Whether the next step computes only prompts. Decode workers on the same cores have priority over it."""
+        """Whether the next step computes only prompts. Decode workers on the same cores leave cores to it."""
         return False
 
     def hold_s(self, now: float) -> float:
@@ -235,7 +235,7 @@ class Engine(ABC):
         """End requests that have exceeded their deadline."""
 
     @abstractmethod
-    def tell_progress(self, *, has_stepped: bool) -> None:
+    def report_progress(self, *, has_stepped: bool) -> None:
         """Emit an output without tokens for each request that makes progress but has no new token.
 
         Requests waiting to be computed make progress only if `has_stepped`: a step has ended since the last call.
@@ -309,7 +309,7 @@ class Engine(ABC):
 
     def _report_progress(self, now: float) -> None:
         if now - self._progress_told_at >= PROGRESS_INTERVAL_S:
-            self.tell_progress(has_stepped=self._has_stepped)
+            self.report_progress(has_stepped=self._has_stepped)
             self._has_stepped, self._progress_told_at = False, now
 
     def _publish(self) -> None:

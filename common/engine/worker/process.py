@@ -36,7 +36,7 @@ from common.engine.worker.vitals import WorkerIdentity, heartbeat_of, hello_of, 
 from common.errors import DiptychError, ModelError
 from common.machine import NO_ROOM, keep_large_buffers, raise_file_limit
 from common.model_files import ModelFiles, resolve_model
-from common.wire import Curve, Gatekeeper, in_url, warn_of_readers
+from common.wire import Curve, Gatekeeper, in_url, warn_if_readable
 from common.wire.messages import (
     AnyMessage,
     ChangeRole,
@@ -113,7 +113,7 @@ class WorkerProcess:
         """Bind all sockets and publish their addresses. Does not run the control server yet."""
         config = self.config
         if self.curve is not None:
-            warn_of_readers(config.curve_key)
+            warn_if_readable(config.curve_key)
             self.gatekeeper = Gatekeeper(self.blocking_context, self.curve)
             self.gatekeeper.start()
         control_socket, address = bind_control(self.context, config.host, config.port, self.curve)
@@ -136,8 +136,8 @@ class WorkerProcess:
             router_timeout_s=config.router_timeout_s,
             blocks=lambda: self.duties.block_log,
         )
-        where = {"kv": self.duties.kv_address, "http": http_port}
-        log.info("%s listens on %s", self.duties.identity.worker_id, address, extra=where)
+        where = {"kv": self.duties.kv_address, "http": http_port} if self.duties.kv_address else {"http": http_port}
+        log.info("listening on %s", address, extra=where)
         return self.control, http
 
     async def _close(self, http: WorkerHTTP) -> None:

@@ -90,7 +90,7 @@ class _Answered(msgspec.Struct):
 
 @dataclass
 class _Reply:
-    """An answer as it is received. `status` is 0 if there was none."""
+    """The response of a batch line, collected part by part. `status` is 0 without a response."""
 
     status: int = 0
     retry_after_s: float = 0.0

@@ -22,7 +22,7 @@ from router.stored import (
     BATCH_INPUT,
     CANCELLING,
     VALIDATING,
-    BatchNews,
+    BatchChanges,
     FileStore,
     StoredBatch,
     StoredFile,
@@ -192,14 +192,14 @@ class BatchService:
         with suppress(StoreFailed):  # already counted; the next poll follows in seconds
             await self.store.batches.look()
 
-    def _pass_on(self, news: BatchNews) -> None:
+    def _pass_on(self, news: BatchChanges) -> None:
         """Pass news from the store's thread to the event loop."""
         loop = self._loop
         if loop is not None and (news.claimed or news.cancelled or news.lost):
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._on_news, news)
 
-    def _on_news(self, news: BatchNews) -> None:
+    def _on_news(self, news: BatchChanges) -> None:
         for name in news.lost:
             if name in self._runs:
                 self._runs[name].halt.set(HaltReason.LOST, abort=True)

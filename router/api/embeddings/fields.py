@@ -121,11 +121,11 @@ class ScoreRequest(PoolingFields):
 
     @property
     def sides(self) -> tuple[list[str], list[str]]:
-        """The texts of both sides. Raises InvalidRequest if they do not form pairs."""
+        """Return the texts of both sides. Raises InvalidRequest if they do not form pairs."""
         first, second = ([side] if isinstance(side, str) else side for side in (self.text_1, self.text_2))
         if len(first) not in (1, len(second)):
             raise InvalidRequest(
-                f"text_1: must have 1 text or as many as text_2 ({len(second):,}), got {len(first):,}",
+                f"text_1: must have 1 text or the number of texts of text_2 ({len(second):,}), got {len(first):,}",
                 param="text_1",
             )
         return first, second

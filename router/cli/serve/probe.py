@@ -63,7 +63,8 @@ async def ready_reason(host: str, port: int, *, tls: bool = False, model: str = 
         path = f"/ready?{urlencode({'model': model})}" if model else "/ready"
         status, body = await _get((host, port), path, PROBE_TIMEOUT_S, tls=tls)
     except _NO_ANSWER as error:
-        return f"the router does not answer ({str(error) or type(error).__name__})"
+        why = "timed out" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
+        return f"the router does not answer ({why})"
     return "" if status == 200 else _message(body)
 
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from benchmarks.plan.__main__ import main
-from benchmarks.plan.options import parse, values_of
+from benchmarks.plan.options import build_parser, values_of
 from benchmarks.plan.spec import spec_of
 
 from .conftest import DECODE, PREFILL, make_values
@@ -115,7 +115,7 @@ def test_flags_win_over_the_file_and_coefficients_over_both(tmp_path: Path) -> N
     file = tmp_path / "coefficients.json"
     file.write_text(json.dumps({"prefill": PREFILL | {"token_s": 1e-3}, "decode": DECODE, "kv_bytes": 4096}))
     flags = ["--coefficients", str(file), "--rate", "2", "--price-decode", "3", "--max-num-seqs", "8,16"]
-    options = parse([written(tmp_path), *flags, "--link-rate", "1e9", "--max-cost", "9"])
+    options = build_parser().parse_args([written(tmp_path), *flags, "--link-rate", "1e9", "--max-cost", "9"])
     spec = spec_of(values_of(options, lambda given: {}))
     assert (spec.load.rate, spec.decode.price, spec.bounds.max_cost) == (2.0, 3.0, 9.0)
     assert spec.search.max_num_seqs == (8, 16)

@@ -45,10 +45,17 @@ def test_tables_are_merged_by_their_keys() -> None:
     assert merged({"a": {"b": 1, "c": 2}, "d": [1]}, {"a": {"c": 3}, "d": [2]}) == {"a": {"b": 1, "c": 3}, "d": [2]}
 
 
-@pytest.mark.parametrize(("name", "text"), (("a.toml", "= 1"), ("a.json", "{"), ("b.json", "[1]")))
-def test_a_file_that_is_no_table_is_refused(tmp_path: Path, name: str, text: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    (
+        ("a.toml", "= 1", "is not valid TOML: "),
+        ("a.json", "{", "is not valid JSON: "),
+        ("b.json", "[1]", "has no table"),
+    ),
+)
+def test_a_file_that_is_no_table_is_refused(tmp_path: Path, name: str, text: str, problem: str) -> None:
     (tmp_path / name).write_text(text)
-    with pytest.raises(ConfigError, match="plan"):
+    with pytest.raises(ConfigError, match=f"{name} {problem}"):
         read_table(tmp_path / name, "plan")
 
 

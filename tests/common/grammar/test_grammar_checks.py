@@ -177,7 +177,7 @@ def test_one_owner_cannot_have_all_places(make: Callable[..., GrammarChecks], mo
     checks = make()
     for i in range(2):
         checks.submit(ENDLESS + " " * i, owner="greedy")
-    with pytest.raises(Unavailable, match=r"too many grammars \(2\) of this API key"):
+    with pytest.raises(Unavailable, match=r"Too many grammars \(2\) of this API key"):
         checks.submit(TRIVIAL, owner="greedy")
     assert checks.submit(TRIVIAL, owner="modest").result(WAIT_S).problem == ""
 

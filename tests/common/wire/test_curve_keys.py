@@ -13,7 +13,7 @@ import pytest
 from common.config import DecodeWorkerConfig, RouterConfig
 from common.config.sources import read
 from common.errors import ConfigError
-from common.wire.curve import Curve, KeyPair, read_authorized, read_key_pair, warn_of_readers, write_key_pair
+from common.wire.curve import Curve, KeyPair, read_authorized, read_key_pair, warn_if_readable, write_key_pair
 from common.wire.keygen import main
 
 PAIR = KeyPair.generate()
@@ -99,11 +99,11 @@ def test_a_bad_line_is_refused_by_number(tmp_path: Path, line: str) -> None:
 
 
 def test_others_who_may_read_are_told_of(file: Path, caplog: pytest.LogCaptureFixture) -> None:
-    warn_of_readers(str(file))
+    warn_if_readable(str(file))
     assert not caplog.messages
     file.chmod(0o640)
     with caplog.at_level(logging.WARNING):
-        warn_of_readers(str(file))
+        warn_if_readable(str(file))
     assert str(file) in caplog.text and PAIR.secret.decode() not in caplog.text
 
 

@@ -59,7 +59,9 @@ def test_without_a_host_nothing_is_built(given: str, said: str) -> None:
 def test_a_name_that_is_no_image_is_refused() -> None:
     assert chosen_images("") == IMAGES
     assert [image.name for image in chosen_images("worker-cpu, router")] == ["worker-cpu", "router"]
-    with pytest.raises(ReleaseError, match="no 'worker'; they are router, worker-cpu, worker-cuda, worker-rocm"):
+    with pytest.raises(
+        ReleaseError, match="'worker' is unknown; available: router, worker-cpu, worker-cuda, worker-rocm"
+    ):
         chosen_images("worker")
 
 
@@ -102,7 +104,7 @@ def test_nothing_is_pushed_unless_told(calls: Path) -> None:
 
 def test_an_engine_that_fails_stops_it(calls: Path, tmp_path: Path) -> None:
     (tmp_path / "bin" / "docker").write_text("#!/bin/sh\necho no room on the disk; exit 3\n")
-    with pytest.raises(ReleaseError, match="docker build ended with 3: no room on the disk"):
+    with pytest.raises(ReleaseError, match="docker build exited with 3: no room on the disk"):
         build(chosen_images("router"), Options("registry.example.com", "docker"))
 
 

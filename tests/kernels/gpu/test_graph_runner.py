@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.engine.adapters.bank import AdapterBank
-from common.engine.adapters.places import AdapterPlaces
+from common.engine.adapters.slots import AdapterSlots
 from common.engine.kv.cache import KVCache
 from common.engine.models.batch import ROW_BEFORE, SequenceChunk
 from common.engine.models.decoder import Decoder
@@ -390,7 +390,7 @@ def test_a_recorded_step_serves_rows_with_and_without_adapters(model: Decoder, t
     """The recording holds no adapter: which one a row uses is an input, and what a place holds may change."""
     base = tmp_path / "model"
     kv = KVCache(model.config, NUM_BLOCKS, SIZE, "float32", DEVICE)
-    bank = AdapterBank(AdapterPlaces(model, max_loras=2, max_rank=16))
+    bank = AdapterBank(AdapterSlots(model, max_loras=2, max_rank=16))
     recorder = GraphRecorder(DEVICE) if ON_GPU else PlainRecorder()
     runner = GraphRunner(model, kv, recorder, max_num_seqs=MAX_SEQS, max_model_len=64, adapts=True)
     places = [bank.load(str(seed), str(make_adapter(tmp_path / str(seed), base, seed=seed))).place for seed in (1, 2)]

@@ -89,7 +89,7 @@ async def test_the_list_follows_the_pools(several: Start) -> None:
     }  # fmt: skip
     refused = await found.ask("large")
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "service_unavailable")
-    assert "model 'large': no decode worker is ready" in refused.json()["error"]["message"]
+    assert "Model 'large': no decode worker is ready" in refused.json()["error"]["message"]
     found.large.is_ready = (True, "")
     assert (await found.listed())["large"]["ready"]
 

@@ -25,7 +25,7 @@ async def test_workers_without_places_for_adapters_are_the_askers_matter(cluster
 
 async def test_without_workers_it_is_worth_asking_again(cluster):
     dispatcher = await cluster.start(prefill=0, decode=0)
-    with pytest.raises(Unavailable, match="no worker is ready"):
+    with pytest.raises(Unavailable, match="No worker is ready"):
         await dispatcher.adapters.load("a", "/adapters/a", in_place=False)
 
 
@@ -149,5 +149,5 @@ async def test_an_order_whose_workers_are_all_lost_is_worth_giving_again(fleet: 
     await asyncio.sleep(0)
     for address in fleet.registry.workers:
         fleet.registry.on_cut(address)
-    with pytest.raises(Unavailable, match="adapter 'a' was not loaded: its workers are gone"):
+    with pytest.raises(Unavailable, match="Adapter 'a' was not loaded: its workers are gone"):
         await asyncio.wait_for(loading, 60)

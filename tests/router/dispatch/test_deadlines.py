@@ -42,7 +42,7 @@ async def test_a_request_whose_prefill_never_comes_fails_and_names_the_phase(clu
     for worker in cluster.decode:
         worker.serving = False
         keep_busy(worker)
-    with pytest.raises(Unavailable, match=r"gave up after 2 attempts; .* no token for .* in the prefill phase"):
+    with pytest.raises(Unavailable, match=r"Gave up after 2 attempts; .* no token for .* in the prefill phase"):
         await tools.collect(dispatcher, tools.request(PROMPT))
     for worker in cluster.decode:
         await tools.until(lambda worker=worker: worker.of(AbortRequest))

@@ -247,7 +247,7 @@ async def test_a_request_id_is_served_once_at_a_time(cluster, tools):
 @pytest.mark.parametrize("prompt", [[-1], [2**32], ["a"]])
 async def test_a_prompt_of_no_token_ids_is_refused(cluster, tools, prompt):
     dispatcher = await cluster.start()
-    with pytest.raises(InvalidRequest, match="invalid token id"):
+    with pytest.raises(InvalidRequest, match="Invalid token id"):
         await tools.collect(dispatcher, tools.request(prompt))
     assert sum(dispatcher.load().stages.values()) == 0
 

@@ -179,7 +179,7 @@ async def test_retries_are_bounded(cluster, tools):
     dispatcher = await cluster.start(decode=2, max_retries=2)
     for worker in cluster.decode:
         worker.on_request = worker.fail
-    with pytest.raises(Unavailable, match="gave up after 3 attempts; .* scripted"):
+    with pytest.raises(Unavailable, match="Gave up after 3 attempts; .* scripted"):
         await tools.collect(dispatcher, tools.request(PROMPT))
     assert sum(len(worker.of(DecodeRequest)) for worker in cluster.decode) == 3
 

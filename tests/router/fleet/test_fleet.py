@@ -253,9 +253,7 @@ async def test_log_lines_name_a_worker_by_its_id_once_it_is_known(
     assert {event.worker for event in dispatcher.load().events} == {worker.address, worker.worker_id}
     with_address = [line for line in caplog.messages if worker.address in line]
     assert with_address[0] == f"worker at {worker.address} (decode): discovered"
-    assert [line.partition(" (KV layout")[0] for line in with_address[1:]] == [
-        f"{name} at {worker.address}: said hello"
-    ]
+    assert [line.partition(" (KV layout")[0] for line in with_address[1:]] == [f"{name} at {worker.address}: connected"]
     assert f"{name} (decode): no new requests: terminating" in caplog.messages
 
 

@@ -9,7 +9,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from common.wire.codec import MAX_IN_A_ROW, decode, encode
+from common.wire.codec import MAX_MESSAGES_PER_TURN, decode, encode
 from common.wire.curve import Curve, KeyPair
 from common.wire.message_fields import MAX_MESSAGE_BYTES
 from common.wire.messages import AbortRequest, RequestFailed, RouterHeartbeat
@@ -129,7 +129,7 @@ async def test_more_than_a_burst_is_read_in_order(wire, tools):
     name, _ = await router.recv_multipart()
     failures = [
         RequestFailed(worker_id="w", request_id=str(number), attempt=0, phase="decode", message="x", retryable=True)
-        for number in range(3 * MAX_IN_A_ROW)
+        for number in range(3 * MAX_MESSAGES_PER_TURN)
     ]
     for failed in failures:
         await router.send_multipart([name, encode(failed)])

@@ -99,7 +99,7 @@ async def test_the_answer_that_holds_most_is_given_up() -> None:
         tokens += [token for arrival in await quick.next(10) for token in arrival.event.token_ids]
     assert tokens == list(range(1500))
     (arrival,) = await slow.next(10)
-    assert isinstance(arrival.error, Unavailable) and "the client reads too slowly" in arrival.error.message
+    assert isinstance(arrival.error, Unavailable) and "The client reads too slowly" in arrival.error.message
     assert slow_client.num_given < 2000 and slow_client.num_ended == 1
     assert budget.num_bytes == 0
     for generations in (slow, quick):

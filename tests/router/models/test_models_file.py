@@ -102,7 +102,10 @@ def test_one_model_is_what_it_was() -> None:
 
 
 def test_several_models_are_named_by_a_file_only() -> None:
-    with pytest.raises(ConfigError, match=r"option --model is given 2 times \(a, b\): use --models-file"):
+    with pytest.raises(
+        ConfigError,
+        match=r"option --model is given 2 times \(a, b\): a worker serves one model, a router several",
+    ):
         router_of("--model", "a", "--model=b")
     with pytest.raises(ConfigError, match="option --model is given 2 times"):
         read(PrefillWorkerConfig, ["--model", "a", "--model", "b"], environ={})
@@ -121,9 +124,8 @@ def test_settings_that_exclude_each_other(flags: tuple[str, ...]) -> None:
 
 
 def test_the_example_of_the_documentation_is_read(tmp_path: Path, repository: Path) -> None:
-    lines = (repository / "docs" / "guides" / "operate.md").read_text(encoding="utf-8").splitlines()
-    begin = lines.index("    [[model]]")
-    end = next(number for number in range(begin, len(lines)) if lines[number] and not lines[number].startswith("    "))
-    table = read_models(write(tmp_path, "\n".join(lines[begin:end])))
+    page = (repository / "docs" / "guides" / "serve-your-model.md").read_text(encoding="utf-8")
+    example = page.partition("```toml\n# models.toml\n")[2].partition("```")[0]
+    table = read_models(write(tmp_path, example))
     assert [entry.name for entry in table.models] == ["small", "large"]
     assert (table.models[0].fallbacks, table.splits[0].weights) == (("large",), {"small": 95.0, "large": 5.0})

@@ -72,12 +72,12 @@ def test_a_large_body_means_what_a_small_one_means(model: type[BaseModel], body:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"[" + b"1," * 200_000 + b"1]", "the body must be a JSON object"),
-        (b'{"prompt": "' + b"a" * 300_000, "the body is not valid JSON"),
-        (b'{"prompt": "' + b"a" * 300_000 + b'"} more', "the body is not valid JSON"),
-        (b'{"prompt": "\xff' + b"a" * 300_000 + b'"}', "the body is not valid JSON"),
-        (b'{"prompt": ["\xff", "' + b"a" * 300_000 + b'"]}', "the body is not valid JSON"),
-        (b'{"x": ' + b"[" * 300_000 + b"]" * 300_000 + b"}", "the body is not valid JSON"),
+        (b"[" + b"1," * 200_000 + b"1]", "The body must be a JSON object"),
+        (b'{"prompt": "' + b"a" * 300_000, "The body is not valid JSON"),
+        (b'{"prompt": "' + b"a" * 300_000 + b'"} more', "The body is not valid JSON"),
+        (b'{"prompt": "\xff' + b"a" * 300_000 + b'"}', "The body is not valid JSON"),
+        (b'{"prompt": ["\xff", "' + b"a" * 300_000 + b'"]}', "The body is not valid JSON"),
+        (b'{"x": ' + b"[" * 300_000 + b"]" * 300_000 + b"}", "The body is not valid JSON"),
     ],
 )
 def test_what_is_no_json_object(data: bytes, message: str) -> None:

@@ -20,7 +20,7 @@ from router.stored.records import (
     COMPLETED,
     IN_PROGRESS,
     VALIDATING,
-    BatchNews,
+    BatchChanges,
     BatchUsage,
     LineResult,
     StoredBatch,
@@ -95,8 +95,8 @@ async def begun(store: FileStore, one: StoredBatch, total: int = 3) -> StoredBat
     return found
 
 
-def news_of(store: FileStore) -> list[BatchNews]:
-    told: list[BatchNews] = []
+def news_of(store: FileStore) -> list[BatchChanges]:
+    told: list[BatchChanges] = []
     store.batches.on_news = told.append
     return told
 
@@ -158,15 +158,15 @@ async def test_files_and_batches_have_their_age(open_store: Open, clock: Clock) 
     clock.now += 101
     assert await store.find("file-1", "") is None
     assert await store.page("", purpose=None, descending=True, limit=9, after=None) == []
-    await store._database.run(store._look_around)
+    await store._database.run(store._maintain)
     assert await store.batches.find("batch_1", "") is None
     assert await store.read("file-1", -1, 1) == [(0, b"x")], "a batch reads it"
     await store.batches.end(waiting, COMPLETED)
-    await store._database.run(store._look_around)
+    await store._database.run(store._maintain)
     assert await store.read("file-1", -1, 1) == []
     assert store.size.num_entries == 1, "an upload that nobody ended"
     clock.now += 7200
-    await store._database.run(store._look_around)
+    await store._database.run(store._maintain)
     assert store.size.num_entries == 0
 
 
@@ -216,7 +216,7 @@ async def test_a_lapsed_lease_is_anothers_and_the_first_writes_no_more(open_stor
         clock.now += 10
         await first.batches.look()
     await second.batches.look()
-    assert theirs[-1].claimed == [] and mine[-1] == BatchNews([], [], [])
+    assert theirs[-1].claimed == [] and mine[-1] == BatchChanges([], [], [])
     clock.now += 16
     await second.batches.look()
     assert [one.id for one in theirs[-1].claimed] == [running.id] and theirs[-1].claimed[0].num_total == 3
@@ -237,7 +237,7 @@ async def test_a_clock_that_jumps_ahead_ages_nothing_for_an_hour(open_store: Ope
     await store.batches.end(await begun(store, batch()), COMPLETED)
 
     async def numbers() -> tuple[int, bool, bool]:
-        await store._database.run(store._look_around)
+        await store._database.run(store._maintain)
         found = await store.find("file-1", ""), await store.batches.find("batch_1", "")
         return store.size.num_entries, found[0] is not None, found[1] is not None
 
@@ -261,10 +261,10 @@ async def test_a_router_that_starts_with_a_wrong_clock_deletes_nothing_at_once(o
     store.close()
     clock.now += 101
     again = open_store()
-    await again._database.run(again._look_around)
+    await again._database.run(again._maintain)
     assert await again.find("file-1", "") is not None
     clock.now += AGES_S
-    await again._database.run(again._look_around)
+    await again._database.run(again._maintain)
     assert await again.find("file-1", "") is None and again.size.num_entries == 0
 
 

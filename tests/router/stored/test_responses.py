@@ -78,9 +78,9 @@ async def kept(store: ResponseStore, *names: str, owner: str = "alice") -> list[
     return [name for name in names if await store.find(name, owner) is not None]
 
 
-def look_around(store: ResponseStore) -> None:
+def maintain(store: ResponseStore) -> None:
     """What the store's thread does every few seconds."""
-    store._database.submit(store._look_around).result(10)
+    store._database.submit(store._maintain).result(10)
 
 
 async def test_what_is_kept_is_found_by_its_owner_alone(open_store: Open) -> None:
@@ -155,7 +155,7 @@ async def test_responses_expire_after_their_last_use(open_store: Open, clock: Cl
     clock.now += 3000
     assert await kept(store, "a", "b", "lonely") == ["a", "b"]
     assert store.size.num_entries == 3
-    look_around(store)
+    maintain(store)
     assert store.size.num_entries == 2
 
 
@@ -164,13 +164,13 @@ async def test_a_clock_that_jumps_ages_nothing_and_ends_no_answer(open_store: Op
     mine, other = open_store(), open_store()
     mine.keep(response("a"))
     await mine.begin(response("run", status="in_progress"))
-    look_around(mine)
-    look_around(other)
+    maintain(mine)
+    maintain(other)
     clock.jump = jump
     for _ in range(20):
         assert await kept(other, "a") == ["a"] and (await other.find("run", "alice") or ())[1] is False
-        look_around(other)
-        look_around(mine)
+        maintain(other)
+        maintain(mine)
         clock.now += 3
     clock.now += LEASES_S  # its router ends
     assert (await other.find("run", "alice") or ())[1] is True
@@ -232,8 +232,8 @@ async def test_leases_are_renewed_and_without_that_an_answer_has_lapsed(open_sto
     mine, other = open_store(), open_store()
     await mine.begin(response("run", status="in_progress"))
     clock.now += LEASE_S - 1
-    look_around(other)  # it renews its own leases only
-    look_around(mine)
+    maintain(other)  # it renews its own leases only
+    maintain(mine)
     clock.now += LEASE_S - 1
     assert (await other.find("run", "alice") or ())[1] is False
     clock.now += 2
@@ -248,11 +248,11 @@ async def test_another_router_asks_for_a_cancellation(open_store: Open) -> None:
     mine.on_cancel = asked.extend
     await mine.begin(response("run", status="in_progress"))
     await other.ask_to_cancel("run", "bob")
-    look_around(mine)
+    maintain(mine)
     assert asked == []
     await other.ask_to_cancel("run", "alice")
-    look_around(other)
-    look_around(mine)
+    maintain(other)
+    maintain(mine)
     assert asked == ["run"]
 
 

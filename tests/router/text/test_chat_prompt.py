@@ -34,7 +34,7 @@ def test_a_final_message_is_left_open() -> None:
 
 
 def test_both_ways_to_end_exclude_each_other() -> None:
-    with pytest.raises(InvalidRequest, match="mutually exclusive"):
+    with pytest.raises(InvalidRequest, match="must not be combined"):
         render([USER], continue_final_message=True)
 
 
@@ -45,7 +45,7 @@ def test_a_hidden_last_message_cannot_be_continued() -> None:
 
 
 def test_no_messages_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match="messages is empty"):
+    with pytest.raises(InvalidRequest, match="messages: must contain at least one message"):
         render([])
 
 

@@ -14,7 +14,7 @@ from common.errors import InvalidRequest
 from common.model_files.resolve import resolve_model
 from common.model_files.tokenizer import Tokenizer
 from router.text import known_prefixes
-from router.text.known_prefixes import KnownHeads, KnownPrefixes
+from router.text.known_prefixes import PromptHeadCache, PromptTokenCache
 
 from ...examples import examples
 
@@ -83,7 +83,7 @@ texts = st.lists(st.lists(pieces, max_size=14).map("".join), min_size=1, max_siz
 @given(turns=texts, other=texts)
 def test_tokens_are_those_of_the_whole_text(kind: str, turns: list[str], other: list[str]) -> None:
     tokenizer = Tokenizer(KINDS[kind]())
-    known = KnownPrefixes(tokenizer, "".join(MARKS), max_bytes=6000)
+    known = PromptTokenCache(tokenizer, "".join(MARKS), max_bytes=6000)
     for talk in (turns, turns[:-1] + other, other, turns):
         for number in range(1, len(talk) + 1):
             text = "".join(talk[:number])
@@ -93,7 +93,7 @@ def test_tokens_are_those_of_the_whole_text(kind: str, turns: list[str], other: 
 
 def test_a_conversation_that_goes_on_costs_what_is_new() -> None:
     tokenizer = Counting(byte_level())
-    known = KnownPrefixes(tokenizer, "".join(MARKS))
+    known = PromptTokenCache(tokenizer, "".join(MARKS))
     text = ""
     for _ in range(50):
         text += "<s>user\n" + "ab a " * 20 + "<e>\n<s>assistant\n"
@@ -106,7 +106,7 @@ def test_a_conversation_that_goes_on_costs_what_is_new() -> None:
 
 def test_prompts_of_another_salt_find_nothing() -> None:
     tokenizer = Counting(byte_level())
-    known, text = KnownPrefixes(tokenizer, "".join(MARKS)), "<s>ab ab ab<e>" * 30 + "<s>b"
+    known, text = PromptTokenCache(tokenizer, "".join(MARKS)), "<s>ab ab ab<e>" * 30 + "<s>b"
     first = known.encode(text, "a tenant")
     for salt, num_chars in (("another", len(text)), ("", len(text)), ("a tenant", 10)):
         tokenizer.num_chars = 0
@@ -116,7 +116,7 @@ def test_prompts_of_another_salt_find_nothing() -> None:
 
 def test_another_beginning_is_another_conversation() -> None:
     tokenizer = Counting(byte_level())
-    known = KnownPrefixes(tokenizer, "".join(MARKS))
+    known = PromptTokenCache(tokenizer, "".join(MARKS))
     rest = "<e>" + "ab" * 100 + "<e>"
     known.encode("<s>one" + rest)
     before = tokenizer.num_chars
@@ -144,7 +144,7 @@ def test_a_tokenizer_that_cuts_or_fills_texts_is_left_alone() -> None:
 
 
 def test_a_text_that_is_no_unicode_is_refused() -> None:
-    known = KnownPrefixes(Tokenizer(byte_level()), "".join(MARKS))
+    known = PromptTokenCache(Tokenizer(byte_level()), "".join(MARKS))
     for text in ("<s>aaaa<e>\ud800", "<s>aaaa<e>ab", "<s>aaaa<e>\ud800"):
         if "\ud800" in text:
             with pytest.raises(InvalidRequest, match="surrogate"):
@@ -158,7 +158,7 @@ def test_the_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = Tokenizer.from_file(files.tokenizer)
     marks = "".join(tokenizer.cutting_tokens())
     assert marks
-    known, rng, text = KnownPrefixes(tokenizer, marks), random.Random(1), ""
+    known, rng, text = PromptTokenCache(tokenizer, marks), random.Random(1), ""
     for _ in range(40):
         text += rng.choice([*tokenizer.cutting_tokens(), "word ", "é", "\n\n"]) * rng.randrange(1, 4)
         assert known.encode(text) == tokenizer.encode(text, add_special_tokens=False)
@@ -172,7 +172,7 @@ def test_tokens_behind_a_known_head_are_those_of_the_whole_text(
     kind: str, prompts: list[str], heads: list[str]
 ) -> None:
     tokenizer = Tokenizer(KINDS[kind]())
-    known = KnownHeads(tokenizer, tokenizer.cutting_tokens())
+    known = PromptHeadCache(tokenizer, tokenizer.cutting_tokens())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(known_prefixes, "MIN_HEAD_CHARS", 1)
         patch.setattr(known_prefixes, "MAX_HEADS", 4)
@@ -183,7 +183,7 @@ def test_tokens_behind_a_known_head_are_those_of_the_whole_text(
 
 def test_a_head_is_tokenised_twice_and_then_known_within_its_salt() -> None:
     tokenizer = Counting(byte_level())
-    known, head = KnownHeads(tokenizer, tokenizer.cutting_tokens()), "<s>" + "ab " * 40 + "<e><s>"
+    known, head = PromptHeadCache(tokenizer, tokenizer.cutting_tokens()), "<s>" + "ab " * 40 + "<e><s>"
     for number, salt in enumerate(("a", "a", "a", "b", "a")):
         before, text = tokenizer.num_chars, f"{head}user {number}<e><s>"
         known.encode(text, salt)
@@ -193,7 +193,7 @@ def test_a_head_is_tokenised_twice_and_then_known_within_its_salt() -> None:
 
 def test_heads_that_come_once_are_forgotten() -> None:
     tokenizer = Tokenizer(byte_level())
-    known = KnownHeads(tokenizer, tokenizer.cutting_tokens())
+    known = PromptHeadCache(tokenizer, tokenizer.cutting_tokens())
     for number in range(3 * known_prefixes.MAX_HEADS):
         known.encode(f"<s>user {number} {'ab' * 40}<e><s>")
     assert len(known._heads) == known_prefixes.MAX_HEADS
@@ -201,7 +201,7 @@ def test_heads_that_come_once_are_forgotten() -> None:
 
 def test_what_is_no_unicode_behind_a_known_head_is_told_where_it_is() -> None:
     tokenizer = Tokenizer(byte_level())
-    known, head = KnownHeads(tokenizer, tokenizer.cutting_tokens()), "<s>" + "ab " * 40 + "<e><s>"
+    known, head = PromptHeadCache(tokenizer, tokenizer.cutting_tokens()), "<s>" + "ab " * 40 + "<e><s>"
     for _ in range(3):
         known.encode(head + "ab")
     with pytest.raises(InvalidRequest, match=f"at character {len(head)},"):
@@ -211,7 +211,7 @@ def test_what_is_no_unicode_behind_a_known_head_is_told_where_it_is() -> None:
 @pytest.mark.slow
 def test_threads_share_it() -> None:
     tokenizer = Tokenizer(byte_level())
-    known = KnownPrefixes(tokenizer, "".join(MARKS), max_bytes=5000)
+    known = PromptTokenCache(tokenizer, "".join(MARKS), max_bytes=5000)
     wrong: list[str] = []
 
     def talk(seed: int) -> None:

@@ -85,7 +85,7 @@ async def test_ids_outside_the_vocabulary_are_refused(text: TextPipeline, token_
 
 async def test_text_whose_tokens_the_model_lacks_is_refused(tiny_files: ModelFiles) -> None:
     small = TextPipeline(Tokenizer.from_file(tiny_files.tokenizer), None, max_model_len=0, threads=1, vocab_size=258)
-    with pytest.raises(InvalidRequest, match="token id 258 is not in the vocabulary"):
+    with pytest.raises(InvalidRequest, match="Token id 258 is not in the vocabulary"):
         await small.encode("<|im_start|>")
     small.close()
 

@@ -2,8 +2,8 @@
 
 Each step writes the head's keys and values for all its tokens, so a block is complete in all layers at once and is
 transferred, cached and found like any other. The hidden state before a chunk's first token comes from the step that ran
-that token and is kept in a slot until then (`HiddenPlaces`). If it is unknown, zeros are used: after a cached prefix,
-and for the first token on a decode worker. That only affects the quality of draft tokens.
+that token and is kept in a slot until then (`HiddenStateSlots`). If it is unknown, zeros are used: after a cached
+prefix, and for the first token on a decode worker. That only affects the quality of draft tokens.
 """
 
 from __future__ import annotations

@@ -95,11 +95,11 @@ class OutgoingEnd(ABC):
     def ship(self, transfer: OutgoingTransfer, indices: range) -> PreparedBlocks | None:
         """Prepare the first of these blocks (at least one) for a receiver that accepted the offer.
 
-        The prepared may contain frames instead. Returns None if the receiver must return slots first.
+        The result may contain frames instead. Returns None if the receiver must return slots first.
         """
 
     def undo(self, transfer: OutgoingTransfer, prepared: PreparedBlocks) -> None:  # noqa: B027 - not every end lends places
-        """Release what `ship` lent for a prepared that was not sent."""
+        """Release what `ship` lent for blocks that were not sent."""
 
     def taken(self, transfer: OutgoingTransfer, places: Sequence[int]) -> bool:
         """Release slots that the receiver has copied. Returns False if they were not lent to its transfer.
@@ -211,7 +211,7 @@ class PreparedBlocks:
     checksums: Sequence[int] = ()
 
     def try_send(self, socket: zmq.Socket[bytes], transfer: OutgoingTransfer) -> bool:
-        """Send the prepared; False if the socket's queue is full."""
+        """Send the blocks; False if the socket's queue is full."""
         return try_send_blocks(
             socket, *transfer.key, self.indices.start, self.views, self.sources, transfer.token, self.checksums
         )

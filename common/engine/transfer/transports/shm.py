@@ -58,7 +58,7 @@ class SharedMemoryTransport(Transport):
 
     def incoming(self, kv: KVCache, blocks: IncomingBlocks) -> SharedReads:
         return SharedReads(
-            (lambda memory: ReachedPlaces(blocks, memory)) if isinstance(blocks, StagedIncoming) else None
+            (lambda memory: RingSlotSource(blocks, memory)) if isinstance(blocks, StagedIncoming) else None
         )
 
     def pulls(self, kv: KVCache) -> tuple[KVOffer | None, IncomingEnd[KVMemory] | None]:
@@ -198,11 +198,11 @@ class PeerMemory(ReadableMemory):
             self._blocks = np.empty(0, np.uint8)  # drops the last reference, which unmaps the memory
 
 
-class ReachedPlaces:
+class RingSlotSource:
     """Implements `DeviceCopySource`: the device copies blocks from another worker's ring into its cache."""
 
     def __init__(self, blocks: StagedIncoming, memory: PeerMemory) -> None:
-        """Raises NotRegistered."""
+        """Raises RegistrationError."""
         self._blocks, self.block_bytes = blocks, blocks.block_bytes
         # Created from the address: torch has no read-only tensors and would warn.
         address, num_bytes = memory.address, memory.offer.num_bytes

@@ -1,10 +1,10 @@
-from common.engine.weights.formats.kv_scales import KVForm
+from common.engine.weights.formats.kv_scales import KVCacheFormat
 from common.engine.weights.formats.registry import read_weight_format
 from common.engine.weights.formats.stored import HEAD, TABLE, StoredForm, StoredTensor
 
 __all__ = [
     "HEAD",
-    "KVForm",
+    "KVCacheFormat",
     "StoredForm",
     "StoredTensor",
     "TABLE",

@@ -63,14 +63,14 @@ class ScaleSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class KVForm:
+class KVCacheFormat:
     """Format of the KV cache: a dtype that `cache_dtype` accepts, and the scales of each layer (empty: all 1)."""
 
     dtype: str
     scales: tuple[KVScales, ...] = ()
 
     @classmethod
-    def of(cls, setting: str, dtype: str, source: ScaleSource, config: Path | None, num_layers: int) -> KVForm:
+    def of(cls, setting: str, dtype: str, source: ScaleSource, config: Path | None, num_layers: int) -> KVCacheFormat:
         """Resolve `--kv-cache-dtype` for a model of `dtype`. `config`: path of its config.json, if any.
 
         Raises ModelError for invalid scales.
@@ -95,14 +95,14 @@ class KVForm:
         keys, values = zip(*self.scales, strict=True)
         return f"fp8 with the checkpoint's scales: keys {_between(keys)}, values {_between(values)}"
 
-    def cut(self, num_layers: int) -> KVForm:
+    def cut(self, num_layers: int) -> KVCacheFormat:
         """Adjust the scales to `num_layers` layers, the last of which may be a draft head's.
 
         Extra scales of the file are dropped. A head without scales is unscaled.
         """
         if not self.scales:
             return self
-        return KVForm(self.dtype, (*self.scales, *(UNSCALED,) * (num_layers - len(self.scales)))[:num_layers])
+        return KVCacheFormat(self.dtype, (*self.scales, *(UNSCALED,) * (num_layers - len(self.scales)))[:num_layers])
 
 
 def read_kv_scheme(path: Path) -> KVScheme | None:

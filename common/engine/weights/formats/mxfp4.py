@@ -42,9 +42,8 @@ class MicroscaledFloats:
 def microscaled(codes: Tensor, exponents: Tensor) -> QuantisedWeight:
     """Create W from codes, uint8 [out, in], one per byte, and biased exponents, uint8 [out, in / 32]."""
     scale = torch.ldexp(torch.ones(exponents.shape), exponents.int() - EXPONENT_BIAS)
-    return QuantisedWeight(
-        4, MXFP4_GROUP, codes, scale.bfloat16(), None
-    )  # bfloat16 represents all of these powers of two
+    # bfloat16 represents all of these powers of two.
+    return QuantisedWeight(4, MXFP4_GROUP, codes, scale.bfloat16(), None)
 
 
 @dataclass(frozen=True)

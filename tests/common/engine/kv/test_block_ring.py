@@ -14,7 +14,7 @@ import torch
 
 from common.engine.kv.block_ring import MIN_SLOTS, RING_BYTES, BlockRing, ring_for
 from common.engine.kv.checksums import checksum
-from common.engine.kv.copy_stream import CopyStream, NotRegistered
+from common.engine.kv.copy_stream import CopyStream, RegistrationError
 from common.engine.kv.shared_memory import NAME, SharedMemoryError
 from common.engine.kv.staging import StagedOutgoing
 from common.engine.transfer.transports.shm import PeerMemory
@@ -140,7 +140,7 @@ def test_a_gpu_copies_out_of_one_ring_into_another_cache() -> None:
     memory = PeerMemory(ring.offer)
     try:
         reached = reach_into(target, CopyStream(device))(memory)
-    except NotRegistered as error:
+    except RegistrationError as error:
         pytest.skip(f"{error}: blocks pass through buffers here")
     for first in (0, 4):
         places, checksums = ring.put(A, HERE, range(first, first + 4))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from common.engine.adapters.bank import AdapterBank
-from common.engine.adapters.places import AdapterPlaces
+from common.engine.adapters.slots import AdapterSlots
 from common.engine.kv.cache import KVCache
 from common.engine.models.batch import SequenceChunk
 from common.engine.models.decoder import Decoder
@@ -59,7 +59,7 @@ def test_tokens_equal_those_of_the_merged_model_in_transformers(tmp_path: Path, 
     plain, _ = transformers_greedy(transformers_model(base), prompt(90), 16)
     assert plain != expected, "the adapter changes too little for a test"
     model = load(base)
-    bank = AdapterBank(AdapterPlaces(model, max_loras=3, max_rank=8))
+    bank = AdapterBank(AdapterSlots(model, max_loras=3, max_rank=8))
     place = bank.load("a", str(adapter)).place
     for by_operation in (False, True):
         if by_operation:
@@ -93,7 +93,7 @@ def test_a_row_does_not_depend_on_the_adapters_of_others(
     tmp_path: Path, tiny_folder: Path, dtype: str, quantization: str, by_operation: bool
 ) -> None:
     model: Decoder = load_model(files_of(tiny_folder), dtype=dtype, quantization=quantization)
-    bank = AdapterBank(AdapterPlaces(model, max_loras=4, max_rank=16))
+    bank = AdapterBank(AdapterSlots(model, max_loras=4, max_rank=16))
     places = [-1]
     for seed, rank in ((1, 3), (2, 16)):
         folder = make_adapter(tmp_path / str(seed), tiny_folder, seed=seed, rank=rank, layers=[0, 3][: seed + 1])
@@ -114,14 +114,14 @@ def test_a_freed_place_changes_nothing_of_its_next_adapter(tmp_path: Path, tiny_
     first = make_adapter(tmp_path / "1", tiny_folder, seed=1, rank=8)
     second = make_adapter(tmp_path / "2", tiny_folder, seed=2, rank=2, modules=ATTENTION, layers=[1])
     model = load(tiny_folder)
-    bank = AdapterBank(AdapterPlaces(model, max_loras=1, max_rank=8))
+    bank = AdapterBank(AdapterSlots(model, max_loras=1, max_rank=8))
     held = bank.load("first", str(first))
     bank.retire(held.digest)
     assert not bank.free({held.digest}) and bank.place(held.digest) == 0
     assert bank.free(()) and bank.place(held.digest) is None
     place = bank.load("second", str(second)).place
     other = load(tiny_folder)
-    AdapterBank(AdapterPlaces(other, max_loras=1, max_rank=8)).load("second", str(second))
+    AdapterBank(AdapterSlots(other, max_loras=1, max_rank=8)).load("second", str(second))
     logits = [
         ModelRunner(each, KVCache(each.config, 4, 16, each.dtype)).forward(
             [SequenceChunk(range(20), 0, range(2), adapter=place)]

@@ -23,7 +23,7 @@ from common.engine.ranks import kv_memory
 from common.engine.ranks.channel import Channel
 from common.engine.ranks.connection import configured
 from common.engine.ranks.kv_memory import CLEAR, READ, WRITE, RemoteKVHeads, serve_kv_heads
-from common.engine.transfer.transports.shm import PeerMemory, ReachedPlaces
+from common.engine.transfer.transports.shm import PeerMemory, RingSlotSource
 from common.errors import RankLost
 from common.model_files.architecture.shard import Shard
 from common.model_files.config import ModelConfig, from_hf
@@ -207,7 +207,7 @@ def test_places_of_a_ring_are_emptied_in_one_round_trip(two: Hosts, monkeypatch:
     trips, incoming = RoundTrips(two, monkeypatch), incoming_blocks(two.kv)
     assert isinstance(incoming, StagedIncoming)
     memory = PeerMemory(ring.offer)
-    reached = ReachedPlaces(incoming, memory)
+    reached = RingSlotSource(incoming, memory)
     copies = [(places[0], 5), (99, 1), (places[1], 2), (places[2], 0)]
     assert list(reached.copy(copies)) == [checksums[0], None, checksums[1], checksums[2]]
     assert trips.taken() == 1

@@ -13,7 +13,7 @@ from common.engine.ranks.loading import device_of, plans
 from common.engine.ranks.processes import Rendezvous
 from common.engine.ranks.shard import load_shard
 from common.engine.run.memory_need import MemoryNeed
-from common.engine.weights.formats.kv_scales import KVForm
+from common.engine.weights.formats.kv_scales import KVCacheFormat
 from common.errors import ConfigError
 from common.model_files.architecture.shard import Shard
 from common.model_files.resolve import resolve_model
@@ -68,7 +68,9 @@ def test_ranks_of_each_host_begin_with_the_same_device() -> None:
     files = resolve_model("tiny-random")
     spread = {"tensor_parallel_size": 6, "rank_hosts": 2, "rank_port": 7005}
     config = PrefillWorkerConfig(device="cuda:1", kv_memory_gib=1.0, **spread)
-    found = plans(files, config, GENERATES, "float32", KVForm("float32"), Rendezvous(host="10.0.0.7", port=1), NEED)
+    found = plans(
+        files, config, GENERATES, "float32", KVCacheFormat("float32"), Rendezvous(host="10.0.0.7", port=1), NEED
+    )
     assert config.ranks_per_host == 3
     assert [plan.device for plan in found] == ["cuda:2", "cuda:3", "cuda:1", "cuda:2", "cuda:3"]
 
@@ -96,7 +98,7 @@ def test_a_rank_host_takes_addresses_of_both_families() -> None:
 def test_every_rank_multiplies_alike(batch_invariant: bool) -> None:
     files = resolve_model("tiny-random")
     config = DecodeWorkerConfig(tensor_parallel_size=2, batch_invariant=batch_invariant)
-    (plan,) = plans(files, config, GENERATES, "float32", KVForm("float32"), Rendezvous("rendezvous"), NEED)
+    (plan,) = plans(files, config, GENERATES, "float32", KVCacheFormat("float32"), Rendezvous("rendezvous"), NEED)
     assert plan.batch_invariant == batch_invariant
     options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "quantization": "none"}
     shard = load_shard(files, Shard(0, 2), Sums(), **options, batch_invariant=batch_invariant)

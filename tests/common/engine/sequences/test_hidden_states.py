@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from common.engine.models.batch import NO_PLACE
-from common.engine.sequences.hidden_states import HiddenPlaces
+from common.engine.models.batch import NO_SLOT
+from common.engine.sequences.hidden_states import HiddenStateSlots
 
 
 class Text:
@@ -13,36 +13,36 @@ class Text:
 
 
 def test_the_next_chunk_finds_the_state_of_the_token_before_it() -> None:
-    places, text = HiddenPlaces(4), Text()
-    assert places.take(text, 0, 10).before == NO_PLACE
+    places, text = HiddenStateSlots(4), Text()
+    assert places.take(text, 0, 10).before == NO_SLOT
     kept = places.at(text, 9)
-    assert kept != NO_PLACE and places.at(text, 8) == NO_PLACE
+    assert kept != NO_SLOT and places.at(text, 8) == NO_SLOT
     assert places.take(text, 10, 6).before == kept
-    assert places.take(text, 17, 1).before == NO_PLACE  # it lacks a token
+    assert places.take(text, 17, 1).before == NO_SLOT  # it lacks a token
 
 
 def test_each_draft_token_has_a_place_until_it_is_known_which_are_accepted() -> None:
-    places, text = HiddenPlaces(8), Text()
+    places, text = HiddenStateSlots(8), Text()
     taken = places.take(text, 5, 1, num_drafts=3)
     assert len(set(taken.kept)) == 4
     for accepted in range(4):
         assert places.at(text, 5 + accepted) == taken.kept[accepted]
     assert places.take(text, 8, 1).before == taken.kept[2]
-    assert places.at(text, 7) == NO_PLACE  # only the newest step's are held
+    assert places.at(text, 7) == NO_SLOT  # only the newest step's are held
 
 
 def test_places_run_out_and_come_back() -> None:
-    places, texts = HiddenPlaces(3), [Text() for _ in range(3)]
-    assert NO_PLACE not in places.take(texts[0], 0, 4).kept
-    assert places.take(texts[1], 0, 1, num_drafts=3).kept[2:] == [NO_PLACE, NO_PLACE]
-    assert list(places.take(texts[2], 0, 1).kept) == [NO_PLACE]
+    places, texts = HiddenStateSlots(3), [Text() for _ in range(3)]
+    assert NO_SLOT not in places.take(texts[0], 0, 4).kept
+    assert places.take(texts[1], 0, 1, num_drafts=3).kept[2:] == [NO_SLOT, NO_SLOT]
+    assert list(places.take(texts[2], 0, 1).kept) == [NO_SLOT]
     places.retain(lambda each: each is texts[2])
     assert len(places) == 0
-    assert NO_PLACE not in places.take(texts[2], 1, 1, num_drafts=2).kept
+    assert NO_SLOT not in places.take(texts[2], 1, 1, num_drafts=2).kept
 
 
 def test_no_place_is_held_twice() -> None:
-    source, places, texts = random.Random(1), HiddenPlaces(12), [Text() for _ in range(5)]
+    source, places, texts = random.Random(1), HiddenStateSlots(12), [Text() for _ in range(5)]
     ends = [0] * 5
     for _ in range(300):
         which = source.randrange(5)

@@ -24,7 +24,7 @@ from common.engine.transfer.receiver import (
     TransferOpened,
 )
 from common.engine.transfer.sender import KVSender, TransferEnded
-from common.engine.transfer.transports.shm import ReachedPlaces, SharedBlocks, SharedReads
+from common.engine.transfer.transports.shm import RingSlotSource, SharedBlocks, SharedReads
 from common.engine.transfer.transports.tcp import Frames
 from common.model_files.config import from_hf
 from common.model_files.resolve import resolve_model
@@ -62,7 +62,7 @@ def test_a_transfer_of_blocks_that_are_not_in_host_memory(
         commit(blocks)
 
     incoming.commit = committing  # type: ignore[method-assign]
-    reads = SharedReads(lambda memory: ReachedPlaces(incoming, memory))
+    reads = SharedReads(lambda memory: RingSlotSource(incoming, memory))
     receiver = KVReceiver(context, KVListener(context, "127.0.0.1", 0), incoming, events.put, transports=(reads,))
     ring, frames = BlockRing(outgoing, num_places) if num_places else None, Frames(outgoing.view)
     sender = KVSender(

@@ -14,7 +14,7 @@ import zmq.asyncio
 
 from common.engine.kv.block_log import BlockLog
 from common.engine.worker.control import ControlServer, bind_control
-from common.wire.codec import MAX_IN_A_ROW, decode, encode
+from common.wire.codec import MAX_MESSAGES_PER_TURN, decode, encode
 from common.wire.messages import (
     PROTOCOL_VERSION,
     AbortRequest,
@@ -187,10 +187,10 @@ async def test_a_backlog_does_not_hold_up_the_heartbeats(rig: Rig) -> None:
     turn, deadline = 0, time.monotonic() + WAIT_S
     seen: list[int] = []
     rig.server._on_message = lambda router, message: seen.append(turn)
-    for _ in range(10 * MAX_IN_A_ROW):
+    for _ in range(10 * MAX_MESSAGES_PER_TURN):
         await router.send(ABORT)
     time.sleep(0.2)  # noqa: ASYNC251 (the loop stands still until all of it has arrived)
-    while len(seen) < 10 * MAX_IN_A_ROW:
+    while len(seen) < 10 * MAX_MESSAGES_PER_TURN:
         assert time.monotonic() < deadline and not rig.serving.done()
         turn += 1
         await asyncio.sleep(0)

@@ -46,7 +46,7 @@ class SleepyEngine(Engine):
     def expire(self, now: float) -> None:
         pass
 
-    def tell_progress(self, *, has_stepped: bool) -> None:
+    def report_progress(self, *, has_stepped: bool) -> None:
         self.told.append(has_stepped)
 
     def snapshot(self) -> EngineStatus:

@@ -112,7 +112,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"input": []}, "input", "input: must not be empty"),
     ({"input": ""}, "input", "input: must not be empty"),
     ({"input": ["a", ""]}, "input[1]", "input[1]: must not be empty"),
-    ({"input": [1, 9999]}, "input", "token id 9999 is not in the vocabulary"),
+    ({"input": [1, 9999]}, "input", "Token id 9999 is not in the vocabulary"),
     ({"input": ["a"] * 2049}, "input", "2048"),
     ({"input": "a", "dimensions": WIDTH + 1}, "dimensions", f"dimensions: must be at most {WIDTH}, "),
     ({"input": "a", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
@@ -255,7 +255,7 @@ async def test_cosines_of_pairs_and_rankings(start: Start) -> None:
     bare = (await post("/v1/rerank", json={"query": "one", "documents": texts, "return_documents": False})).json()
     assert all("document" not in one for one in bare["results"]) and len(bare["results"]) == 3
     wrong = (await post("/v1/score", json={"text_1": ["a", "b"], "text_2": texts})).json()["error"]
-    assert wrong["param"] == "text_1" and "as many as text_2 (3), got 2" in wrong["message"]
+    assert wrong["param"] == "text_1" and "the number of texts of text_2 (3), got 2" in wrong["message"]
 
 
 @pytest.mark.parametrize(

@@ -337,7 +337,7 @@ async def test_another_router_cancels_it(start: Any, tools: Any, tmp_path: Path)
     await polled(other, name, "in_progress")
     assert (await other.http.post(f"/v1/responses/{name}/cancel")).json()["status"] == "in_progress"
     store = mine.app.state.responses.store
-    await asyncio.wrap_future(store._database.submit(store._look_around))
+    await asyncio.wrap_future(store._database.submit(store._maintain))
     assert (await polled(other, name, "cancelled"))["error"] is None
     assert len(mine.engine.aborted) == 1
 

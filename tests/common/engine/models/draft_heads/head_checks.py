@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from common.engine.kv.cache import KVCache
-from common.engine.models.batch import NO_PLACE, ROW_BEFORE, ForwardBatch, SequenceChunk
+from common.engine.models.batch import NO_SLOT, ROW_BEFORE, ForwardBatch, SequenceChunk
 from common.engine.models.decoder import Decoder
 from common.engine.models.draft_heads.drafting_model import DraftingModel
 from common.engine.run.runner import ModelRunner
@@ -25,7 +25,7 @@ def run(model: DraftingModel, tokens: Sequence[int], ends: Sequence[int]) -> tup
     kv.tensor.fill_(float("nan"))  # nothing may be read that was not written
     runner, table = ModelRunner(model, kv), [5, 1, 7, 2]
     for start, end in zip((0, *ends[:-1]), ends, strict=True):
-        before = 3 if start else NO_PLACE
+        before = 3 if start else NO_SLOT
         runner.forward([SequenceChunk(tokens[start:end], start, table, before=before, kept=3)])
     return runner, table
 

@@ -27,9 +27,9 @@ def test_blocks_of_a_message_are_read_together_where_that_is_faster() -> None:
         asked.append(blocks)
         return [memoryview(bytes([block])) for block in blocks]
 
-    parcel = Frames(alone, views=views).ship(transfer(), range(1, 4))
+    prepared = Frames(alone, views=views).ship(transfer(), range(1, 4))
     assert asked == [[2, 30, 11]]
-    assert [bytes(view) for view in parcel.views] == [b"\x02", b"\x1e", b"\x0b"] and parcel.num_bytes == 3
+    assert [bytes(view) for view in prepared.views] == [b"\x02", b"\x1e", b"\x0b"] and prepared.num_bytes == 3
 
 
 def test_blocks_of_8_bits_are_quantised_together() -> None:
@@ -40,5 +40,5 @@ def test_blocks_of_8_bits_are_quantised_together() -> None:
         return [memoryview(bytes([block])) for block in blocks]
 
     frames = Frames(alone, quantise=quantise, views=lambda blocks: pytest.fail("read"))
-    parcel = frames.ship(transfer(quantised=True), range(2))
-    assert [bytes(view) for view in parcel.views] == [b"\x07", b"\x02"] and asked == [[7, 2]]
+    prepared = frames.ship(transfer(quantised=True), range(2))
+    assert [bytes(view) for view in prepared.views] == [b"\x07", b"\x02"] and asked == [[7, 2]]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from common.engine.models.load import kv_form, load_model, open_model
-from common.engine.weights.formats.kv_scales import NAMES, KVForm, KVScheme, read_kv_scheme
+from common.engine.weights.formats.kv_scales import NAMES, KVCacheFormat, KVScheme, read_kv_scheme
 from common.engine.weights.formats.registry import read_weight_format
 from common.errors import ModelError
 from kernels import UNSCALED, KVScales
@@ -24,7 +24,7 @@ LAYERS = 4
 SCALES = scales_of_layers(LAYERS)
 
 
-def form_of(folder: Path, setting: str = "auto") -> KVForm:
+def form_of(folder: Path, setting: str = "auto") -> KVCacheFormat:
     return kv_form(files_of(folder), setting, "bfloat16")
 
 
@@ -32,8 +32,8 @@ def form_of(folder: Path, setting: str = "auto") -> KVForm:
 def test_every_name_is_read(tiny_folder: Path, tmp_path: Path, names: tuple[str, str]) -> None:
     folder = with_kv_scales(tiny_folder, tmp_path / "scaled", scale_tensors(SCALES, names))
     scales = tuple(KVScales(value, value) for _, value in SCALES) if names == ("kv_scale", "kv_scale") else SCALES
-    assert form_of(folder) == form_of(folder, "fp8") == KVForm("fp8", scales)
-    assert form_of(folder, "native") == KVForm("bfloat16") and form_of(folder, "int8") == KVForm("int8")
+    assert form_of(folder) == form_of(folder, "fp8") == KVCacheFormat("fp8", scales)
+    assert form_of(folder, "native") == KVCacheFormat("bfloat16") and form_of(folder, "int8") == KVCacheFormat("int8")
 
 
 def test_the_shapes_and_types_that_tools_write(tiny_folder: Path, tmp_path: Path) -> None:
@@ -46,20 +46,20 @@ def test_the_shapes_and_types_that_tools_write(tiny_folder: Path, tmp_path: Path
 
 def test_scales_are_used_without_a_scheme_only_where_they_are_asked_for(tiny_folder: Path, tmp_path: Path) -> None:
     folder = with_kv_scales(tiny_folder, tmp_path / "scaled", scale_tensors(SCALES), scheme=None)
-    assert form_of(folder) == KVForm("bfloat16") and form_of(folder, "fp8").scales == SCALES
+    assert form_of(folder) == KVCacheFormat("bfloat16") and form_of(folder, "fp8").scales == SCALES
 
 
 def test_without_scales_there_is_fp8_as_it_is(tiny_folder: Path) -> None:
-    assert form_of(tiny_folder) == KVForm("bfloat16")
+    assert form_of(tiny_folder) == KVCacheFormat("bfloat16")
     found = form_of(tiny_folder, "fp8")
-    assert found == KVForm("fp8") and "without scales" in found.in_words and found.cut(LAYERS) == found
+    assert found == KVCacheFormat("fp8") and "without scales" in found.in_words and found.cut(LAYERS) == found
 
 
 def test_a_scheme_is_for_quantised_weights_as_well(tiny_folder: Path, tmp_path: Path) -> None:
     """Scales lie beside a module's own, in whose part of the file no rank is to look for heads."""
     write_checkpoint(tiny_folder, tmp_path / "fp8", FORMATS["fp8 by channel"])
     folder = with_kv_scales(tmp_path / "fp8", tmp_path / "scaled", scale_tensors(SCALES, NAMES[2]))
-    assert form_of(folder) == KVForm("fp8", SCALES)
+    assert form_of(folder) == KVCacheFormat("fp8", SCALES)
     assert load_model(files_of(folder), quantization="none").config.num_layers == LAYERS
 
 
@@ -86,7 +86,7 @@ def test_other_schemes_leave_the_cache_in_the_models_type(
 ) -> None:
     folder = with_kv_scales(tiny_folder, tmp_path / "scaled", {}, SCHEME | change)
     with caplog.at_level(logging.INFO):
-        assert form_of(folder) == KVForm("bfloat16")
+        assert form_of(folder) == KVCacheFormat("bfloat16")
     assert f"kv_cache_scheme (unsupported {unread}): KV cache dtype is bfloat16" in caplog.text
 
 
@@ -131,7 +131,7 @@ def test_a_scale_is_refused_by_its_name_and_value(tiny_folder: Path, tmp_path: P
     folder = with_kv_scales(tiny_folder, tmp_path / "scaled", tensors)
     with pytest.raises(ModelError, match=f"(?s){message}.*--kv-cache-dtype native"):
         form_of(folder)
-    assert form_of(folder, "native") == KVForm("bfloat16")
+    assert form_of(folder, "native") == KVCacheFormat("bfloat16")
 
 
 def test_a_draft_heads_layer_has_scales_if_the_file_has_some_for_it(tiny_folder: Path, tmp_path: Path) -> None:

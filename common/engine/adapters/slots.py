@@ -19,7 +19,7 @@ class AdaptedModel(Protocol):
         """Create the LoRA sites of its layers."""
 
 
-class AdapterPlaces:
+class AdapterSlots:
     """Adapter slots. One thread at a time writes to a slot, which no step may read at that time."""
 
     def __init__(

@@ -28,7 +28,7 @@ class MaskReady:
     constraint: Constraint
 
 
-class AwaitedGrammars(Generic[S]):
+class PendingGrammars(Generic[S]):
     """Compiles grammars and masks for sequences. Used on the engine thread.
 
     `notify` delivers an event to that thread. `constrain` ends a sequence's wait. Without `grammars`, for example if
