@@ -198,8 +198,9 @@ inline int64_t draw_token(const float *x, int64_t width, const Draw &draw, float
     if (!(x[best] > NEG_INF)) return width;
     if (draw.temperature <= 0) return best;
     RowWeights weights(x, width, x[best], draw.temperature, memory);
+    const float min_p = draw.min_p > 0 ? draw.min_p : 0; // as an integer, -0 would exceed all weights
     uint32_t floor;
-    std::memcpy(&floor, &draw.min_p, sizeof floor);
+    std::memcpy(&floor, &min_p, sizeof floor);
     floor = std::max(floor, 1u); // a weight of 0 is never drawn
     if (draw.top_k > 0 && draw.top_k < width) floor = weights.largest_few(draw.top_k, floor);
     int64_t total = weights.mass(floor);

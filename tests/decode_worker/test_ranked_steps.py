@@ -120,7 +120,7 @@ def test_what_the_host_refuses_harms_no_rank(ranked: Callable[..., Rig], ranks: 
     """A launch that is refused was sent to no rank; all of them go on together."""
     runner = ranks.runner
     assert isinstance(runner, RankedGraphRunner)
-    with pytest.raises(Exception, match="cache has 16 blocks"):
+    with pytest.raises(Exception, match="a cache of 16"):
         runner.launch([SequenceChunk((1,), 3, [NUM_BLOCKS])], [FROM_HOST])
     engine = ranked()
     engine.ask(prompt(20), max_tokens=20)

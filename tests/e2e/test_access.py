@@ -273,8 +273,8 @@ def test_no_secret_is_told_to_anybody(guarded: Guarded) -> None:
 
 # tests/router/access has the others.
 BAD_FLAGS = {
-    "the wrong way round": (("--tls-cert", "tls.key", "--tls-key", "tls.crt"), "tls_cert='tls.key'"),
-    "no keys": (("--api-key-file", "tls.crt"), "api_key_file='tls.crt'"),
+    "the wrong way round": (("--tls-cert", "tls.key", "--tls-key", "tls.crt"), "--tls-cert tls.key"),
+    "no keys": (("--api-key-file", "tls.crt"), "--api-key-file tls.crt"),
 }
 
 

@@ -60,7 +60,7 @@ def test_embeddings_are_those_of_the_endpoint(system_of: Any, closing: ExitStack
     assert done.usage is not None and (done.usage.input_tokens, done.usage.output_tokens) == (num_tokens, 0)
     failed = [json.loads(line) for line in sdk.files.content(done.error_file_id).text.splitlines()]
     assert [one["custom_id"] for one in failed] == list(bodies)
-    assert all(f"the {WIDTH} " in one["response"]["body"]["error"]["message"] for one in failed)
+    assert all(f"at most {WIDTH}," in one["response"]["body"]["error"]["message"] for one in failed)
 
 
 def test_a_batch_for_another_endpoint_than_the_model_s_fails_by_line(

@@ -192,7 +192,7 @@ def test_another_file_of_the_same_name_answers_for_itself(
     assert ask_all(system, ("c",), prompts)["c"] == adapted.expected("b", prompts)
     assert post(system, "unload_lora_adapter", lora_name="c").status_code == 200
     gone = post(system, "completions", model="c", prompt="hi")
-    assert gone.status_code == 404 and "no model 'c'" in gone.json()["error"]["message"]
+    assert gone.status_code == 404 and "model 'c' does not exist" in gone.json()["error"]["message"]
     assert load(system, "c", folders["a"]).status_code == 200
     assert ask_all(system, ("c",), prompts)["c"] == adapted.expected("a", prompts)
 

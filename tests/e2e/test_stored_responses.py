@@ -43,7 +43,7 @@ def test_what_was_stored_outlives_its_router(system_of: Any, closing: ExitStack,
     stack.routers[0].kill()
     wait_until(lambda: second.responses.retrieve(long.id).status == "failed", "its lease ran out")
     failed = second.responses.retrieve(long.id)
-    assert failed.error is not None and "ended before the response was complete" in failed.error.message
+    assert failed.error is not None and "stopped before the response was complete" in failed.error.message
     assert second.responses.retrieve(made.id).output_text == made.output_text
     again = second.responses.create(**asked("two", previous_response_id=made.id))
     assert again.output_text == continued.output_text

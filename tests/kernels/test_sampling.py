@@ -28,6 +28,7 @@ KINDS: list[dict[str, float]] = [
     {"temperature": 1e-5},
     {"temperature": 2.0, "top_p": 0.999_999_9},
     {"min_p": 1.0},
+    {"min_p": -0.0},
 ]
 
 

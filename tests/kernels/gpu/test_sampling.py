@@ -26,6 +26,7 @@ FILTERS: list[dict[str, Any]] = [
     {"top_p": 0.999999},
     {"min_p": 0.1},
     {"min_p": 1.0},
+    {"min_p": -0.0},
     {"min_p": 0.02, "top_k": 20, "top_p": 0.9, "temperature": 1.3},
     {"min_p": 0.3, "top_k": 50},
     {"top_k": 40, "top_p": 0.8},

@@ -201,7 +201,7 @@ async def test_a_service_with_a_key_asks_for_it_and_a_busy_one_is_waited_for(
     await page.until("!document.getElementById('unlock').hidden")
     await page.type("wrong-key-of-sixteen")
     await page.press("Enter")
-    await page.until("document.getElementById('unlock-title').innerText.includes('refused')")
+    await page.until("document.getElementById('unlock-title').innerText.includes('rejected')")
     await page.type(KEY)
     await page.press("Enter")
     await page.until(HAS_MODEL)

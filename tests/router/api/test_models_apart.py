@@ -20,7 +20,7 @@ NO_WORKER = (False, "no decode worker is ready (1 configured: decode-0 is silent
 @pytest.mark.slow
 async def test_lines_for_a_model_without_workers_let_those_for_others_pass(several: Start, tools: Any) -> None:
     """One of them waits for a worker, beside the places of all lines; the others follow when it is there."""
-    both = await several(batch_concurrency=1)
+    both = await several(batch_concurrency=1, response_store="memory")
     both.large.is_ready, both.large.hold_after = NO_WORKER, 0
     models = [*("large", "fast") * 4, "chat"]
     lines = [line(f"{i}", model=model, prompt="hi", max_tokens=2) for i, model in enumerate(models)]

@@ -131,10 +131,10 @@ async def test_a_refusal_is_said_once_and_tried_again(
     api.refusal = 403
     await scales.scale({"decode": 5})
     await scales.scale({"decode": 5})
-    assert caplog.text.count("are not scaled") == 1 and "HTTP 403" in caplog.text
+    assert caplog.text.count("cannot scale the pools") == 1 and "HTTP 403" in caplog.text
     api.refusal = 0
     await scales.scale({"decode": 5})
-    assert api.replicas["d"] == 5 and "scaled again" in caplog.text
+    assert api.replicas["d"] == 5 and "scaling the pools works again" in caplog.text
     api.stop()
     await scales.scale({"decode": 6})
     await scales.close()

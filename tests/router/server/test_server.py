@@ -132,7 +132,7 @@ def test_a_store_that_is_damaged_is_one_line(tmp_path: Path) -> None:
     command = [*COMMAND, "--port", "0", "--response-store", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert str(file) in done.stderr and "not a database" in done.stderr and "response_store" in done.stderr
+    assert str(file) in done.stderr and "not a database" in done.stderr and "--response-store" in done.stderr
 
 
 @pytest.mark.slow

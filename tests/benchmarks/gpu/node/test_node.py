@@ -264,7 +264,7 @@ def test_a_dry_run_of_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
 def test_without_a_gpu_it_says_so(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert node.main([f"--out={tmp_path / 'out'}"]) == NO_GPU
-    assert "no CUDA device" in capfd.readouterr().out and not (tmp_path / "out" / "verdicts.txt").exists()
+    assert "No CUDA device" in capfd.readouterr().out and not (tmp_path / "out" / "verdicts.txt").exists()
 
 
 def test_a_slow_chip_fails_and_an_unknown_one_is_not_judged() -> None:

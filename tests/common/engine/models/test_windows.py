@@ -46,7 +46,7 @@ def test_no_block_is_read_once_it_is_out_of_the_window(tmp_path: Path, family: s
             found.append(int(logits[0].argmax()))
     assert found[130:] == expected
     assert table.count(HOLE) == view.first_block(169)
-    with pytest.raises(BlockError, match="names -1"):
+    with pytest.raises(BlockError, match="blocks -1 to -1"):
         pool.runner.forward([SequenceChunk((1,), 100, table)])
 
 

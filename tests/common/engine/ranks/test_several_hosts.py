@@ -221,7 +221,7 @@ def test_a_model_that_is_another_on_a_host_is_refused(
 
     monkeypatch.setattr(loading, "plans", damaged)
     with (
-        pytest.raises(ModelError, match="rank 1 at 127.0.0.1: the weights at .* have the hash [0-9a-f]{16}, those of"),
+        pytest.raises(ModelError, match="rank 1 at 127.0.0.1: the weights at .* have hash [0-9a-f]{16}, those of"),
         spread(folder, tmp_path, 2, 2),
     ):
         pytest.fail("it has started")

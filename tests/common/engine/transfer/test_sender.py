@@ -111,7 +111,7 @@ def test_no_grant_ends_with_the_lease(make_sender_rig: Callable[..., Rig]) -> No
     rig.open(num_ready=4)
     assert rig.read_failed().reason == "lease expired"
     rig.wait(lambda: rig.ended)
-    assert "silent for 0.5 s" in rig.ended[0].reason
+    assert "sent nothing for 0.5 s" in rig.ended[0].reason
 
 
 @pytest.mark.slow

@@ -63,9 +63,9 @@ async def test_a_refusal_is_said_once_and_tried_again(
     await until(lambda: api.patches)
     api.refusal = 403
     load.num_requests = 9
-    await until(lambda: "is not kept" in caplog.text)
+    await until(lambda: "cannot update pod-deletion-cost" in caplog.text)
     await asyncio.sleep(0.1)
     api.refusal = 0
     await until(lambda: api.annotations["decode-7"] == {ANNOTATION: "8"})
-    assert caplog.text.count("is not kept") == 1 and "HTTP 403" in caplog.text
-    await until(lambda: "is kept again" in caplog.text)
+    assert caplog.text.count("cannot update pod-deletion-cost") == 1 and "HTTP 403" in caplog.text
+    await until(lambda: "updates work again" in caplog.text)

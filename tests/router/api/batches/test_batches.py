@@ -107,7 +107,7 @@ async def test_results_are_no_input(sdk: openai.AsyncOpenAI) -> None:
 async def test_batches_are_listed_in_pages(sdk: openai.AsyncOpenAI) -> None:
     batches = [await made(sdk, [line("a")]) for _ in range(5)]
     assert [one.id async for one in sdk.batches.list(limit=2)] == [one.id for one in batches[::-1]]
-    with pytest.raises(openai.BadRequestError, match="no batch 'batch_x'"):
+    with pytest.raises(openai.BadRequestError, match="batch 'batch_x' is not in this list"):
         await sdk.batches.list(after="batch_x")
 
 

@@ -280,7 +280,7 @@ async def test_it_keeps_its_keys_place_until_its_end(start: Any, tools: Any, tmp
     running = await start(tools.Engine(hold_after=2), api_key_file=str(keys), audit_log=str(audit))
     async with client_of(running, "a") as sdk:
         await sdk.responses.create(**ASKED, background=True)
-        with pytest.raises(openai.RateLimitError, match="requests at once"):
+        with pytest.raises(openai.RateLimitError, match="limit 1 concurrent requests"):
             await sdk.models.list()
         running.engine.go.set()
         await tools.until(lambda: not running.app.state.responses.background.num_running)
