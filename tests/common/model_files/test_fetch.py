@@ -135,7 +135,7 @@ def test_damage_is_named_with_the_remedy(downloaded: BuiltinModel) -> None:
     content = bytearray(path.read_bytes())
     content[1_000_000] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ModelError, match=r"damaged: its SHA-256 is .* common\.model_files\.fetch two-parts --force"):
+    with pytest.raises(ModelError, match=r"damaged: its SHA-256 is .* diptych fetch two-parts --force"):
         verify_model(model, path)
     path.write_bytes(content[:-1])
     with pytest.raises(ModelError, match="it has 3,000,006 bytes, not 3,000,007"):
