@@ -50,7 +50,7 @@ def test_prompts_go_on_while_a_grammar_is_compiled(
     make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that takes longer than anything may: it owns no blocks, and other prompts and grammars do not wait for it."""
-    for bound in ("sequences.pending_grammars.GRAMMAR_TIMEOUT_S", "grammar.compiler.WALL_S"):
+    for bound in ("engine.sequences.pending_grammars.GRAMMAR_TIMEOUT_S", "grammar.compiler.WALL_S"):
         monkeypatch.setattr(f"common.{bound}", 120.0)  # a busy machine takes long to find it too complex
     rig = make_engine(grammars=True)
     compiler = Compiler(rig.grammars)

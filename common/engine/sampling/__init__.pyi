@@ -1,3 +1,4 @@
+from common.engine.sampling.draw import draw_of
 from common.engine.sampling.logprobs import (
     LaunchedLogprobs,
     chunk_logprobs,
@@ -14,7 +15,6 @@ from common.engine.sampling.sampler import (
     Sampler,
     SamplingRow,
     allowed_mask,
-    draw_of,
 )
 
 __all__ = [

@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.engine.sampling.draw import draw_of
 from common.engine.sampling.logprobs import LaunchedLogprobs, WantedLogprobs, launch_logprobs
 from common.engine.sampling.penalties import Adjustment, LogitChanges, TokenCounts, adjusts
 from common.grammar import FREE, MASK_BITS, Constraint, TokenLimits, token_mask
 from common.wire import SampledToken, SamplingParams, TokenLogprobs
-from kernels import Draw, SamplingTensors, on_device, sample, to_device, to_host
+from kernels import SamplingTensors, on_device, sample, to_device, to_host
 
 log = logging.getLogger(__name__)
 
@@ -171,12 +172,6 @@ class Sampler:
             ids = sample(_adjusted(logits, prepared), draws, prepared.allowed)
             logprobs = launch_logprobs(logits, ids, prepared.logprobs) if prepared.logprobs else ()
             return LaunchedTokens(ids, logprobs, self.vocab_size)
-
-
-def draw_of(params: SamplingParams, position: int) -> Draw:
-    """Return the sampling kernels' inputs for the token at `position`."""
-    temperature = 0.0 if params.greedy else params.temperature
-    return Draw(temperature, params.top_k, params.top_p, params.min_p, params.seed, position)
 
 
 def _wanted(params: SamplingParams) -> WantedLogprobs:
