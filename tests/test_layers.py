@@ -101,6 +101,20 @@ def test_the_router_never_imports_torch(repository: Path) -> None:
     assert run(program).strip() == "[]"
 
 
+BARE = ("chip", "engine", "attention", "node.graphs", "node.invariance", "node.families", "node.boxes")
+"""Modules of `make gpu` that run where only torch and Triton are installed."""
+ABSENT = ("msgspec", "msgpack", "zmq", "xxhash", "llguidance", "tokenizers", "orjson", "gguf", "jinja2", "safetensors")
+
+
+def test_kernels_are_measured_with_torch_and_triton_only() -> None:
+    program = (
+        "import importlib, sys\n"
+        f"sys.modules.update(dict.fromkeys({ABSENT!r}))\n"  # None: an import fails
+        f"for name in {BARE!r}: importlib.import_module('benchmarks.gpu.' + name)\n"
+    )
+    run(program)
+
+
 def test_every_public_name_exists(repository: Path) -> None:
     """In both orders: a package that needs another imported before it fails in one of them."""
     run(public_names(repository, *PACKAGES) + CHILDREN + "sys.exit(fails_anew(reversed(names)))\n")
