@@ -103,10 +103,17 @@ CASES = {
         {f"up{{{ROUTER}}}": "0x60", f"up{{{ROUTER.replace('r-0', 'r-1')}}}": "1x60"},
         severity="critical",
     ),
-    "DiptychWorkerDown": Case({f"up{{{DECODE}}}": "0x60"}, {f"up{{{DECODE}}}": "1 0 0 0 1x60"}, labels=OF_MODEL | POD),
+    "DiptychWorkerDown": Case(
+        {f"up{{{DECODE}}}": "1x10 0x50"},
+        {f"up{{{DECODE}}}": "1 0 0 0 1x60", f"up{{{PREFILL}}}": "0x60"},  # the second was never reachable
+        labels=OF_MODEL | POD,
+    ),
     "DiptychNobodyServes": Case(
         workers("decode", "0x60", "2x60") | held("decode", "0x60"),
-        workers("decode", "0x60") | held("decode", "0x60"),  # scaled to zero, and no request waits
+        {  # scaled to zero, and no request waits
+            name.replace('diptych_model="m"', 'diptych_model="asleep"'): values
+            for name, values in (workers("decode", "0x60") | held("decode", "0x60")).items()
+        },
         labels=OF_MODEL | {"role": "decode"},
         severity="critical",
     ),
@@ -114,6 +121,11 @@ CASES = {
         workers("prefill", "0x60") | held("prefill", "3x60"),
         workers("prefill", "1x60") | held("prefill", "3x60"),
         labels=OF_MODEL | {"role": "prefill"},
+    ),
+    "DiptychTooFewWorkers": Case(
+        workers("decode", "2x10 1x50"),  # the chart that the tests render has a minimum of 2
+        workers("decode", "2x10 1x10 2x40"),
+        labels=OF_MODEL | {"role": "decode"},
     ),
     "DiptychErrors": Case(requests("500", "0+12x60"), requests("500", "0+3x60"), severity="critical"),
     "DiptychRequestsRejected": Case(requests("429", "0+60x60"), requests("503", "0+12x60")),
@@ -241,12 +253,72 @@ RECORDS: dict[str, tuple[Series, float, dict[str, str]]] = {
 }
 
 
+def cluster(ready: dict[str, str], others: str = "0x60") -> Series:
+    """Routers of `m` and `asleep`, reachable, with ready workers by role; `others` in every other state."""
+    series: Series = {}
+    for router, counts in ((ROUTER, {"prefill": "1x60", "decode": "2x60"} | ready), (ASLEEP, {})):
+        series[f"up{{{router}}}"] = "1x60"
+        for role in ("prefill", "decode"):
+            series[f'diptych_pool_workers{{{router},role="{role}",state="ready"}}'] = counts.get(role, "0x60")
+            series[f'diptych_pool_workers{{{router},role="{role}",state="dead"}}'] = others if counts else "0x60"
+            series[f'diptych_requests_held{{{router},role="{role}"}}'] = "0x60"
+    return series
+
+
+ASLEEP = ROUTER.replace('diptych_model="m"', 'diptych_model="asleep"')
+WAITS = f'diptych_requests_held{{{ASLEEP},role="decode"}}'
+
+# State of a cluster -> (series, the alerts that fire after 50 minutes; no others may).
+STATES: dict[str, tuple[Series, set[str]]] = {
+    "healthy": (cluster({}), set()),
+    "all decode pods pending": (cluster({"decode": "0x60"}), {"DiptychNobodyServes"}),
+    "all decode workers crash at start": (cluster({"decode": "0x60"}, "2x60"), {"DiptychNobodyServes"}),
+    "all prefill pods pending": (cluster({"prefill": "0x60"}), {"DiptychNoPrefillWorkers"}),
+    "one of two decode pods pending": (cluster({"decode": "1x60"}), {"DiptychTooFewWorkers"}),
+    "a sleeping pool that nothing wakes": (cluster({}) | {WAITS: "3x60"}, {"DiptychNobodyServes"}),
+    "no router": ({name: "0x60" for name in cluster({}) if name.startswith("up{")}, {"DiptychRouterDown"}),
+    "the router of one model is gone": (
+        {name: value for name, value in cluster({}).items() if ASLEEP not in name} | {f"up{{{ASLEEP}}}": "0x60"},
+        {"DiptychRouterDown"},
+    ),
+    "a third pod downloads its model": (cluster({}) | {f"up{{{DECODE}}}": "0x60"}, set()),
+    "a pod stopped": (
+        cluster({"decode": "2x20 1x40"}) | {f"up{{{DECODE}}}": "1x20 0x40"},
+        {"DiptychTooFewWorkers", "DiptychWorkerDown"},
+    ),
+    "a pod was replaced": (cluster({"decode": "2x20 1x8 2x40"}) | {f"up{{{DECODE}}}": "1x20 _x40"}, set()),
+    "a router restarts": (cluster({"decode": "2x40 0x2 2x20", "prefill": "1x40 0x2 1x20"}), set()),
+    "a half-done upgrade": (
+        cluster({}) | {f'diptych_unpaired_workers{{{ROUTER},role="decode"}}': "1x60"},
+        {"DiptychUnpairedWorkers"},
+    ),
+    "the API server is away": (
+        cluster({}) | {f"diptych_discovery_last_sync_age_seconds{{{ROUTER}}}": "0x5 0+60x60"},
+        {"DiptychDiscoveryStale"},
+    ),
+}
+
+MINIMUM = "diptych:min_workers"
 VARIABLES = {"$namespace": "llm", "$release": "demo", "$model": ".*"}
 Rule = dict[str, Any]
 
 
+MODELS: dict[str, Any] = {
+    "models": {"m": {"source": {"id": "a/b"}}, "asleep": {"source": {"id": "c/d"}}},
+    "prefill": {"pools": {"default": {"enabled": False}, "p": {"model": "m"}}},
+    "decode": {
+        "pools": {
+            "default": {"enabled": False},
+            "d": {"model": "m", "replicas": 2},
+            "z": {"model": "asleep", "autoscaling": {"type": "planner", "minReplicas": 0}},
+        }
+    },
+}
+"""Model `m` has at least one prefill and two decode workers. The pool of `asleep` may sleep."""
+
+
 def groups_of(helm: Path) -> list[dict[str, Any]]:
-    (rules,) = render(helm).of("PrometheusRule")
+    (rules,) = render(helm, over=MODELS).of("PrometheusRule")
     found: list[dict[str, Any]] = copy.deepcopy(rules["spec"]["groups"])
     return found
 
@@ -309,7 +381,7 @@ def test_every_alert_has_a_runbook_and_a_case(helm4: Path, repository: Path) -> 
         assert page == "docs/guides/operate.md" and anchor in anchors, f"{name} has no section in {page}"
         assert rule["labels"]["severity"] in ("critical", "warning")
     assert set(CASES) == set(alerts)
-    assert set(RECORDS) == {rule["record"] for rule in rules_of(helm4) if "record" in rule}
+    assert set(RECORDS) | {MINIMUM} == {rule["record"] for rule in rules_of(helm4) if "record" in rule}
 
 
 def test_every_expression_counts_requests_of_all_apis(helm4: Path) -> None:
@@ -402,7 +474,8 @@ def run(*command: str) -> str:
 def test_promtool_finds_nothing_wrong(promtool: str, helm4: Path, tmp_path: Path) -> None:
     file = tmp_path / "rules.yaml"
     file.write_text(yaml.safe_dump({"groups": groups_of(helm4)}), encoding="utf-8")
-    assert f"{len(CASES) + len(RECORDS)} rules found" in run(promtool, "check", "rules", str(file))
+    minimums = sum(rule.get("record") == MINIMUM for rule in rules_of(helm4))
+    assert f"{len(CASES) + len(RECORDS) + minimums} rules found" in run(promtool, "check", "rules", str(file))
 
 
 def test_every_alert_fires_and_keeps_quiet_and_every_record_is_right(
@@ -419,8 +492,24 @@ def test_every_alert_fires_and_keeps_quiet_and_every_record_is_right(
         (tmp_path / f"{name}.rules.yaml").write_text(yaml.safe_dump({"groups": [group]}), encoding="utf-8")
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(file), encoding="utf-8")
         names.append(str(tmp_path / f"{name}.yaml"))
-    assert {Path(name).stem for name in names} == {rule.get("alert") or rule["record"] for rule in rules}
+    assert {Path(name).stem for name in names} | {MINIMUM} == {rule.get("alert") or rule["record"] for rule in rules}
     run(promtool, "test", "rules", *names)
+
+
+def test_each_state_of_a_cluster_fires_its_alerts_and_no_others(promtool: str, helm4: Path, tmp_path: Path) -> None:
+    rules = [rule for rule in rules_of(helm4) if rule.pop("annotations", None) or "record" in rule]
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "a", "rules": rules}]}), encoding="utf-8")
+    tests = []
+    for name, (series, alerts) in STATES.items():
+        expected = "group by (alertname) (ALERTS{alertstate='firing'})"
+        samples = [{"labels": f'{{alertname="{alert}"}}', "value": 1} for alert in sorted(alerts)]
+        check = {"expr": expected, "eval_time": "50m", "exp_samples": samples}
+        tests.append(
+            {"name": name, "interval": "1m", "input_series": input_series(series), "promql_expr_test": [check]}
+        )
+    file = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": tests}
+    (tmp_path / "states.yaml").write_text(yaml.safe_dump(file), encoding="utf-8")
+    run(promtool, "test", "rules", str(tmp_path / "states.yaml"))
 
 
 READY = 'diptych_pool_workers{namespace="llm",diptych_release="demo",diptych_role="router",diptych_model="qwen3-8b"'
