@@ -27,6 +27,8 @@ ENV DIPTYCH_KERNELS=${KERNELS}
 ENV SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH} PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /source
 COPY . .
+ARG VERSION=0.1.0
+RUN echo "${VERSION}" > common/version.txt
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     python -m pip wheel --no-deps --wheel-dir /wheels .
 

@@ -70,6 +70,8 @@ class BuildWithKernels(build_py):
         super().run()
         if sets and not self.editable_mode:
             compile_all(sets, Path(self.build_lib) / FOLDER)
+        if not self.editable_mode:  # a wheel has no repository to ask (common/version.py)
+            (Path(self.build_lib) / "common" / "version.txt").write_text(self.distribution.get_version() + "\n")
 
 
 class DiptychDistribution(Distribution):

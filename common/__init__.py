@@ -1,3 +1,5 @@
 """Code shared by several Diptych processes: configuration, errors, messages, transport, blocks and the model."""
 
-__version__ = "0.1.0"
+from common.version import version_of
+
+__version__ = version_of()

@@ -18,7 +18,8 @@ A Helm chart for routers, prefill pools and decode pools that scale independentl
 [docs/guides/operate.md](../docs/guides/operate.md) describes what to do when an alert fires.
 
     make images REGISTRY=ghcr.io/acme PUSH=yes
-    helm install demo helm --set images.registry=ghcr.io/acme --set models.smollm2-135m.source.id=smollm2-135m
+    helm install demo helm --set images.registry=ghcr.io/acme --set images.tag=TAG \\
+      --set models.smollm2-135m.source.id=smollm2-135m
     helm test demo --logs
 
 The chart needs Kubernetes 1.27; everything else is optional. Example values are in [examples/](examples).

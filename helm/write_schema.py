@@ -353,7 +353,7 @@ def values() -> Schema:
             "clusterDomain": text(pattern=r"^[a-z0-9.-]+$"),
             "trustedCA": closed({"configMap": TEXT, "key": text(pattern=".+")}),
             "extraObjects": many({"type": ["object", "string"]}),
-            "images": closed({"registry": TEXT, "router": image(), "worker": image(digests=digests)}),
+            "images": closed({"registry": TEXT, "tag": TEXT, "router": image(), "worker": image(digests=digests)}),
             "models": named(model(), MAX_MODELS),
             "router": ref("router"),
             "sharedRouter": shared_router(),

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from common import __version__
+
 ROOT = Path(__file__).resolve().parents[2]
 ENGINES = ("docker", "podman", "buildah")
 HOST = re.compile(r"^([\w-]+\.[\w.-]+|[\w.-]+:\d+|localhost)(/[\w./-]+)?$")
-VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "common" / "__init__.py").read_text())[1]  # type: ignore[index]
 
 
 class ReleaseError(Exception):
@@ -34,8 +35,8 @@ class Image:
     def name(self) -> str:
         return f"{self.target}-{self.accelerator}" if self.accelerator else self.target
 
-    def reference(self, registry: str, version: str) -> str:
-        tag = f"{version}-{self.accelerator}" if self.accelerator else version
+    def reference(self, registry: str, tag: str) -> str:
+        tag = f"{tag}-{self.accelerator}" if self.accelerator else tag
         return f"{registry}/diptych-{self.target}:{tag}"
 
 
@@ -84,7 +85,9 @@ def chosen_engine(name: str) -> str:
     raise ReleaseError(f"ENGINE: {name or 'none of ' + ', '.join(ENGINES)} is not installed")
 
 
-def build_command(image: Image, options: Options, *, revision: str, epoch: str, version: str = VERSION) -> list[str]:
+def build_command(
+    image: Image, options: Options, *, revision: str, epoch: str, version: str = __version__
+) -> list[str]:
     """Return the command that builds an image."""
     arguments = {"VERSION": version, "REVISION": revision, "SOURCE_DATE_EPOCH": epoch}
     if options.python_image:
@@ -95,11 +98,18 @@ def build_command(image: Image, options: Options, *, revision: str, epoch: str, 
             arguments["TORCH_INDEX"] = index
     if image.accelerator == "cuda" and options.cuda_version:
         arguments["CUDA_VERSION"] = options.cuda_version
-    command = [options.engine, "build", "--target", image.target, "--tag", image.reference(options.registry, version)]
+    reference = image.reference(options.registry, tag_of(version))
+    command = [options.engine, "build", "--target", image.target, "--tag", reference]
     command += [part for key, value in arguments.items() for part in ("--build-arg", f"{key}={value}")]
     if options.pip_conf:
         command += ["--secret", f"id=pip,src={options.pip_conf}"]
     return [*command, str(ROOT)]
+
+
+def tag_of(version: str = __version__) -> str:
+    """Return the tag of a version's images. It ends in "-dirty" if the tree has uncommitted changes."""
+    changed = subprocess.run(("git", "status", "--porcelain"), cwd=ROOT, capture_output=True, check=False).stdout
+    return version.replace("+", "-") + ("-dirty" if changed else "")
 
 
 def run(*command: str) -> str:
@@ -142,7 +152,7 @@ def build(images: Sequence[Image], options: Options) -> dict[str, str]:
     for image in images:
         run(*build_command(image, options, revision=revision, epoch=epoch))
     for image in images:  # publish nothing unless all images were built
-        digests[image.name] = push(options.engine, image.reference(options.registry, VERSION)) if options.push else ""
+        digests[image.name] = push(options.engine, image.reference(options.registry, tag_of())) if options.push else ""
     return digests
 
 
@@ -184,6 +194,7 @@ def main() -> None:
     options = options_of(arguments)
     for name, digest in build(images, options).items():
         print(name, digest or "(not pushed)")
+    print(f"to install: helm install ... --set images.registry={options.registry} --set images.tag={tag_of()}")
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from common import __version__
 from helm.images.build import (
     ROOT,
-    VERSION,
     Image,
     Options,
     ReleaseError,
@@ -28,6 +28,7 @@ from helm.images.build import (
     options_of,
     revision_and_epoch,
     run,
+    tag_of,
 )
 
 BILLS = ("router", "worker")
@@ -42,7 +43,7 @@ def make_packages(dist: Path, kernels: str) -> None:
 
 def make_bill(image: str, dist: Path) -> Path:
     """Write the bill of materials of an image, without Debian, as CycloneDX JSON from its pip requirements."""
-    target = dist / f"diptych-{image}-{VERSION}.cdx.json"
+    target = dist / f"diptych-{image}-{__version__}.cdx.json"
     with tempfile.TemporaryDirectory() as scratch:
         held = Path(scratch) / "requirements.txt"
         packages = (Path(__file__).parent / f"{image}.txt").read_text()
@@ -81,8 +82,9 @@ def make_chart(registry: str, digests: Mapping[str, str], dist: Path) -> Path:
         shutil.copytree(ROOT / "helm", chart, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
         values = chart / "values.yaml"
         values.write_text(pinned(values.read_text(), registry, digests))
-        run("helm", "package", str(chart), "--version", VERSION, "--app-version", VERSION, "--destination", str(dist))
-    return dist / f"diptych-{VERSION}.tgz"
+        versions = ("--version", __version__, "--app-version", tag_of())
+        run("helm", "package", str(chart), *versions, "--destination", str(dist))
+    return dist / f"diptych-{__version__}.tgz"
 
 
 def push_chart(chart: Path, registry: str) -> str:
@@ -112,8 +114,8 @@ def write_sums(dist: Path) -> None:
 
 def references(images: Sequence[Image], digests: Mapping[str, str], registry: str) -> dict[str, Image]:
     """Return the pushed images by name with digest."""
-    pushed = [image for image in images if digests.get(image.name)]
-    return {f"{image.reference(registry, VERSION).rpartition(':')[0]}@{digests[image.name]}": image for image in pushed}
+    pushed = {image: digests[image.name] for image in images if digests.get(image.name)}
+    return {f"{image.reference(registry, '').rpartition(':')[0]}@{digest}": image for image, digest in pushed.items()}
 
 
 def release(images: Sequence[Image], options: Options | None, registry: str, kernels: str, dist: Path) -> None:

@@ -94,7 +94,8 @@ Merged image values, as YAML: (root, kind), for a worker also `vendor` of its ac
 {{- if and (eq .kind "worker") (not $variant) (not $image.digest) }}
 {{- fail (printf "no worker image is built for accelerator.vendor %s: set image.repository and image.tag of its pool to your own" .vendor) }}
 {{- end }}
-{{- $_ := set $image "tag" (ternary (printf "%s-%s" .root.Chart.AppVersion $variant) .root.Chart.AppVersion (ne $variant "")) }}
+{{- $tag := .root.Values.images.tag | default .root.Chart.AppVersion }}
+{{- $_ := set $image "tag" (ternary (printf "%s-%s" $tag $variant) $tag (ne $variant "")) }}
 {{- end }}
 {{- if not (include "diptych.hasHost" $image.repository) }}
 {{- $whole := printf "%s/%s" (trimSuffix "/" .root.Values.images.registry) $image.repository }}

@@ -76,7 +76,7 @@ def helm_test(cluster: Cluster, tmp_path: Path, timeout_s: int) -> subprocess.Co
 def test_pods_start_and_the_chart_s_own_test_passes(cluster: Cluster, tmp_path: Path) -> None:
     done = helm_test(cluster, tmp_path, timeout_s=60)
     assert done.returncode == 0, done.stdout + done.stderr + cluster.of("router")[0].log.read_text()[-3000:]
-    assert "by way of both pools" in done.stdout
+    assert "through both pools" in done.stdout
     assert all(container.probe("liveness") for container in cluster.containers.values())
 
 

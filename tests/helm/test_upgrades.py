@@ -34,6 +34,8 @@ KINDS = {
     "networking.k8s.io/v1": ("NetworkPolicy",),
     "policy/v1": ("PodDisruptionBudget",),
     "rbac.authorization.k8s.io/v1": ("Role", "RoleBinding"),
+    "gateway.networking.k8s.io/v1": ("HTTPRoute",),
+    "leaderworkerset.x-k8s.io/v1": ("LeaderWorkerSet",),
 }
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from helm.images.build import (
     IMAGES,
-    VERSION,
     Options,
     ReleaseError,
     build,
@@ -16,6 +16,7 @@ from helm.images.build import (
     checked_registry,
     chosen_engine,
     chosen_images,
+    tag_of,
 )
 
 DIGEST = "sha256:" + "d" * 64
@@ -76,11 +77,12 @@ def test_each_worker_has_the_torch_of_its_accelerator() -> None:
     options = Options("ghcr.io/acme", "podman", torch_index=(("rocm", "https://index/rocm"),), cuda_version="12.8")
     commands = {image.name: build_command(image, options, revision="abc", epoch="7", version="1.2") for image in IMAGES}
     tags = {name: command[command.index("--tag") + 1] for name, command in commands.items()}
+    tag = tag_of("1.2")
     assert tags == {
-        "router": "ghcr.io/acme/diptych-router:1.2",
-        "worker-cpu": "ghcr.io/acme/diptych-worker:1.2-cpu",
-        "worker-cuda": "ghcr.io/acme/diptych-worker:1.2-cuda",
-        "worker-rocm": "ghcr.io/acme/diptych-worker:1.2-rocm",
+        "router": f"ghcr.io/acme/diptych-router:{tag}",
+        "worker-cpu": f"ghcr.io/acme/diptych-worker:{tag}-cpu",
+        "worker-cuda": f"ghcr.io/acme/diptych-worker:{tag}-cuda",
+        "worker-rocm": f"ghcr.io/acme/diptych-worker:{tag}-rocm",
     }
     assert "TORCH_INDEX=https://index/rocm" in commands["worker-rocm"]
     assert not any("TORCH_INDEX" in part for part in commands["worker-cuda"])
@@ -108,7 +110,9 @@ def test_an_engine_that_fails_stops_it(calls: Path, tmp_path: Path) -> None:
         build(chosen_images("router"), Options("registry.example.com", "docker"))
 
 
-def test_the_version_is_the_package_s() -> None:
-    from common import __version__
-
-    assert __version__ == VERSION
+def test_a_tag_names_the_commit_and_whether_it_has_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("helm.images.build.ROOT", tmp_path)
+    subprocess.run(("git", "init", "-q", str(tmp_path)), check=True)
+    assert tag_of("0.1.0+g1a2b3c4d5e6f") == "0.1.0-g1a2b3c4d5e6f"
+    (tmp_path / "changed.py").touch()
+    assert tag_of("0.1.0+g1a2b3c4d5e6f") == "0.1.0-g1a2b3c4d5e6f-dirty"

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
+from common import __version__
 from helm.images import release as module
-from helm.images.build import IMAGES, VERSION, Options, ReleaseError
+from helm.images.build import IMAGES, Options, ReleaseError
 from helm.images.release import make_bill, make_chart, pinned, references, release
 
 from ..chart import CHART
@@ -90,10 +91,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packages and bills that take no time: their own tests make real ones."""
 
     def packages(dist: Path, kernels: str) -> None:
-        (dist / f"diptych-{VERSION}-py3-none-any.whl").write_text(kernels)
+        (dist / f"diptych-{__version__}-py3-none-any.whl").write_text(kernels)
 
     def bill(image: str, dist: Path) -> Path:
-        (target := dist / f"diptych-{image}-{VERSION}.cdx.json").write_text("{}")
+        (target := dist / f"diptych-{image}-{__version__}.cdx.json").write_text("{}")
         return target
 
     monkeypatch.setattr(module, "make_packages", packages)
@@ -107,19 +108,19 @@ def test_a_release_is_pushed_signed_and_summed(programs: Path, tmp_path: Path, m
     release(IMAGES[:1], Options(REGISTRY, "docker", push=True), REGISTRY, "all", dist)
     image, chart = f"{REGISTRY}/diptych-router@{DIGESTS['router']}", f"{REGISTRY}/charts/diptych@sha256:{'e' * 64}"
     calls = programs.read_text().splitlines()
-    bill = f"--type cyclonedx --predicate {dist / f'diptych-router-{VERSION}.cdx.json'}"
+    bill = f"--type cyclonedx --predicate {dist / f'diptych-router-{__version__}.cdx.json'}"
     assert [call for call in calls if call.startswith("cosign")] == [
         f"cosign sign --yes --key cosign.key {image}",
         f"cosign attest --yes --key cosign.key {bill} {image}",
         f"cosign sign --yes --key cosign.key {chart}",
     ]
-    assert f"helm push {dist / f'diptych-{VERSION}.tgz'} oci://{REGISTRY}/charts" in calls
+    assert f"helm push {dist / f'diptych-{__version__}.tgz'} oci://{REGISTRY}/charts" in calls
     assert (dist / "images.txt").read_text() == f"{image}\n"
     sums = dict(reversed(line.split("  ")) for line in (dist / "SHA256SUMS").read_text().splitlines())
     assert sums == {
         file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in dist.iterdir() if file.name != "SHA256SUMS"
     }
-    assert {f"diptych-{VERSION}.tgz", "images.txt"} < set(sums)
+    assert {f"diptych-{__version__}.tgz", "images.txt"} < set(sums)
 
 
 def test_without_an_engine_all_else_is_made(programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +128,7 @@ def test_without_an_engine_all_else_is_made(programs: Path, tmp_path: Path, monk
     release((), None, REGISTRY, "all", tmp_path / "dist")
     calls = programs.read_text()
     assert "docker" not in calls and "push" not in calls and "cosign" not in calls
-    assert (tmp_path / "dist" / f"diptych-{VERSION}.tgz").exists()
+    assert (tmp_path / "dist" / f"diptych-{__version__}.tgz").exists()
 
 
 @pytest.mark.slow
