@@ -172,13 +172,14 @@ def test_the_kernels_of_a_real_wheel_pass_their_tests(repository: Path, tmp_path
     """Compiled for others, each library that this CPU runs computes what the plain loops do."""
     sets = that_run(platform.machine(), features_here()) or pytest.skip("a CPU for which no wheel has a library")
     (tmp_path / "source").mkdir()
-    names = ",".join(each.name for each in sets)
-    built = build(repository, tmp_path / "source", tmp_path / "wheel", 2000, DIPTYCH_KERNELS=names)
+    wanted = ",".join(each.name for each in sets)
+    built = build(repository, tmp_path / "source", tmp_path / "wheel", 2000, DIPTYCH_KERNELS=wanted)
     with zipfile.ZipFile(built) as archive:
         archive.extractall(tmp_path / "site")
     (site := tmp_path / "site" / "tests").symlink_to(repository / "tests")
     (tmp_path / "site" / "pyproject.toml").symlink_to(repository / "pyproject.toml")
-    tests = [str(site / "kernels" / f"test_{name}.py") for name in ("attention", "linear", "nibbles", "program")]
+    names = ("test_attention", "test_linear", "cpu/test_nibbles", "cpu/test_program")
+    tests = [str(site / "kernels" / f"{name}.py") for name in names]
     command = (sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu")
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "PATH": "", "DIPTYCH_CACHE": str(tmp_path)}
     environment.pop("CXX", None)

@@ -4,7 +4,7 @@
 {{- range .list }}
 {{- if kindIs "map" . }}{{ $_ := set $map (toString .name) (omit . "name") }}{{ end }}
 {{- end }}
-{{- fail (printf "%s is a list; it is a map keyed by name, so that --set %s.NAME... and overlays can change one entry (docs/guides/kubernetes.md, From lists to maps). Write instead:\n%s:\n%s\n" .at .at (last (splitList "." .at)) (toYaml $map | indent 2)) }}
+{{- fail (printf "%s is a list; it is a map keyed by name, so that --set %s.NAME... and overlays can change one entry (docs/guides/kubernetes.md, Models and pools). Write instead:\n%s:\n%s\n" .at .at (last (splitList "." .at)) (toYaml $map | indent 2)) }}
 {{- end }}
 
 {{/* Type of a model's source, derived from its keys: (source). */}}
