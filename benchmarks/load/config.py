@@ -58,7 +58,7 @@ class BenchConfig(Config):
         "completions",
         "API to use",
         group=_SERVER,
-        details="completions sends token IDs, so that prompt lengths are exact. chat sends words, so that they are "
+        details="`completions` sends token IDs, so prompt lengths are exact. `chat` sends words, so they are "
         "approximate.",
         common=True,
         choices=("completions", "chat"),
@@ -66,7 +66,7 @@ class BenchConfig(Config):
     api_key: str = setting(
         "", "API key to send as a bearer token", group=_SERVER, common=True, secret=True, metavar="KEY"
     )
-    timeout_s: float = setting(600.0, "maximum time for a request, in seconds", group=_SERVER, ge=0.01, le=86400)
+    timeout_s: float = setting(600.0, "maximum seconds per request", group=_SERVER, ge=0.01, le=86400)
     keep_alive: bool = setting(
         True,
         "reuse connections for several requests",
@@ -109,7 +109,7 @@ class BenchConfig(Config):
     )
     concurrency: int = setting(
         0,
-        "closed loop: number of concurrent requests",
+        "closed loop: concurrent requests",
         group=_LOAD,
         default_note=f"{DEFAULT_CONCURRENCY}, unless a rate or --trace is set",
         common=True,
@@ -118,7 +118,7 @@ class BenchConfig(Config):
     )
     num_requests: int = setting(
         0,
-        "number of requests to send",
+        "number of requests",
         group=_LOAD,
         default_note=f"{DEFAULT_NUM_REQUESTS}, the whole trace, or as --duration-s allows",
         common=True,
@@ -127,7 +127,7 @@ class BenchConfig(Config):
     )
     duration_s: float = setting(
         0.0,
-        "time after which no more requests are sent, in seconds",
+        "seconds after which no more requests are sent",
         group=_LOAD,
         default_note="no limit",
         common=True,
@@ -149,7 +149,7 @@ class BenchConfig(Config):
         ge=0.001,
         le=0.9,
     )
-    warmup: int = setting(2, "number of sequential requests before the measurement", group=_LOAD, ge=0, le=10**6)
+    warmup: int = setting(2, "sequential requests before the measurement", group=_LOAD, ge=0, le=10**6)
     trace: str = setting(
         "",
         "trace of lengths, shared prefixes and arrivals: Azure CSV or Mooncake JSON lines, optionally .gz",
@@ -164,10 +164,10 @@ class BenchConfig(Config):
     )
     trace_scale: float = setting(1.0, "factor for the lengths of a trace", group=_TRACE, ge=1e-4, le=100)
     max_input_len: int = setting(
-        0, "maximum prompt length of a trace in tokens", group=_TRACE, default_note="no limit", ge=0
+        0, "maximum prompt length of a trace, in tokens", group=_TRACE, default_note="no limit", ge=0
     )
     max_output_len: int = setting(
-        0, "maximum output length of a trace in tokens", group=_TRACE, default_note="no limit", ge=0
+        0, "maximum output length of a trace, in tokens", group=_TRACE, default_note="no limit", ge=0
     )
 
     input_len: str = setting(
@@ -191,7 +191,7 @@ class BenchConfig(Config):
     shared_prefix_len: int = setting(0, "tokens at the start that all prompts share", group=_REQUESTS, ge=0, le=10**7)
     prompt_text: bool = setting(
         False,
-        "send words instead of token IDs, for servers without support for token IDs",
+        "send words instead of token IDs, for servers without support for IDs",
         group=_REQUESTS,
     )
     vocab_size: int = setting(
@@ -246,7 +246,6 @@ class BenchConfig(Config):
         "",
         "TOML file with settings",
         group=_OUTPUT,
-        details="Flags and environment variables take precedence over it.",
         metavar="FILE",
         in_file=False,
     )

@@ -32,7 +32,7 @@ class ClusterSettings(Config):
         CREDENTIALS,
         "folder with the token, ca.crt and namespace of a service account",
         group="Kubernetes",
-        details="Diptych rereads the files when they change.",
+        details="Its files are reread when they change.",
         metavar="FOLDER",
     )
 
@@ -50,9 +50,9 @@ class DiscoverySettings(ClusterSettings):
         "static",
         "method of finding workers",
         group="Workers",
-        details="`static` uses the addresses of --prefill and --decode. `dns` resolves the host names of "
-        "--prefill-services and --decode-services repeatedly. `file` reads --discovery-file when it changes. "
-        "`kubernetes` watches the EndpointSlices of the Services.",
+        details="`static` uses the addresses of --prefill and --decode. `dns` resolves --prefill-services and "
+        "--decode-services repeatedly. `file` reads --discovery-file when it changes. `kubernetes` "
+        "watches the EndpointSlices of the Services.",
         common=True,
         choices=("static", "dns", "file", "kubernetes"),
     )
@@ -60,7 +60,6 @@ class DiscoverySettings(ClusterSettings):
         (),
         "Services (kubernetes) or HOST:PORT (dns) of prefill workers",
         group="Workers",
-        details="Without prefill workers, decode workers compute all prompts.",
         default_note="none",
         common=True,
         pattern=_SERVICE,
@@ -81,8 +80,8 @@ class DiscoverySettings(ClusterSettings):
         "",
         "JSON file with the addresses of the workers, for --discovery file",
         group="Workers",
-        details='An example is {"prefill": ["tcp://10.0.0.7:7001"], "decode": ["tcp://10.0.0.8:7001"]}. Replace the '
-        "file atomically: write a new file and rename it.",
+        details='Example: {"prefill": ["tcp://10.0.0.7:7001"], "decode": ["tcp://10.0.0.8:7001"]}. Replace it '
+        "atomically: rename a new file to it.",
         **FILE,
     )
     discovery_namespace: str = setting(
@@ -109,7 +108,7 @@ class DiscoverySettings(ClusterSettings):
         (),
         "control addresses of decode workers",
         group="Workers",
-        details="A model for embeddings or scores (--task) needs none.",
+        details="A model with --task embed or score needs none.",
         default_note="none",
         common=True,
         pattern=_ADDRESS,
@@ -120,8 +119,8 @@ class DiscoverySettings(ClusterSettings):
         0.0,
         "goal for the time to first token (TTFT), in milliseconds",
         group="Goals",
-        details="The router rejects a request with status 429 if its predicted TTFT exceeds the goal. Without a goal, "
-        "only --max-wait-s limits the wait.",
+        details="A request whose predicted TTFT exceeds it gets status 429. Without a goal, only --max-wait-s "
+        "limits the wait.",
         default_note="no goal",
         common=True,
         **GOAL_MS,
@@ -130,7 +129,7 @@ class DiscoverySettings(ClusterSettings):
         0.0,
         "goal for the time per output token after the first (TPOT), in milliseconds",
         group="Goals",
-        details="The router rejects a request with status 429 if its predicted TPOT exceeds the goal.",
+        details="A request whose predicted TPOT exceeds it gets status 429.",
         default_note="no goal",
         common=True,
         **GOAL_MS,

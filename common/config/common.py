@@ -16,7 +16,6 @@ class ProcessConfig(Config):
         "",
         "TOML file with settings",
         group="Configuration and logging",
-        details="Flags and environment variables take precedence over it.",
         common=True,
         in_file=False,
         **FILE,
@@ -38,23 +37,23 @@ class CommonConfig(ProcessConfig):
         "",
         "file with the CURVE key pair that encrypts and authenticates connections between processes",
         group="Security",
-        details="`diptych keygen` creates the file.",
+        details="`diptych keygen` creates it.",
         default_note="no encryption",
         **FILE,
     )
     curve_authorized: str = setting(
         "",
-        "file with additional public keys to trust, one per line",
+        "file with additional trusted public keys, one per line",
         group="Security",
-        details="Diptych rereads the file when it changes. A process always trusts its own key.",
+        details="It is reread when it changes.",
         **FILE,
     )
     model: str = setting(
         "smollm2-135m",
         "model to serve: a built-in name, a folder, a .gguf file or a Hugging Face ID",
         group="Model",
-        details="The built-in models are smollm2-135m and gemma3-270m. A Hugging Face ID is org/name, or "
-        "org/name:Q4_K_M for one file of a GGUF repository.",
+        details="Built-in: smollm2-135m and gemma3-270m. Hugging Face: org/name, or org/name:Q4_K_M for one file "
+        "of a GGUF repository.",
         common=True,
         pattern=r".+",
         expects="a model name, folder or file",
@@ -66,13 +65,13 @@ class CommonConfig(ProcessConfig):
         "use of the model: generate text, embed text, or score pairs of texts",
         group="Model",
         details="`auto` selects embed for a folder with the modules.json of sentence-transformers, score for a "
-        "ForSequenceClassification architecture, and generate otherwise. With embed and score, prefill workers serve "
+        "ForSequenceClassification architecture, and otherwise generate. With embed and score, prefill workers serve "
         "all requests.",
         choices=("auto", "generate", "embed", "score"),
     )
     heartbeat_s: float = setting(
         0.25,
-        "interval between the heartbeats of routers and workers, in seconds",
+        "seconds between heartbeats of routers and workers",
         group="Timeouts",
         ge=0.01,
         le=10,

@@ -34,8 +34,8 @@ class DecodeWorkerConfig(WorkerConfig):
         0.0,
         "goal for the time per output token after the first, in milliseconds",
         group="Goals",
-        details="The scheduler limits the batch size and the prompt and draft tokens per step to meet the goal. It "
-        "also determines diptych_decode_pressure.",
+        details="The scheduler limits the batch size and the prompt and draft tokens per step to meet it. It also "
+        "determines diptych_decode_pressure.",
         default_note="no goal",
         common=True,
         **GOAL_MS,
@@ -49,7 +49,7 @@ class DecodeWorkerConfig(WorkerConfig):
     kv_port: int = setting(0, "port that KV blocks arrive on; 0 picks a free port", group="Sockets", **PORT)
     max_num_seqs: int = setting(
         0,
-        "maximum number of concurrent requests per worker",
+        "maximum concurrent requests per worker",
         group="Scheduling",
         details=f"With --slo-tpot-ms the default is {MOST_SEQS}, and the scheduler admits fewer if the goal requires "
         f"it. On a GPU the default is {MOST_SEQS}, but at most one request per {SEQ_TOKENS} tokens of the KV cache.",
@@ -60,7 +60,7 @@ class DecodeWorkerConfig(WorkerConfig):
     )
     local_prefill_chunk: int = setting(
         0,
-        "maximum number of prompt tokens per step on a decode worker",
+        "maximum prompt tokens per step on a decode worker",
         group="Scheduling",
         details="With --slo-tpot-ms the scheduler may compute fewer.",
         default_note=f"{USUAL_CHUNK}, or up to {MOST_CHUNK} with --slo-tpot-ms",
@@ -69,10 +69,10 @@ class DecodeWorkerConfig(WorkerConfig):
     )
     max_draft_tokens: int = setting(
         6,
-        "maximum number of draft tokens per sequence and step; 0 disables speculative decoding",
+        "maximum draft tokens per sequence and step; 0 disables speculative decoding",
         group="Speculative decoding",
-        details="Without a draft model or head, drafts repeat the tokens that followed the same tokens earlier in the "
-        "sequence. The model verifies all drafts, so answers stay the same.",
+        details="Without a draft model or head, drafts are the tokens that followed the same tokens earlier in "
+        "the sequence. The model verifies all drafts, so answers stay the same.",
         ge=0,
         le=64,
     )
@@ -80,7 +80,7 @@ class DecodeWorkerConfig(WorkerConfig):
         "",
         "smaller model with the same vocabulary that drafts tokens, named as in --model",
         group="Speculative decoding",
-        details="Tokens are drafted only where that saves time. The KV of the draft model is part of --kv-memory-gib.",
+        details="Tokens are drafted only where that saves time. Its KV is part of --kv-memory-gib.",
         default_note="none",
         metavar="NAME",
     )
@@ -88,28 +88,28 @@ class DecodeWorkerConfig(WorkerConfig):
         "auto",
         "format of the draft model's weights in memory",
         group="Speculative decoding",
-        details="`none` keeps the type of --dtype. `auto` keeps the format of a quantized checkpoint, and otherwise "
-        "selects int8 on a CPU and none on a GPU.",
+        details="`none` keeps --dtype. `auto` keeps the format of a quantized checkpoint, otherwise int8 on a CPU "
+        "and none on a GPU.",
         choices=("auto", "none", "int8", "int4"),
         metavar="FORMAT",
     )
     watermark: float = setting(
         0.02,
-        "fraction of the KV blocks that is reserved for running requests",
+        "fraction of KV blocks reserved for running requests",
         group="KV cache",
         ge=0,
         le=0.5,
     )
     grant_timeout_s: float = setting(
         30.0,
-        "maximum time that a prompt waits for free KV blocks on the decode worker, in seconds",
+        "maximum seconds that a prompt waits for free KV blocks on the decode worker",
         group="Timeouts",
         ge=0.05,
         le=3600,
     )
     transfer_timeout_s: float = setting(
         30.0,
-        "time without a KV block after which a transfer fails, in seconds",
+        "seconds without a KV block after which a transfer fails",
         group="Timeouts",
         ge=0.05,
         le=3600,

@@ -31,16 +31,16 @@ class PrefillWorkerConfig(WorkerConfig):
 
     max_num_batched_tokens: int = setting(
         0,
-        "maximum number of prompt tokens per step, over all requests",
+        "maximum prompt tokens per step, over all requests",
         group="Scheduling",
-        details="With a goal for the first token, the scheduler uses the smallest number that costs little throughput.",
+        details="With a TTFT goal, the scheduler uses the smallest number that costs little throughput.",
         default_note=f"{CPU_STEP} on a CPU, {GPU_STEP} on a GPU",
         ge=0,
         le=1_000_000,
     )
     max_num_seqs: int = setting(
         32,
-        "maximum number of concurrent requests per worker",
+        "maximum concurrent requests per worker",
         group="Scheduling",
         common=True,
         ge=1,
@@ -48,24 +48,24 @@ class PrefillWorkerConfig(WorkerConfig):
     )
     kv_streams: int = setting(
         1,
-        "number of parallel connections to each decode worker for KV blocks",
+        "parallel connections to each decode worker for KV blocks",
         group="KV transfer",
         ge=1,
         le=16,
     )
     kv_lease_s: float = setting(
         30.0,
-        "time that KV is kept for a decode worker that does not respond, in seconds",
+        "seconds that KV is kept for a decode worker that does not respond",
         group="Timeouts",
         ge=0.05,
         le=3600,
     )
     kv_wire_dtype: str = setting(
         "native",
-        "number type of KV blocks that are sent over TCP",
+        "number type of KV blocks sent over TCP",
         group="KV transfer",
-        details="`native` is the type of the KV cache. `fp8` is an approximation with half the size of bfloat16. "
-        "Shared memory always uses native.",
+        details="`native` is that of the KV cache. `fp8` is an approximation of half the size of bfloat16. Shared "
+        "memory always uses native.",
         choices=("native", "fp8"),
     )
 

@@ -46,7 +46,7 @@ class RankHostConfig(ProcessConfig):
     )
     leader_timeout_s: float = setting(
         900.0,
-        "time without a worker at --leader after which this process exits with status 1, in seconds",
+        "seconds without a worker at --leader after which this process exits with status 1",
         group="Timeouts",
         common=True,
         **TIMEOUT,

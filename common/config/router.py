@@ -25,14 +25,14 @@ class AccessSettings(Config):
         "",
         "TOML file with API keys, their names and limits",
         group="Server",
-        details="`diptych api-key` creates an entry. Diptych rereads the file when it changes.",
+        details="`diptych api-key` creates an entry. The file is reread when it changes.",
         **FILE,
     )
     tls_cert: str = setting(
         "",
         "PEM file with the TLS certificate chain; enables HTTPS",
         group="Server",
-        details="Diptych rereads the file when it changes.",
+        details="It is reread when it changes.",
         **FILE,
     )
     tls_key: str = setting(
@@ -42,21 +42,20 @@ class AccessSettings(Config):
         "",
         "file for a JSON line per request with an API key; - for standard output",
         group="Server",
-        details="A line has the key, endpoint, token counts and result of the request, but no prompt.",
+        details="A line has the key, endpoint, token counts and result, but no prompt.",
         **FILE,
     )
     max_connections: int = setting(
         4096,
-        "maximum number of open connections",
+        "maximum open connections",
         group="Server",
-        details="At the maximum, a new connection replaces one that has been idle for 1 s, or is rejected with status "
-        "503.",
+        details="Beyond it, a new connection replaces one that was idle for 1 s, or gets status 503.",
         ge=1,
         le=1_000_000,
     )
     header_timeout_s: float = setting(
         10.0,
-        "maximum time for a TLS handshake and for the header of a request, in seconds",
+        "maximum seconds for a TLS handshake and for the header of a request",
         group="Timeouts",
         ge=0.05,
         le=600,
@@ -77,8 +76,8 @@ class StoreSettings(Config):
         AUTO,
         "SQLite file for responses of /v1/responses, files and batches: auto, memory, off or a path",
         group="Responses, files and batches",
-        details="`auto` is diptych/responses.sqlite3 in $XDG_STATE_HOME (default ~/.local/state), or memory if that "
-        "file is not writable. `memory` keeps responses until the router exits. `off` stores nothing.",
+        details="`auto` is diptych/responses.sqlite3 in $XDG_STATE_HOME (default ~/.local/state), or memory if "
+        "that is not writable. `memory` lasts until the router exits. `off` stores nothing.",
         pattern=r".+",
         expects="a file, auto, memory or off",
         metavar="FILE",
@@ -87,21 +86,21 @@ class StoreSettings(Config):
         0,
         "maximum size of stored responses and their inputs, in MiB",
         group="Responses, files and batches",
-        details="Above it, the least recently used responses of the API key with the most data are deleted.",
+        details="Beyond it, the API key with the most data loses its least recently used responses.",
         default_note="1024 in a file, 128 in memory",
         ge=0,
         le=1_000_000,
     )
     response_store_hours: float = setting(
         720.0,
-        "time after which a stored response is deleted, in hours after its last use in a conversation",
+        "hours after its last use in a conversation after which a stored response is deleted",
         group="Responses, files and batches",
         ge=0.01,
         le=876_000,
     )
     max_background: int = setting(
         64,
-        "maximum number of concurrent responses with background: true; further ones get status 429",
+        "maximum concurrent responses with background: true; more get status 429",
         group="Responses, files and batches",
         details="One API key may have half of them. Each counts towards --max-inflight.",
         ge=1,
@@ -115,7 +114,7 @@ class FileSettings(Config):
 
     file_store_mib: int = setting(
         0,
-        "maximum size of uploaded files and batch results, in MiB; more data gets status 413",
+        "maximum size of uploaded files and batch results, in MiB; more gets status 413",
         group="Responses, files and batches",
         details="One API key may use half of it.",
         default_note="4096 in a file, 128 in memory",
@@ -124,23 +123,23 @@ class FileSettings(Config):
     )
     file_store_hours: float = setting(
         720.0,
-        "time after which a file or a completed batch is deleted, in hours",
+        "hours after which a file or a completed batch is deleted",
         group="Responses, files and batches",
         ge=0.01,
         le=876_000,
     )
     max_file_mib: int = setting(
         200,
-        "maximum size of an uploaded file, in MiB; a larger file gets status 413",
+        "maximum size of an uploaded file, in MiB; a larger one gets status 413",
         group="Responses, files and batches",
         ge=1,
         le=100_000,
     )
     batch_concurrency: int = setting(
         16,
-        "maximum number of concurrent requests from batches",
+        "maximum concurrent requests of all batches together",
         group="Responses, files and batches",
-        details="It applies to all batches of a router. Each request counts towards --max-inflight.",
+        details="Each counts towards --max-inflight.",
         ge=1,
         le=10_000,
     )
@@ -167,7 +166,7 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSetti
         "",
         "API key that clients must send as a bearer token",
         group="Server",
-        details="Prefer the environment variable DIPTYCH_API_KEY, because other users can read command lines.",
+        details="Prefer the variable DIPTYCH_API_KEY, because other users can read command lines.",
         default_note="no authentication",
         common=True,
         secret=True,
@@ -175,7 +174,7 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSetti
     )
     max_body_bytes: int = setting(
         8 * 1024 * 1024,
-        "maximum size of a request body in bytes; a larger one gets status 413",
+        "maximum size of a request body, in bytes; a larger one gets status 413",
         group="Server",
         ge=1024,
         le=1_000_000_000,
@@ -184,14 +183,14 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSetti
         1,
         "number of router processes that share the port",
         group="Server",
-        details="Each process has its share of connections, --max-connections, --max-inflight and --max-background. A "
-        "process that exits or hangs is restarted.",
+        details="They divide --max-connections, --max-inflight and --max-background among them. A process that "
+        "exits or hangs is restarted.",
         ge=1,
         le=64,
     )
     keepalive_s: float = setting(
         15.0,
-        "time without data after which a stream gets a keep-alive comment, in seconds",
+        "seconds without data after which a stream gets a keep-alive comment",
         group="Server",
         ge=0.01,
         le=300,
@@ -200,7 +199,7 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSetti
         "",
         "URL of an OTLP/HTTP collector for request traces",
         group="Server",
-        details="It requires the extra `tracing`. The OTEL_* variables of OpenTelemetry configure the rest.",
+        details="Requires the extra `tracing`. The OTEL_* variables configure the rest.",
         default_note="no traces",
         pattern=r"(|https?://[^\s/]+(/\S*)?)",
         expects="a URL such as http://collector:4318/v1/traces",
@@ -218,27 +217,26 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSetti
         "",
         "TOML file that lists several models to serve, in place of --model",
         group="Model",
-        details="It also sets aliases, fallbacks, limits and names that split requests among models. See "
-        "docs/guides/serve-your-model.md.",
+        details="It also sets aliases, fallbacks, limits and splits. See docs/guides/serve-your-model.md.",
         **FILE,
     )
     lora_file: str = setting(
         "",
         "TOML file that lists LoRA adapters for the workers to load",
         group="LoRA",
-        details="Diptych rereads the file when it changes. See docs/guides/lora.md.",
+        details="It is reread when it changes. See docs/guides/lora.md.",
         **FILE,
     )
     reasoning: str = setting(
         "auto",
         "handling of text between <think> and </think>",
         group="Model",
-        details="`auto` returns it as reasoning if the chat template has these tags. `none` returns it as text.",
+        details="`auto` returns it as reasoning if the chat template has these tags, `none` as text.",
         choices=("auto", "none"),
     )
     max_logprobs: int = setting(
         20,
-        "maximum number of logprobs per token that a request may ask for; -1 allows the whole vocabulary",
+        "maximum logprobs per token that a request may ask for; -1 allows the whole vocabulary",
         group="Model",
         ge=-1,
         le=1_048_576,
@@ -248,7 +246,8 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSetti
         "format of the model's tool calls",
         group="Model",
         details="`auto` selects the format of the chat template. For a template without tools, it uses hermes and "
-        "describes the format in the prompt. `none` leaves calls in the text and rejects a required tool_choice.",
+        "describes the format in the prompt. `none` leaves calls in the text and rejects a required "
+        "tool_choice.",
         choices=(
             *("auto", "hermes", "llama3", "mistral", "pythonic", "deepseek", "harmony"),
             *("qwen3-coder", "glm", "minimax", "seed-oss", "kimi", "none"),
@@ -256,11 +255,11 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSetti
     )
     local_prefill_threshold: int = setting(
         64,
-        "number of uncached prompt tokens up to which a decode worker computes a prompt itself",
+        "uncached prompt tokens up to which a decode worker computes a prompt itself",
         group="Routing",
-        details="Longer prompts go to a prefill worker. The router deviates where the other choice is predicted to be "
-        "clearly faster. `0` always uses a prefill worker if one is ready, and is the default with decode workers on "
-        "GPUs under `diptych serve`.",
+        details="Longer prompts go to a prefill worker, unless the other choice is predicted to be clearly "
+        "faster. `0` always uses a prefill worker if one is ready, and is the default of `diptych serve` "
+        "with decode workers on GPUs.",
         ge=0,
         le=1_000_000_000,
     )
@@ -268,8 +267,8 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSetti
         "diptych",
         "policy that selects the workers of a request",
         group="Routing",
-        details="`diptych` minimizes the predicted latency. The others are `random`, `round-robin`, `least-loaded` "
-        "(fewest requests), `prefix-only` (most cached tokens), and classes as module:Class (see "
+        details="`diptych` minimizes the predicted latency. Others: `random`, `round-robin`, `least-loaded` "
+        "(fewest requests), `prefix-only` (most cached tokens), or your own class (see "
         "docs/contributing/add-a-routing-policy.md).",
         pattern=r"[a-z][a-z-]*|[A-Za-z_][\w.]*:[A-Za-z_]\w*",
         expects="the name of a policy, or module:Class",
@@ -283,58 +282,58 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSetti
     )
     max_retries: int = setting(
         3,
-        "maximum number of retries of a request on other workers without progress",
+        "maximum retries of a request on other workers without progress",
         group="Routing",
         ge=0,
         le=100,
     )
     max_inflight: int = setting(
         1024,
-        "maximum number of concurrent requests; further ones get status 503 with Retry-After",
+        "maximum concurrent requests; more get status 503 with Retry-After",
         group="Server",
         ge=1,
         le=1_000_000,
     )
     worker_timeout_s: float = setting(
         1.0,
-        "time without a message after which a worker is considered dead, in seconds",
+        "seconds without a message after which a worker is considered dead",
         group="Timeouts",
         ge=0.05,
         le=600,
     )
     queue_timeout_s: float = setting(
         30.0,
-        "maximum time that a request waits for a worker before status 503, in seconds",
+        "maximum seconds that a request waits for a worker before status 503",
         group="Timeouts",
         **TIMEOUT,
     )
     prefill_timeout_s: float = setting(
         120.0,
-        "time without a first token or reported progress after which a request moves to other workers, in seconds",
+        "seconds without a first token or reported progress after which a request moves to other workers",
         group="Timeouts",
         details="Workers report progress every second.",
         **TIMEOUT,
     )
     token_timeout_s: float = setting(
         60.0,
-        "time without a further token after which a request moves to other workers, in seconds",
+        "seconds without a further token after which a request moves to other workers",
         group="Timeouts",
-        details="Reported progress of a KV transfer restarts the time.",
+        details="Progress of a KV transfer restarts the time.",
         **TIMEOUT,
     )
     max_wait_s: float = setting(
         30.0,
-        "maximum predicted wait of a new request in the queue, in seconds; above it, status 429",
+        "maximum predicted wait of a new request in the queue, in seconds; beyond it, status 429",
         group="Timeouts",
         details="The default suits batch clients. For interactive clients set --slo-ttft-ms.",
         **TIMEOUT,
     )
     overload_wait_s: float = setting(
         0.5,
-        "value of --max-wait-s during sustained overload, in seconds",
+        "value of --max-wait-s, in seconds, during sustained overload",
         group="Timeouts",
-        details="It applies after several seconds of rejected requests: a shorter queue serves the same number of "
-        "requests with less delay. A few requests may always wait. The value of --max-wait-s disables it.",
+        details="It applies after several seconds of rejections: a shorter queue serves as much with less delay. "
+        "A few requests may always wait. Set it to --max-wait-s to disable it.",
         **TIMEOUT,
     )
     role_change: bool = setting(
@@ -347,22 +346,22 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSetti
         (),
         "request classes with goals, a priority and optionally a share of tokens",
         group="Goals",
-        details="Priorities are -10 to 10, the highest first. Classes with the same priority divide tokens by share "
-        "(share=3). A request names its class in a header, a field or by its API key. The class default has the goals "
-        "of --slo-ttft-ms and --slo-tpot-ms.",
+        details="Higher priorities (-10 to 10) go first. Classes of equal priority divide tokens by share "
+        "(share=3). A request names its class in a header, a field or by its API key. The class default "
+        "has the goals of --slo-ttft-ms and --slo-tpot-ms.",
         expects=EXPECTS,
         metavar="CLASS",
     )
     drain_timeout_s: float = setting(
         30.0,
-        "time for running requests to finish after SIGTERM, in seconds",
+        "seconds for running requests to finish after SIGTERM",
         group="Timeouts",
-        details="Under `diptych serve` it is at most 3 s.",
+        details="Under `diptych serve` at most 3 s.",
         **DURATION,
     )
     request_timeout_s: float = setting(
         600.0,
-        "maximum duration of a request before status 504, in seconds",
+        "maximum duration of a request, in seconds, before status 504",
         group="Timeouts",
         **TIMEOUT,
     )

@@ -26,11 +26,10 @@ class PlannerSettings(Config):
 
     planner: str = setting(
         "off",
-        "planning of the number of workers per pool",
+        "planning of the number of workers per pool from load, measured step times and goals",
         group="Autoscaling",
-        details="The plan follows from the load, the measured step times and the goals. `advice` logs it and exports "
-        "it as diptych_pool_wanted_workers. `kubernetes` also sets the replicas of --prefill-deployment and "
-        "--decode-deployment, or of those in --models-file.",
+        details="`advice` logs the plan and exports it as diptych_pool_wanted_workers. `kubernetes` also sets the "
+        "replicas of --prefill-deployment and --decode-deployment, or of those in --models-file.",
         choices=("off", "advice", "kubernetes"),
     )
     slo_quantile: float = setting(
@@ -59,7 +58,7 @@ class PlannerSettings(Config):
         1,
         "minimum number of decode workers; 0 stops all of them while no requests arrive",
         group="Autoscaling",
-        details="--role-change always leaves one.",
+        details="With --role-change, one always remains.",
         ge=0,
         le=MOST_WORKERS,
     )
@@ -87,9 +86,9 @@ class PlannerSettings(Config):
     )
     scale_to_zero_s: float = setting(
         300.0,
-        "time without requests after which a pool with a minimum of 0 is stopped, in seconds",
+        "seconds without requests after which a pool with a minimum of 0 is stopped",
         group="Autoscaling",
-        details="It is at least 90 s and at least the start time of a worker.",
+        details="At least 90 s and the start time of a worker.",
         **DURATION,
     )
     prefill_deployment: str = setting(
@@ -110,13 +109,11 @@ class PlannerSettings(Config):
         "diptych-planner",
         "Lease of the router that scales the Deployments, for --planner kubernetes",
         group="Autoscaling",
-        details="With several models, each has its own Lease: this name, a hyphen and its position in --models-file, "
+        details="Each of several models has its own: this name, a hyphen and its position in --models-file, "
         "unless the file names one.",
         **_NAME,
     )
-    planner_interval_s: float = setting(
-        5.0, "interval between two plans, in seconds", group="Autoscaling", ge=0.1, le=300
-    )
+    planner_interval_s: float = setting(5.0, "seconds between two plans", group="Autoscaling", ge=0.1, le=300)
 
     def most(self, role: str) -> int:
         """Return the maximum number of workers of a role, `prefill` or `decode`."""

@@ -35,19 +35,19 @@ class ServeConfig(Config):
         False,
         "start and stop workers to meet --slo-ttft-ms and --slo-tpot-ms",
         group="Autoscaling",
-        details="--prefill and --decode are the initial numbers per model. --min-prefill, --max-prefill, --min-decode "
-        "and --max-decode are the limits.",
+        details="--prefill and --decode are the initial numbers per model. --min-prefill, --max-prefill, "
+        "--min-decode and --max-decode are the limits.",
     )
     start_timeout_s: float = setting(
         1800.0,
-        "maximum time for a process to start and load its model, in seconds; 0 for no limit",
+        "maximum seconds for a process to start and load its model; 0 for no limit",
         group="Timeouts",
-        details="If an initial process exceeds it, the service exits. A process that is started later is restarted.",
+        details="If an initial process exceeds it, the service exits. A process that starts later is restarted.",
         **DURATION,
     )
     liveness_s: float = setting(
         90.0,
-        "time without a successful /health check after which a worker is restarted, in seconds; 0 disables it",
+        "seconds without a successful /health check after which a worker is restarted; 0 disables it",
         group="Timeouts",
         details="The router is restarted after two thirds of this time.",
         **DURATION,

@@ -59,7 +59,7 @@ class WorkerConfig(CommonConfig, PodSettings):
         "",
         "host name that other processes use to reach this worker",
         group="Sockets",
-        details="Set it when --host is a wildcard address or an address inside a container.",
+        details="Set it when --host is a wildcard or an address inside a container.",
         default_note="the value of --host",
         common=True,
         metavar="HOST",
@@ -91,24 +91,23 @@ class WorkerConfig(CommonConfig, PodSettings):
         "auto",
         "number type of weights and activations",
         group="Model",
-        details="`auto` selects bfloat16 where the hardware supports it natively, and float32 otherwise. The KV cache "
-        "has the same type unless --kv-cache-dtype is set.",
+        details="`auto` is bfloat16 where the hardware supports it natively, otherwise float32.",
         choices=("auto", "float32", "bfloat16"),
     )
     quantization: str = setting(
         "auto",
         "format of weights in memory",
         group="Model",
-        details="`none` keeps the type of --dtype. `int8` and `int4` are available on CPUs. `auto` keeps the format of "
-        "a quantized checkpoint if there are kernels for it, converts other quantized checkpoints to int8 on a CPU, "
-        "and does not quantize other models.",
+        details="`none` keeps --dtype. `int8` and `int4` are for CPUs. `auto` keeps the format of a quantized "
+        "checkpoint if there are kernels for it, otherwise converts it to int8 on a CPU; it does not "
+        "quantize other models.",
         common=True,
         choices=("auto", "none", "int8", "int4"),
         metavar="FORMAT",
     )
     max_model_len: int = setting(
         0,
-        "maximum number of tokens of a prompt and its answer",
+        "maximum tokens of a prompt and its answer together",
         group="Model",
         default_note="the model's context length",
         common=True,
@@ -119,8 +118,8 @@ class WorkerConfig(CommonConfig, PodSettings):
         "",
         "draft head for speculative decoding: mtp for the head in the checkpoint, or the folder of an EAGLE head",
         group="Speculative decoding",
-        details="EAGLE, EAGLE-2 and EAGLE-3 heads are supported. Tokens are drafted only where that saves time. The KV "
-        "of the head is part of the model's KV blocks, so all workers need the same value.",
+        details="EAGLE, EAGLE-2 and EAGLE-3 heads are supported. Tokens are drafted only where that saves time. "
+        "All workers need the same value, because the head's KV is part of the model's KV blocks.",
         default_note="none",
         metavar="NAME",
     )
@@ -134,9 +133,9 @@ class WorkerConfig(CommonConfig, PodSettings):
     )
     max_loras: int = setting(
         0,
-        "maximum number of LoRA adapters that a worker holds at a time",
+        "maximum number of LoRA adapters of a worker",
         group="LoRA",
-        details="With a higher number than --lora lists, adapters can be loaded through the router at run time.",
+        details="If it exceeds the number of --lora, adapters can be loaded through the router at run time.",
         default_note="the number of --lora",
         ge=0,
         le=128,
@@ -147,8 +146,7 @@ class WorkerConfig(CommonConfig, PodSettings):
         AUTO,
         "device of the model: auto, cpu, cuda or cuda:N",
         group="Device",
-        details="`auto` selects a GPU if there is one that the kernels support, and the CPU otherwise. The log reports "
-        "the choice and its reason.",
+        details="`auto` is a GPU that the kernels support, otherwise the CPU. The log gives the reason.",
         common=True,
         pattern=r"auto|cpu|cuda(:[0-9]+)?",
         expects="auto, cpu, cuda or cuda:N",
@@ -158,7 +156,7 @@ class WorkerConfig(CommonConfig, PodSettings):
         1,
         "number of processes of one worker, each with a part of every layer",
         group="Device",
-        details="On GPUs, each process uses one GPU. Workers with different sizes can exchange KV.",
+        details="On GPUs, each has its own GPU. Workers with different sizes can exchange KV.",
         common=True,
         ge=1,
         le=64,
@@ -176,8 +174,7 @@ class WorkerConfig(CommonConfig, PodSettings):
         False,
         "compute the same bits for a sequence regardless of the other sequences in the batch",
         group="Device",
-        details="On a GPU this makes matrix products slower. On a CPU it is always the case. All workers need the same "
-        "value.",
+        details="It makes matrix products slower on a GPU, and always holds on a CPU. All workers need the same value.",
     )
     kernel_check: bool = setting(
         True,
@@ -221,8 +218,8 @@ class WorkerConfig(CommonConfig, PodSettings):
         0.0,
         "size of the KV cache in GiB, per process of --tensor-parallel-size",
         group="KV cache",
-        details="On a GPU, the default is the part of --gpu-memory-utilization that weights and steps leave free. With "
-        "several processes, the GPU with the least free memory determines the size for all.",
+        details="The default on a GPU is the part of --gpu-memory-utilization that weights and steps leave free. "
+        "The GPU with the least free memory determines it for all processes.",
         default_note=f"{CPU_KV_GIB:g} on a CPU, the free memory on a GPU",
         common=True,
         ge=0,
@@ -232,8 +229,8 @@ class WorkerConfig(CommonConfig, PodSettings):
         0.9,
         "fraction of GPU memory for weights, steps and KV cache",
         group="KV cache",
-        details="It determines the size of the KV cache unless --kv-memory-gib or --num-blocks is set. `diptych serve` "
-        "divides it among the workers of one GPU.",
+        details="It sizes the KV cache unless --kv-memory-gib or --num-blocks is set. `diptych serve` divides it "
+        "among the workers of one GPU.",
         common=True,
         ge=0.05,
         le=1,
@@ -250,9 +247,9 @@ class WorkerConfig(CommonConfig, PodSettings):
         "auto",
         "number type of the KV cache",
         group="KV cache",
-        details="`native` is the type of --dtype. `auto` is native, or fp8 if the checkpoint asks for it and has "
-        "scales. `fp8` and `int8` are approximations with about half the size of bfloat16. `int8` is more accurate and "
-        "available on CPUs only. All workers need the same value.",
+        details="`native` is --dtype. `auto` is native, or fp8 if the checkpoint asks for it and has scales. "
+        "`fp8` and `int8` are approximations of half the size of bfloat16; `int8` is more accurate, and "
+        "for CPUs only. All workers need the same value.",
         choices=("auto", "native", "fp8", "int8"),
     )
     enable_prefix_caching: bool = setting(
@@ -265,7 +262,7 @@ class WorkerConfig(CommonConfig, PodSettings):
         0.0,
         "host memory for KV blocks that are evicted from the GPU, in GiB",
         group="KV cache",
-        details="A prompt copies these blocks back where that is faster than computing them. Not available on a CPU.",
+        details="Prompts copy them back where that is faster than computing. Not for CPUs.",
         ge=0,
         le=65_536,
     )
@@ -273,8 +270,8 @@ class WorkerConfig(CommonConfig, PodSettings):
         "",
         "file for KV blocks that are evicted from memory, which survives a restart",
         group="KV cache",
-        details="A prompt reads these blocks where that is faster than computing them. Each worker needs its own file. "
-        "`diptych serve` appends the name of the worker.",
+        details="Prompts read them back where that is faster than computing. Each worker needs its own file; "
+        "`diptych serve` appends the worker's name.",
         **FILE,
     )
     kv_disk_gib: float = setting(
@@ -290,23 +287,23 @@ class WorkerConfig(CommonConfig, PodSettings):
         "auto",
         "transport of KV blocks between workers",
         group="KV transfer",
-        details="`auto` uses shared memory between workers of the same host and user, and TCP otherwise. `shm` "
-        "requires shared memory. `nixl` lets decode workers read blocks with NIXL (`pip install nixl`), over RDMA "
-        "where available. `cuda-ipc` copies blocks between GPUs of one host. `nixl` and `cuda-ipc` fall back to TCP.",
+        details="`auto` is shared memory between workers of the same host and user, otherwise TCP. `shm` requires "
+        "shared memory. With `nixl`, decode workers read blocks with NIXL (`pip install nixl`), over "
+        "RDMA where available. `cuda-ipc` copies between GPUs of one host. `nixl` and `cuda-ipc` fall "
+        "back to `tcp`.",
         choices=("auto", "tcp", "shm", "nixl", "cuda-ipc"),
     )
     io_threads: int = setting(
         1,
-        "number of threads for socket input, output and encryption",
+        "threads for socket input, output and encryption",
         group="KV transfer",
-        details="Each connection uses one thread. More threads help with --kv-streams and with several workers at the "
-        "other end.",
+        details="A connection uses one. More help with --kv-streams and with several workers at the other end.",
         ge=1,
         le=16,
     )
     max_waiting: int = setting(
         1024,
-        "maximum number of requests in the queue of a worker; further requests are rejected",
+        "maximum requests in the queue of a worker; more are rejected",
         group="Scheduling",
         ge=1,
         le=1_000_000,
@@ -319,26 +316,25 @@ class WorkerConfig(CommonConfig, PodSettings):
     )
     router_timeout_s: float = setting(
         5.0,
-        "time without a message from a router after which its requests are dropped, in seconds",
+        "seconds without a message from a router after which its requests are dropped",
         group="Timeouts",
         ge=0.05,
         le=600,
     )
     stall_timeout_s: float = setting(
         0.0,
-        "time without progress after which the engine is considered stuck, in seconds",
+        "seconds without progress after which the engine is considered stuck",
         group="Timeouts",
-        details="By default it is twenty times the duration of similar steps, at least 3 s (20 s on a GPU) and at most "
-        "60 s.",
+        details="The default is at least 3 s (20 s on a GPU) and at most 60 s.",
         default_note="20 times the duration of similar steps",
         ge=0,
         le=3600,
     )
     drain_timeout_s: float = setting(
         30.0,
-        "time for running requests to finish or move to another worker after SIGTERM, in seconds",
+        "seconds for running requests to finish or move to another worker after SIGTERM",
         group="Timeouts",
-        details="Under `diptych serve` it is at most 2 s.",
+        details="Under `diptych serve` at most 2 s.",
         **DURATION,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import groupby
 
 from benchmarks.load.config import BenchConfig
 from common.config import (
@@ -20,20 +21,20 @@ from common.config.flags import default_of, group_order
 INTRODUCTION = """\
 # Configuration
 
-This page lists all settings. `make docs` generates it from their definitions.
+All settings. `make docs` generates this page from their definitions.
 
 Each setting is a command-line option, an environment variable and a key of a TOML file:
 
 | source | example | applies to |
 |---|---|---|
-| command line | `--max-num-seqs 8` | this process |
+| option | `--max-num-seqs 8` | this process |
 | environment | `DIPTYCH_DECODE_MAX_NUM_SEQS=8` | decode workers |
 | | `DIPTYCH_MAX_NUM_SEQS=8` | all processes with this setting |
-| TOML file (`--config FILE`) | `max_num_seqs = 8` under `[decode_worker]` | decode workers |
+| file (`--config FILE`) | `max_num_seqs = 8` under `[decode_worker]` | decode workers |
 | | `max_num_seqs = 8` above all sections | all processes with this setting |
 
-Options take precedence over the environment, and the environment over the file. Within the environment and the file,
-the specific name takes precedence over the general one.
+Options override the environment, and the environment overrides the file. Within the environment and the file, the
+specific name overrides the general one.
 
 | process | variables | section |
 |---|---|---|
@@ -44,25 +45,25 @@ the specific name takes precedence over the general one.
 | `diptych rank-host` | `DIPTYCH_RANK_HOST_*` | `[rank_host]` |
 | `diptych bench` | `DIPTYCH_BENCH_*` | `[bench]` |
 
-A boolean setting is `--log-json` or `--no-log-json` on the command line, and `true` or `false` elsewhere. Lists are
-separated by commas. In TOML they are arrays.
+Parentheses contain the default, then the accepted values that the description does not name. A boolean setting is on
+by default if `--no-NAME` is listed, and off otherwise; in the environment and the file it is `true` or `false`. Lists
+are separated by commas, and are arrays in TOML.
 
-An invalid value, or an unknown option, variable, key or section, stops the process at start with exit status 2 and an
-error such as `invalid --port 99999: must be 0 to 65535`. On Kubernetes, set `enableServiceLinks: false`: a Service
-whose name begins with `diptych` would otherwise add unknown variables.
+An invalid value, or an unknown option, variable, key or section, stops the process at start with exit status 2. On
+Kubernetes, set `enableServiceLinks: false`: a Service whose name begins with `diptych` would otherwise add unknown
+variables.
 
 Two variables have no option. `DIPTYCH_CACHE` is the folder of downloaded models (default `~/.cache/diptych`).
-`DIPTYCH_MARCH` is the CPU type that kernels are compiled for, in the notation of compilers (default `native`). A wheel
-built with `DIPTYCH_KERNELS=all` (`make wheel`) contains kernels for all CPU types and calls a compiler only if
-`DIPTYCH_MARCH` is set.
+`DIPTYCH_MARCH` is the CPU type that kernels are compiled for, in the notation of compilers (default `native`). With a
+wheel that contains [kernels](../contributing/release.md#kernels-in-the-wheel), only `DIPTYCH_MARCH` makes a process
+compile.
 
-`diptych serve` accepts all settings of the router and of the workers, except addresses and discovery, and passes them
-to its processes. `--prefill-NAME` and `--decode-NAME` set a worker setting for one pool, such as `--decode-cores 1`.
+`diptych serve` accepts all settings of the router and of the workers, except addresses and discovery.
+`--prefill-NAME` and `--decode-NAME` set a worker setting for one pool, such as `--decode-cores 1`.
 
 ## Tab completion
 
-Install the extra with `pip install "diptych[completion]"`, and add one of these lines to the configuration of your
-shell:
+Install the extra with `pip install "diptych[completion]"`, and add a line to your shell's configuration:
 
 | shell | file | line |
 |---|---|---|
@@ -74,24 +75,49 @@ shell:
 
 CODE = re.compile(r"(?<![`\w-])(--[a-z]+(-[a-z]+)*|</?think>|DIPTYCH_\w+|OTEL_\*)(?![\w`])")
 """Names in help texts that the page shows as code."""
+PAGE = re.compile(r"docs/(\w+)/([\w-]+)\.md")
+LONG = 20
+"""Sections with more settings have a heading for each group."""
+SELF_EVIDENT = ("text", "the name of a namespace")
 
 
-def _row(field: Field) -> str:
+def _values(field: Field, text: str) -> str:
+    """Return the default and, unless `text` names them, the accepted values."""
+    rule = field.rule
+    default, note = default_of(field), CODE.sub(r"`\g<0>`", rule.default_note)
+    shown = f"`{default}`: {note}" if default and note else note or (f"`{default}`" if default else "none")
+    allowed = field.allowed if "-" in field.bounds else field.bounds.replace(" to ", "\u2013") or field.allowed
+    choices = [f"`{choice}`" for choice in rule.choices if choice not in (0, "")]
+    if choices:
+        allowed = "" if all(choice in text for choice in choices) else ", ".join(choices)
+    if allowed in SELF_EVIDENT or rule.pattern == ".+" or (rule.pattern and "such as" in rule.help):
+        allowed = ""
+    return "; ".join(filter(None, (shown if shown != "none" else "", allowed)))
+
+
+def _item(field: Field) -> str:
     rule = field.rule
     flag = f"`{field.flag}`, `{field.shown_flag}`" if field.default is True else f"`{field.flag}`"
-    default = default_of(field)
-    shown = f"`{default}`" if default else "none"
-    if rule.default_note and rule.default_note != shown:
-        shown = f"{shown}: {rule.default_note}" if default else rule.default_note
     text = CODE.sub(r"`\g<0>`", f"{rule.help[:1].upper()}{rule.help[1:]}. {rule.details}".strip())
-    cells = (flag, text, shown, field.allowed)
-    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+    values = _values(field, text) if field.type is not bool else ""
+    text = PAGE.sub(r"[\2](../\1/\2.md)", text)
+    return f"- {flag}{f' ({values})' if values else ''}: {text}"
 
 
-def _table(title: str, fields: list[Field]) -> str:
-    ordered = sorted(fields, key=group_order)
-    rows = "\n".join(_row(field) for field in ordered)
-    return f"## {title}\n\n| option | description | default | allowed |\n|---|---|---|---|\n{rows}\n"
+def _section(title: str, fields: list[Field], *above: type[Config]) -> str:
+    """Return the section of `fields`. Those that `above` has too are only named."""
+    known = {field.name: field for base in above for field in fields_of(base)}
+    new = [field for field in fields if (same := known.get(field.name)) is None or same.rule.help != field.rule.help]
+    new.sort(key=group_order)
+    lines = [f"## {title}"]
+    if len(new) > LONG:
+        for group, members in groupby(new, key=lambda field: field.rule.group):
+            lines += ["", f"**{group}**", "", *map(_item, members)]
+    else:
+        lines += ["", *map(_item, new)]
+    if shared := [f"`{field.flag}`" for field in fields if field not in new]:
+        lines += ["", f"As above: {', '.join(shared)}."]
+    return "\n".join((*lines, ""))
 
 
 def _own(cls: type[Config], *bases: type[Config]) -> list[Field]:
@@ -104,14 +130,14 @@ def render() -> str:
     return "\n".join(
         (
             INTRODUCTION,
-            _table("All processes", _own(CommonConfig)),
-            _table("One machine (`diptych serve`)", _own(ServeConfig)),
-            _table("Router (`diptych router`)", _own(RouterConfig, CommonConfig)),
-            _table("Prefill and decode workers", _own(WorkerConfig, CommonConfig)),
-            _table("Prefill worker (`diptych prefill-worker`)", _own(PrefillWorkerConfig, WorkerConfig)),
-            _table("Decode worker (`diptych decode-worker`)", _own(DecodeWorkerConfig, WorkerConfig)),
-            _table("Rank host (`diptych rank-host`)", _own(RankHostConfig)),
-            _table("Benchmark (`diptych bench`)", _own(BenchConfig)),
+            _section("All processes", _own(CommonConfig)),
+            _section("One machine (`diptych serve`)", _own(ServeConfig)),
+            _section("Router (`diptych router`)", _own(RouterConfig, CommonConfig)),
+            _section("Prefill and decode workers", _own(WorkerConfig, CommonConfig), RouterConfig),
+            _section("Prefill worker (`diptych prefill-worker`)", _own(PrefillWorkerConfig, WorkerConfig)),
+            _section("Decode worker (`diptych decode-worker`)", _own(DecodeWorkerConfig, WorkerConfig)),
+            _section("Rank host (`diptych rank-host`)", _own(RankHostConfig), CommonConfig),
+            _section("Benchmark (`diptych bench`)", _own(BenchConfig), CommonConfig),
         )
     )
 
