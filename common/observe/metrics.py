@@ -44,11 +44,14 @@ class DraftMetrics:
 
     def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str], kinds: Sequence[str] = ()) -> None:
         self._labels = labels
+        source = f", by source: {', '.join(kinds)}" if kinds else ""
         names = [*labels, *((KIND,) if kinds else ())]
-        self.drafts = Counter("vllm:spec_decode_num_drafts", "Number of drafts", names, registry=registry)
-        self.tokens = Counter("vllm:spec_decode_num_draft_tokens", "Number of draft tokens", names, registry=registry)
+        self.drafts = Counter("vllm:spec_decode_num_drafts", f"Number of drafts{source}", names, registry=registry)
+        self.tokens = Counter(
+            "vllm:spec_decode_num_draft_tokens", f"Number of draft tokens{source}", names, registry=registry
+        )
         self.accepted = Counter(
-            "vllm:spec_decode_num_accepted_tokens", "Number of accepted draft tokens", names, registry=registry
+            "vllm:spec_decode_num_accepted_tokens", f"Number of accepted draft tokens{source}", names, registry=registry
         )
         self._by_place = Counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",

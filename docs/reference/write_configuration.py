@@ -85,14 +85,14 @@ def _values(field: Field, text: str) -> str:
     """Return the default and, unless `text` names them, the accepted values."""
     rule = field.rule
     default, note = default_of(field), CODE.sub(r"`\g<0>`", rule.default_note)
-    shown = f"`{default}`: {note}" if default and note else note or (f"`{default}`" if default else "none")
+    shown = ": ".join(filter(None, (f"`{default}`" if default else "", note if note != "none" else "")))
     allowed = field.allowed if "-" in field.bounds else field.bounds.replace(" to ", "\u2013") or field.allowed
     choices = [f"`{choice}`" for choice in rule.choices if choice not in (0, "")]
     if choices:
         allowed = "" if all(choice in text for choice in choices) else ", ".join(choices)
     if allowed in SELF_EVIDENT or rule.pattern == ".+" or (rule.pattern and "such as" in rule.help):
         allowed = ""
-    return "; ".join(filter(None, (shown if shown != "none" else "", allowed)))
+    return "; ".join(filter(None, (shown, allowed)))
 
 
 def _item(field: Field) -> str:

@@ -30,25 +30,56 @@ class LoadCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         load, gauge, counter = self._load(), self._families.gauge, self._families.counter
         takeovers = load.num_retries.get("decode", 0)
-        yield gauge("diptych_requests_in_flight", "Sequences in the router, by stage", _by(load.stages), ("stage",))
+        yield gauge(
+            "diptych_requests_in_flight",
+            "Sequences in the router, by stage: queue, prefill, transfer, decode",
+            _by(load.stages),
+            ("stage",),
+        )
         yield gauge("diptych_wait_limit_seconds", "Maximum queueing time of a new request", load.wait_limit_s)
-        yield counter("diptych_retries", "Moves to another worker, by role", _by(load.num_retries), ("role",))
+        yield counter(
+            "diptych_retries",
+            "Moves to another worker, by the failed worker's role: prefill, decode",
+            _by(load.num_retries),
+            ("role",),
+        )
         yield counter("diptych_takeovers", "Answers continued by another decode worker", takeovers)
-        yield counter("diptych_failures", "Failed sequences, by error class", _by(load.num_failures), ("reason",))
-        yield counter("diptych_placements", "Sequences placed, by kind of placement", _by(load.num_choices), ("kind",))
+        yield counter(
+            "diptych_failures",
+            "Failed sequences, by error: Overloaded, Unavailable, DeadlineExceeded, InvalidRequest, InternalError",
+            _by(load.num_failures),
+            ("reason",),
+        )
+        yield counter(
+            "diptych_placements",
+            "Sequences placed, by kind: remote (both workers), local (decode worker), prefill (prefill worker)",
+            _by(load.num_choices),
+            ("kind",),
+        )
         yield counter(
             "diptych_routing_policy_errors",
             "Failed decisions of --routing-policy, replaced by the built-in policy",
             load.num_policy_errors,
         )
         yield counter(
-            "diptych_handovers", "Hand-overs of running answers between workers", _by(load.num_handovers), ("outcome",)
+            "diptych_handovers",
+            "Hand-overs of running answers, by outcome: done, failed (the first worker continues), ended (first)",
+            _by(load.num_handovers),
+            ("outcome",),
         )
         yield counter(
-            "diptych_balancing_moves", "Hand-overs between ready workers", _by(load.num_balanced), ("reason",)
+            "diptych_balancing_moves",
+            "Hand-overs between ready workers, by reason: blocks (preemption), tokens (steps above the goal)",
+            _by(load.num_balanced),
+            ("reason",),
         )
         yield counter("diptych_stale_deltas", "Tokens received from abandoned workers", load.num_stale_deltas)
-        yield counter("diptych_role_changes", "Role changes of workers", load.role_changes.items(), ("from", "to"))
+        yield counter(
+            "diptych_role_changes",
+            "Role changes of workers, by role: prefill, decode",
+            load.role_changes.items(),
+            ("from", "to"),
+        )
         roles = Counter((worker.home, worker.role) for worker in load.workers)
         yield gauge("diptych_workers_by_role", "Workers, by initial and current role", roles.items(), ("home", "role"))
         yield from self._classes(load)
@@ -82,7 +113,12 @@ class LoadCollector(Collector):
         cuts = [(key, worker.num_cuts) for key, worker in workers]
         unsent = [(key, worker.num_unsent) for key, worker in workers]
         dropped = [(key, worker.num_dropped_frames) for key, worker in workers]
-        yield gauge("diptych_worker_state", "1 for the current state of a worker", states, (*WORKER, "state"))
+        yield gauge(
+            "diptych_worker_state",
+            "1 for the current state of a worker: unknown, connected, ready, draining, dead, withheld",
+            states,
+            (*WORKER, "state"),
+        )
         yield gauge("diptych_worker_requests", "Sequences of this router on a worker", requests, WORKER)
         yield gauge("diptych_worker_queued_tokens", "Prompt tokens queued on a worker", queued, WORKER)
         yield gauge("diptych_worker_wait_seconds", "Predicted wait of a new prompt on a worker", waits, WORKER)
@@ -125,7 +161,12 @@ class PoolCollector(Collector):
         yield gauge("diptych_requests_held", "Sequences for which a role has no worker", held.items(), ("role",))
         yield gauge("diptych_pool_backlog_seconds", "Queued prompts, in worker seconds", backlog.items(), ("role",))
         yield gauge("diptych_pool_pressure", "Number of workers that the load would fill", pressure.items(), ("role",))
-        yield gauge("diptych_pool_workers", "Workers, by state", demand.workers.items(), ("role", "state"))
+        yield gauge(
+            "diptych_pool_workers",
+            "Workers, by state: unknown, connected, ready, draining, dead, withheld",
+            demand.workers.items(),
+            ("role", "state"),
+        )
         # For endpoint pickers, which treat a router as the model server.
         yield gauge("vllm:num_requests_running", "Sequences in the workers' running batches", demand.num_running)
         yield gauge("vllm:num_requests_waiting", "Sequences queued in the router or at workers", demand.num_waiting)
@@ -134,14 +175,14 @@ class PoolCollector(Collector):
         if attained:
             yield gauge(
                 "diptych_slo_attainment_ratio",
-                "Share of requests in the last minute that met a goal",
+                "Share of requests in the last minute that met a goal: ttft, tpot",
                 attained.items(),
                 ("slo",),
             )
             by_class = window.class_attainment(now).items()
             yield gauge(
                 "diptych_class_attainment_ratio",
-                "Share of requests in the last minute that met a goal, by class",
+                "Share of requests in the last minute that met a goal, by class and goal: ttft, tpot",
                 [((name, slo), share) for name, shares in by_class for slo, share in shares.items()],
                 ("class", "slo"),
             )
@@ -164,10 +205,15 @@ class DiscoveryCollector(Collector):
 def discovery_families(status: DiscoveryStatus, families: Families, now: float) -> Iterator[Metric]:
     """Yield the metrics of worker discovery."""
     gauge = families.gauge
-    yield gauge("diptych_discovery_endpoints", "Discovered workers", status.counts().items(), ("role", "state"))
+    yield gauge(
+        "diptych_discovery_endpoints",
+        "Discovered workers, by state: serving, unready, terminating",
+        status.counts().items(),
+        ("role", "state"),
+    )
     yield gauge("diptych_discovery_last_sync_age_seconds", "Time since the last full discovery", status.age_s(now))
     syncs = [((result,), count) for result, count in status.num_syncs.items()]
-    yield families.counter("diptych_discovery_syncs", "Full discoveries, by result", syncs, ("result",))
+    yield families.counter("diptych_discovery_syncs", "Full discoveries, by result: ok, failed", syncs, ("result",))
 
 
 class PlanCollector(Collector):
@@ -196,4 +242,9 @@ class PlanCollector(Collector):
             for kind, ttft_s, tpot_s in tails
             for slo, tail_s in (("ttft", ttft_s), ("tpot", tpot_s))
         ]
-        yield gauge("diptych_plan_tail_seconds", "TTFT and TPOT at the goals' quantile", samples, ("kind", "slo"))
+        yield gauge(
+            "diptych_plan_tail_seconds",
+            "TTFT and TPOT at the goals' quantile: predicted by the plan, measured in the last minute",
+            samples,
+            ("kind", "slo"),
+        )

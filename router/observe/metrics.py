@@ -24,6 +24,7 @@ from router.observe.request_record import ChoiceRecord, RequestRecord
 from router.stored import StoreSize
 
 ENGINE = "router"
+STORE_FAILURES = "full, busy, slow, behind, damaged, too_large, closed, error"
 PER_TOKEN_SECONDS = (0.0005, *SECONDS)
 RATIOS = (0.25, 0.5, 0.67, 0.75, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.33, 1.5, 2.0, 4.0, 8.0)
 
@@ -74,10 +75,12 @@ class BatchMetrics:
         self._registry, self._labels = registry, labels
         self._lines = self._counter(
             "diptych_batch_lines",
-            "Batch lines with a result or a retry, by result",
+            "Batch lines, by result: completed, failed, again (a retry)",
             "result",
         )
-        self._failures = self._counter("diptych_file_store_failures", "Failures of the file store, by reason", "reason")
+        self._failures = self._counter(
+            "diptych_file_store_failures", f"Failures of the file store, by reason: {STORE_FAILURES}", "reason"
+        )
         self._running = self._gauge("diptych_batches", "Batches that this router processes")
         self._asking = self._gauge("diptych_batch_lines_running", "Batch lines in progress")
         self._files = self._gauge("diptych_stored_files", "Files in the store")
@@ -161,7 +164,11 @@ class RouterMetrics:
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests that got a first token")
         self.cached_tokens = counter("diptych_cached_prompt_tokens", "Prompt tokens found in a prefix cache")
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated")
-        self._success = self._labelled("vllm:request_success", "Finished sequences, by reason", "finished_reason")
+        self._success = self._labelled(
+            "vllm:request_success",
+            "Ended sequences, by reason: stop, length, abort (by the client), error",
+            "finished_reason",
+        )
         self._requests = self._labelled(
             "diptych_http_requests",
             "HTTP requests to the API, by path and status; 499: the client disconnected",
@@ -173,11 +180,12 @@ class RouterMetrics:
         )
         self._rejected = self._labelled(
             "diptych_http_rejected",
-            "Connections and requests rejected before they reached the API, by reason",
+            "Connections and requests rejected before they reached the API, by reason: malformed, head (too large), "
+            "slow_head, silent, pipelined, unread, unread_answer, connections (too many), evicted, handshake",
             "reason",
         )
         self._key_tokens = self._labelled(
-            "diptych_key_tokens", "Prompt and output tokens, by API key name", "key", "kind"
+            "diptych_key_tokens", "Tokens, by API key name and kind: prompt, output", "key", "kind"
         )
         self._fallbacks = self._labelled(
             "diptych_model_fallbacks", "Requests for the model served by another one, by that model", "to"
@@ -200,14 +208,15 @@ class RouterMetrics:
         )
         self._rate_limited = self._labelled(
             "diptych_rate_limited",
-            "Requests rejected by a limit of a key or model: requests, tokens or concurrency",
+            "Requests rejected by a limit: requests, tokens, concurrency; of a key at a model with the prefix "
+            "key_model_, of a model for all keys with the prefix model_",
             "key",
             "limit",
         )
         self._audit_dropped = self._counter("diptych_audit_dropped", "Lines dropped by the audit log")
         self._reloads = self._labelled(
             "diptych_reloads",
-            "Reloads of configuration files, by setting and result",
+            "Reloads of files, by setting (api_key_file, tls_cert, models_file, lora_file) and result: ok, refused",
             "setting",
             "result",
         )
@@ -215,7 +224,7 @@ class RouterMetrics:
     def _add_store(self) -> None:
         """Add metrics of the response store."""
         self._store_failures = self._labelled(
-            "diptych_response_store_failures", "Failures of the response store, by reason", "reason"
+            "diptych_response_store_failures", f"Failures of the response store, by reason: {STORE_FAILURES}", "reason"
         )
         self._stored = self._gauge("diptych_stored_responses", "Responses in the store")
         self._stored_bytes = self._gauge("diptych_stored_response_bytes", "Bytes of the responses in the store")

@@ -33,13 +33,18 @@ class TierCollector(Collector):
         gauge, counter = self._families.gauge, self._families.counter
         states = [((t.name, "used"), t.num_blocks) for t in tiers]
         states += [((t.name, "free"), max(0, t.num_slots - t.num_blocks) * t.is_on) for t in tiers]
-        yield gauge("diptych_kv_tier_blocks", "Slots for KV blocks in tiers, by state", states, (*TIER, "state"))
+        yield gauge(
+            "diptych_kv_tier_blocks",
+            "Slots for KV blocks in tiers, by tier (host, disk) and state: used, free",
+            states,
+            (*TIER, "state"),
+        )
         is_on = [((t.name,), int(t.is_on)) for t in tiers]
         yield gauge("diptych_kv_tier_up", "Whether a tier works: 0 after its disk failed or became full", is_on, TIER)
         yield from (
             counter(name, text, [((t.name,), getattr(t, field)) for t in tiers], TIER)
             for name, text, field in (
-                ("diptych_kv_tier_blocks_written", "KV blocks written to tiers", "num_written"),
+                ("diptych_kv_tier_blocks_written", "KV blocks written to a tier: host, disk", "num_written"),
                 ("diptych_kv_tier_blocks_lost", "KV blocks evicted from memory before they were written", "num_lost"),
                 ("diptych_kv_tier_blocks_corrupt", "KV blocks that failed their checksum in a tier", "num_corrupt"),
             )
@@ -66,13 +71,15 @@ class AdapterCollector(Collector):
         running = {names.get(digest, digest): num for digest, num in status.adapters_running.items()}
         waiting = {names.get(digest, digest): num for digest, num in status.adapters_waiting.items()}
         used = [(("used",), status.num_adapters), (("free",), self._max_loras - status.num_adapters)]
-        yield gauge("diptych_lora_places", "Adapter slots, by state", used, ("state",))
+        yield gauge("diptych_lora_places", "Adapter slots, by state: used, free", used, ("state",))
         loaded = [state for state in self._adapters.states if state.status == "loaded"]
         sizes = [((state.name,), state.num_bytes) for state in loaded]
         yield gauge("diptych_lora_bytes", "Memory of an adapter", sizes, ADAPTER)
         requests = [((name, "running"), num) for name, num in running.items()]
         requests += [((name, "waiting"), num) for name, num in waiting.items()]
-        yield gauge("diptych_lora_requests", "Requests by adapter and state", requests, (*ADAPTER, "state"))
+        yield gauge(
+            "diptych_lora_requests", "Requests by adapter and state: running, waiting", requests, (*ADAPTER, "state")
+        )
         shown = (str(self._max_loras), ",".join(sorted(running)), ",".join(sorted(waiting)))
         yield gauge(
             "vllm:lora_requests_info",
@@ -111,11 +118,16 @@ class _StatusCollector(Collector):
         )
         yield from self._scaling(status, usage)
         states = ((("free",), blocks.free), (("cached",), blocks.cached), (("owned",), blocks.owned))
-        yield gauge("diptych_kv_blocks", "KV blocks by state", states, ("state",))
+        yield gauge("diptych_kv_blocks", "KV blocks by state: free, cached, owned", states, ("state",))
         if status.draft_blocks.total:
             drafts = status.draft_blocks
             states = ((("free",), drafts.free), (("cached",), drafts.cached), (("owned",), drafts.owned))
-            yield gauge("diptych_draft_kv_blocks", "KV blocks of the draft model by state", states, ("state",))
+            yield gauge(
+                "diptych_draft_kv_blocks",
+                "KV blocks of the draft model by state: free, cached, owned",
+                states,
+                ("state",),
+            )
             yield counter("diptych_draft_model_seconds", "Compute time of the draft model", status.draft_seconds)
         dropped, refused = status.num_dropped_frames, status.num_refused_connections
         yield counter("diptych_frames_dropped", "Frames that were invalid or late", dropped)
@@ -176,9 +188,15 @@ class WorkerMetrics:
         self.drafts = DraftMetrics(self.registry, self._labels, DRAFT_KINDS)
         self.preemptions = counter("vllm:num_preemptions", "Sequences preempted: blocks freed and recomputed")
         self._finished = self._labelled(
-            "vllm:request_success", "Requests finished on this worker, by reason", "finished_reason"
+            "vllm:request_success",
+            "Requests finished on this worker, by reason: stop, length, transferred (to a decode worker)",
+            "finished_reason",
         )
-        self._failed = self._labelled("diptych_requests_failed", "Requests failed on this worker, by phase", "phase")
+        self._failed = self._labelled(
+            "diptych_requests_failed",
+            "Requests failed, by phase: queue, grant, prefill, transfer, decode, grammar, sampling, handover",
+            "phase",
+        )
         self.steps = counter("diptych_engine_steps", "Engine steps computed")
         self.step_seconds = histogram("diptych_engine_step_seconds", "Duration of an engine step", SHORT_SECONDS)
         self.grant_wait_seconds = histogram("diptych_kv_grant_wait_seconds", "From KVOpen to KVGrant", SHORT_SECONDS)
@@ -194,7 +212,7 @@ class WorkerMetrics:
         )
         self._transfers = self._labelled(
             "diptych_kv_transfers",
-            "Prompts whose KV was transferred, by KV transport",
+            "Prompts whose KV was transferred, by KV transport: shm, tcp, nixl, cuda-ipc",
             "transport",
         )
         self.handover_pause_seconds = histogram(
@@ -261,7 +279,10 @@ class WorkerMetrics:
 
     def _knobs(self) -> tuple[Gauge, Counter]:
         text = "Self-tuned parameters of the worker: step_tokens, batch_cap, draft_tokens"
-        changes = "Changes of the reason for a self-tuned parameter, by the new reason"
+        changes = (
+            "Changes of the reason for a self-tuned parameter, by the new reason: bound (the flag's limit), goal, "
+            "least, missed (no value meets the goal), efficiency, gain, cost"
+        )
         knob = Gauge("diptych_knob", text, [*self._labels, "knob"], registry=self.registry)
         return knob, self._labelled("diptych_knob_changes", changes, "knob", "reason")
 
