@@ -36,14 +36,9 @@ Each setting is a command-line option, an environment variable and a key of a TO
 Options override the environment, and the environment overrides the file. Within the environment and the file, the
 specific name overrides the general one.
 
-| process | variables | section |
-|---|---|---|
-| `diptych serve` | `DIPTYCH_SERVE_*` | `[serve]` |
-| `diptych router` | `DIPTYCH_ROUTER_*` | `[router]` |
-| `diptych prefill-worker` | `DIPTYCH_PREFILL_*` | `[prefill_worker]` |
-| `diptych decode-worker` | `DIPTYCH_DECODE_*` | `[decode_worker]` |
-| `diptych rank-host` | `DIPTYCH_RANK_HOST_*` | `[rank_host]` |
-| `diptych bench` | `DIPTYCH_BENCH_*` | `[bench]` |
+The sections are `[serve]`, `[router]`, `[prefill_worker]`, `[decode_worker]`, `[rank_host]` and `[bench]`. The
+variables of a process begin with `DIPTYCH_SERVE_`, `DIPTYCH_ROUTER_`, `DIPTYCH_PREFILL_`, `DIPTYCH_DECODE_`,
+`DIPTYCH_RANK_HOST_` or `DIPTYCH_BENCH_`.
 
 Parentheses contain the default, then the accepted values that the description does not name. A boolean setting is on
 by default if `--no-NAME` is listed, and off otherwise; in the environment and the file it is `true` or `false`. Lists
