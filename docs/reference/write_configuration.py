@@ -73,7 +73,7 @@ CODE = re.compile(r"(?<![`\w-])(--[a-z]+(-[a-z]+)*|</?think>|DIPTYCH_\w+|OTEL_\*
 PAGE = re.compile(r"docs/(\w+)/([\w-]+)\.md")
 LONG = 20
 """Sections with more settings have a heading for each group."""
-SELF_EVIDENT = ("text", "the name of a namespace")
+SELF_EVIDENT = ("text", "a host name or IP address", "a valid Kubernetes name", "the name of a namespace")
 
 
 def _values(field: Field, text: str) -> str:

@@ -29,6 +29,6 @@ def test_each_architecture_of_gguf_has_one_family_without_a_condition() -> None:
 
 @pytest.mark.parametrize("name", [*FAMILIES, *WRAPPERS, *GGUF_ARCHITECTURES])
 def test_every_name_is_in_the_documentation(name: str) -> None:
-    """In docs/reference/models.md: a `model_type` in the table, an architecture in the list after it."""
+    """In docs/reference/models.md: a `model_type` in the list of families, an architecture in the list of GGUF."""
     internal = {"qwen3_vl_moe_text"}  # its wrapper stands for it
     assert name in internal or re.search(rf"`{re.escape(name)}`", MODELS), "add it to docs/reference/models.md"

@@ -17,10 +17,10 @@ def test_the_setting_has_the_names_of_all_formats() -> None:
     assert set(field.rule.choices) == {"auto", "none", *(each.name for each in FORMATS)}
 
 
-def test_every_format_has_a_row_in_the_documentation(repository: Path) -> None:
+def test_every_format_is_documented(repository: Path) -> None:
     page = (repository / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
-    missing = {each.name for each in FORMATS if f"\n| `{each.name}` |" not in page}
-    assert not missing, f"add a row to the table of forms in docs/reference/api.md for {sorted(missing)}"
+    missing = {each.name for each in FORMATS if f"\n- `{each.name}` (" not in page}
+    assert not missing, f"add a line to the list of formats in docs/reference/api.md for {sorted(missing)}"
 
 
 def test_a_name_stands_for_the_last_variant() -> None:
