@@ -60,11 +60,9 @@ compile.
 
 Install the extra with `pip install "diptych[completion]"`, and add a line to your shell's configuration:
 
-| shell | file | line |
-|---|---|---|
-| bash | `~/.bashrc` | `eval "$(diptych completion bash)"` |
-| zsh | `~/.zshrc`, after `compinit` | `eval "$(diptych completion zsh)"` |
-| fish | `~/.config/fish/config.fish` | `diptych completion fish \\| source` |
+- bash, in `~/.bashrc`: `eval "$(diptych completion bash)"`
+- zsh, in `~/.zshrc` after `compinit`: `eval "$(diptych completion zsh)"`
+- fish, in `~/.config/fish/config.fish`: `diptych completion fish | source`
 """
 
 
