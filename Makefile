@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install $(if $(MAKE_TERM
 NEWER := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve fetch bench compare sla gpu check test test-all clients chaos soak lint format docs docs-site docs-serve wheel images release lock clean
+.PHONY: help serve fetch bench compare sla gpu check test quick test-all clients chaos soak lint style types format docs docs-site docs-serve wheel images release lock clean
 
 help:
 	@echo "make serve      run the service on this machine (PORT=8000 MODEL=smollm2-135m ARGS='--prefill 2 --decode 2')"
@@ -100,12 +100,16 @@ LIMIT ?= 570
 
 # ------------------------------------------------------------------ check
 
-lint: $(VENV)/.dev
+lint: style types
+
+style: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
-	$(BIN)/mypy
 	$(BIN)/python tests/phrases.py
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
@@ -125,7 +129,11 @@ docs-serve: $(VENV)/.docs
 check: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --hypothesis-profile quick -m "not slow" $(PURE) $(ARGS)
 
-test: lint
+# mypy uses one core and takes most of a minute on a fresh checkout, so the tests run meanwhile.
+test: style
+	@$(MAKE) --no-print-directory -j 2 types quick
+
+quick: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --longest-first --durations=30 --budget-s 300 --hypothesis-profile quick -m "not slow and not gpu and not chaos" $(ARGS)
 
 # Chaos and GPU tests run last, one at a time, because they need all cores.

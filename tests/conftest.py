@@ -10,11 +10,13 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from .examples import register_profiles
+from .bytecode import write_share
 from .forge import SharedForges, forged_processes
 from .trust import load_trust_once
 
@@ -31,6 +33,7 @@ BEGAN = pytest.StashKey[float]()
 FORGES = pytest.StashKey[SharedForges]()
 LONG_S = 360
 """A deadline is against what hangs: real processes start, and state machines run, at the pace of the machine."""
+COMPILED = ("kernels", "common", "prefill_worker", "decode_worker", "router", "benchmarks", "tests")
 STATE_MACHINE = "runTest"
 """Hypothesis' name of a test that runs one."""
 ALL_SLOW = re.compile(r"^pytestmark = (\[[^\]]*)?pytest\.mark\.slow\b", re.MULTILINE)
@@ -45,6 +48,28 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     session.config.stash[BEGAN] = time.monotonic()
     os.environ.setdefault("DIPTYCH_DEVICE", "cpu")  # of whole systems, on a machine with a GPU too
     gc.disable()  # next to nothing of what is collected is garbage: searching for it was a quarter of the time
+    if (given := getattr(session.config, "workerinput", None)) is not None:
+        files = (path for path in ROOT.glob("*/**/*.py") if path.relative_to(ROOT).parts[0] in COMPILED)
+        write_share(sorted(files), int(given["workerid"].removeprefix("gw")), given["workercount"], session.config)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "not slow" in config.option.markexpr:
+        config.pluginmanager.register(SlowTestFilter())
+    if config.getoption("hypothesis_profile", None) == "quick":
+        from hypothesis.internal.conjecture import providers
+
+        # Hypothesis parses every imported module for constants to draw: seconds a process, for ten examples a test.
+        providers.is_local_module_file = lambda path: False
+
+
+class SlowTestFilter:
+    """Makes no items of functions that are marked slow when slow tests are deselected."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pycollect_makeitem(self, obj: object) -> list[pytest.Item] | None:
+        marks = getattr(obj, "pytestmark", ()) if isinstance(obj, FunctionType) else ()
+        return [] if any(mark.name == "slow" for mark in marks) else None
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
