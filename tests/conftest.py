@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from .examples import register_profiles
 from .bytecode import write_share
+from .examples import register_profiles
 from .forge import SharedForges, forged_processes
 from .trust import load_trust_once
 
