@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.e2e
 MORE = [((2, 2), "shm"), ((0, 1), "auto")]
 
-NUM_REQUESTS = 120
+NUM_REQUESTS = 60
 
 
 async def _load(url: str, prompts: list[list[int]]) -> tuple[int, int]:
@@ -22,7 +22,7 @@ async def _load(url: str, prompts: list[list[int]]) -> tuple[int, int]:
 
     async def one(client: httpx.AsyncClient, index: int, prompt: list[int]) -> None:
         body: dict[str, Any] = {"model": "tiny-random", "prompt": prompt, "max_tokens": 40, "ignore_eos": True}
-        patience = source.uniform(0.0, 0.3) if index % 3 == 0 else None
+        patience = source.uniform(0.0, 0.15) if index % 3 == 0 else None
         async with gate:
             try:
                 async with (
@@ -54,7 +54,7 @@ def test_nothing_leaks_when_a_third_is_aborted(
     source = random.Random(2)
     prompts = random_prompts([source.randrange(1, 900) for _ in range(NUM_REQUESTS)], vocab_size=256, seed=3)
     finished, aborted = asyncio.run(_load(system.stack.url, prompts))
-    assert finished + aborted == NUM_REQUESTS and aborted > 8
+    assert finished + aborted == NUM_REQUESTS and aborted > 4
     system.settle()
     # And it still works.
     assert len(system.generate([prompts[0]], max_tokens=5)[0]) == 5

@@ -16,6 +16,8 @@ LENGTHS = (
     *(600, 640, 700, 767, 768, 769, 900, 1000, 1023, 1024, 1025, 1200, 1400, 1500, 1700, 1900, 1999, 2000),
 )
 """68 prompt lengths from 1 to 2,000 tokens, most of them around block and chunk borders."""
+SHORT_LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 96, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1025, 2000)
+"""What the quick run sends."""
 NUM_TOKENS = 12
 VOCAB = {"tiny-random": 256, "smollm2-135m": 49_000, "gemma3-270m": 200_000}
 ALL_REMOTE = ("--local-prefill-threshold", "0")
@@ -40,6 +42,13 @@ class Case:
 @pytest.fixture(scope="session")
 def tiny_case(tiny_oracle: Any, random_prompts: Callable[..., list[list[int]]]) -> Case:
     prompts = random_prompts(LENGTHS, vocab_size=VOCAB["tiny-random"], seed=1)
+    return Case(prompts, [tiny_oracle.greedy(prompt, NUM_TOKENS) for prompt in prompts])
+
+
+@pytest.fixture(scope="session")
+def short_case(tiny_oracle: Any, random_prompts: Callable[..., list[list[int]]]) -> Case:
+    """Every length around a block border, and one for each larger border of chunks and batches."""
+    prompts = random_prompts(SHORT_LENGTHS, vocab_size=VOCAB["tiny-random"], seed=1)
     return Case(prompts, [tiny_oracle.greedy(prompt, NUM_TOKENS) for prompt in prompts])
 
 
@@ -78,9 +87,10 @@ def test_one_by_one(system_of: Any, tiny_case: Case) -> None:
         (("--kv-streams", "3", "--kv-transport", "tcp"), "tcp"),
     ],
 )
-def test_two_by_two(system_of: Any, tiny_case: Case, flags: tuple[str, ...], transport: str) -> None:
+def test_two_by_two(system_of: Any, short_case: Case, flags: tuple[str, ...], transport: str) -> None:
+    """`test_every_chunk_and_block_size` sends every length."""
     system = system_of(2, 2, prefill_flags=flags, router_flags=ALL_REMOTE)
-    tiny_case.check(system.generate(tiny_case.prompts, max_tokens=NUM_TOKENS, at_once=32))
+    short_case.check(system.generate(short_case.prompts, max_tokens=NUM_TOKENS, at_once=32))
     assert system.transfers(transport) > 0
     assert system.transfers("tcp" if transport == "shm" else "shm") == 0
     for worker in system.stack.workers():
