@@ -104,7 +104,7 @@ def router(systems: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[G
     for flag, name in (("api-key-file", "keys.toml"), ("tls-cert", "tls.crt"), ("tls-key", "tls.key")):
         flags += [f"--{flag}", str(folder / name)]
     flags += ["--audit-log", str(folder / "audit.log")]
-    command = [sys.executable, "-u", "-P", "-m", "router", *flags]  # no stack's: it has a command line of its own
+    command = [sys.executable, "-P", "-m", "router", *flags]  # in the form that the forge accepts
     process = StackProcess("router", "router", command, folder / "router.log")
     process.start(env={**os.environ, "DIPTYCH_API_KEY": SECRETS["flag"]})
     guarded = Guarded(process, folder, port, system)
