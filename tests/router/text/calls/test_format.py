@@ -62,10 +62,13 @@ class Vocabulary:
         self.spell = self.text.spell
         words: Any = _TokenizerAdapter(self.text.tokenizer, EOS, self.text.tokenizer.vocab_size)
         self.library = llguidance.LLTokenizer(words, n_vocab=self.text.tokenizer.vocab_size, eos_token=[EOS])
+        self._matchers: dict[str, llguidance.LLMatcher] = {}
 
     def accepts(self, grammar: str, text: str) -> bool:
         """Whether the text is an answer, whole and nothing but it."""
-        matcher = llguidance.LLMatcher(self.library, grammar, log_level=0, limits=limits())
+        if grammar not in self._matchers:
+            self._matchers[grammar] = llguidance.LLMatcher(self.library, grammar, log_level=0, limits=limits())
+        matcher = self._matchers[grammar].deep_copy()
         assert not matcher.is_error(), matcher.get_error()
         ids = self.text.tokenizer.encode(text, add_special_tokens=False)
         return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())

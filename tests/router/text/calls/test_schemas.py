@@ -426,6 +426,10 @@ def test_calls_as_the_template_writes_them(vocabularies: dict[str, Vocabulary], 
     template = ChatTemplate(source)
     dialect = dialect_of(template)
     tools, user = [function.as_tool() for function in TAUGHT], [{"role": "user", "content": "hi"}]
+    grammars = [
+        (kind, dialect.format.grammar(Wanted(TAUGHT, required=required), vocabularies[kind].spell))
+        for kind, required in itertools.product(("text", "special"), (False, True))
+    ]
     for case, calls in TAUGHT_CALLS.items():
         if dialect.single_calls and len(calls) > 1:
             continue
@@ -442,9 +446,8 @@ def test_calls_as_the_template_writes_them(vocabularies: dict[str, Vocabulary], 
         for pieces in ([text], list(text)):
             scanner = dialect.format.scanner(start=0, only_calls=False, functions=functions)
             assert read_calls(scanner, pieces) == calls, case
-        for kind, required in itertools.product(("text", "special"), (False, True)):
-            grammar = dialect.format.grammar(Wanted(TAUGHT, required=required), vocabularies[kind].spell)
-            assert vocabularies[kind].accepts(grammar, text), (case, kind, required)
+        for kind, grammar in grammars:
+            assert vocabularies[kind].accepts(grammar, text), (case, kind, grammar)
 
 
 @pytest.mark.slow

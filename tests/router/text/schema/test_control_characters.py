@@ -27,7 +27,7 @@ def spelled(value: Any) -> str:
     return json.dumps(value).replace("\x7f", "\\u007f")
 
 
-@pytest.mark.slow_except(*(f"{ord(character):02x}" for character in "\0\b\t\n\r\x1b\x7f"))
+@pytest.mark.slow_except(*(f"{ord(character):02x}" for character in "\0\b\t\n\f\r\x1b\x1f\x7f"))
 @pytest.mark.parametrize("character", ALL, ids=lambda character: f"{ord(character):02x}")
 def test_no_control_character_vanishes(character: str) -> None:
     with_it, without = f"a{character}b", "ab"
