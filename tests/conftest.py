@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from .bytecode import write_share
 from .examples import register_profiles
 from .forge import SharedForges, forged_processes
 from .trust import load_trust_once
@@ -33,7 +32,6 @@ BEGAN = pytest.StashKey[float]()
 FORGES = pytest.StashKey[SharedForges]()
 LONG_S = 360
 """A deadline is against what hangs: real processes start, and state machines run, at the pace of the machine."""
-COMPILED = ("kernels", "common", "prefill_worker", "decode_worker", "router", "benchmarks", "tests")
 STATE_MACHINE = "runTest"
 """Hypothesis' name of a test that runs one."""
 ALL_SLOW = re.compile(r"^pytestmark = (\[[^\]]*)?pytest\.mark\.slow\b", re.MULTILINE)
@@ -48,9 +46,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     session.config.stash[BEGAN] = time.monotonic()
     os.environ.setdefault("DIPTYCH_DEVICE", "cpu")  # of whole systems, on a machine with a GPU too
     gc.disable()  # next to nothing of what is collected is garbage: searching for it was a quarter of the time
-    if (given := getattr(session.config, "workerinput", None)) is not None:
-        files = (path for path in ROOT.glob("*/**/*.py") if path.relative_to(ROOT).parts[0] in COMPILED)
-        write_share(sorted(files), int(given["workerid"].removeprefix("gw")), given["workercount"], session.config)
 
 
 def pytest_configure(config: pytest.Config) -> None:

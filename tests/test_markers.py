@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from . import bytecode, conftest
+from . import conftest
 
 pytest_plugins = ["pytester"]
 CASES = (
@@ -67,16 +66,3 @@ def test_functions_marked_slow_are_not_collected_without_slow_tests(pytester: py
         found = pytester.inline_run("--collect-only", *flags, plugins=[conftest])
         (call,) = found.getcalls("pytest_collection_modifyitems")
         assert [item.name for item in call.items] == expected
-
-
-def test_each_process_writes_its_share_of_the_bytecode(pytester: pytest.Pytester, request: Any) -> None:
-    files = [pytester.path / name for name in ("helper.py", "test_a.py", "test_b.py")]
-    for file in files:
-        file.write_text("def test_it(): assert [1] == [2]\n")
-    bytecode.write_share(files, 0, 2, request.config)
-    found = sorted(path.name.partition(".")[0] for path in pytester.path.rglob("*.pyc"))
-    assert found == ([] if sys.dont_write_bytecode else ["helper", "test_b"])
-    bytecode.write_share(files, 1, 2, request.config)
-    times = {path: path.stat().st_mtime_ns for path in pytester.path.rglob("*.pyc")}
-    pytester.inline_run("--assert=rewrite").assertoutcome(failed=2)  # what was written is what is read
-    assert {path: path.stat().st_mtime_ns for path in times} == times

@@ -17,30 +17,8 @@ LENGTHS = (
 )
 """68 prompt lengths from 1 to 2,000 tokens, most of them around block and chunk borders."""
 SHORT_LENGTHS = (
-    1,
-    2,
-    15,
-    16,
-    17,
-    31,
-    32,
-    33,
-    47,
-    63,
-    64,
-    65,
-    96,
-    127,
-    128,
-    129,
-    255,
-    256,
-    257,
-    511,
-    512,
-    513,
-    1025,
-    2000,
+    *(1, 2, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 96, 127, 128, 129),
+    *(255, 256, 257, 511, 512, 513, 1025, 2000),
 )
 """What the quick run sends."""
 NUM_TOKENS = 12
