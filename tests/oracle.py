@@ -19,7 +19,7 @@ from common.engine.models.weights import LayerWeights, NormPlace
 from common.engine.sampling.sampler import Sampler, SamplingRow
 from common.grammar.grammar import Constraint
 from common.grammar.token_rules import finish_reason, token_limits
-from common.model_files.config import ModelConfig
+from common.model_files.architecture import RopeConfig
 from common.wire.sampling_params import SamplingParams
 from kernels import KVScales
 from kernels.interface.kv_region import packed, unpacked
@@ -94,15 +94,16 @@ class Oracle:
         x = self.embedding[torch.tensor(token_ids)]
         if config.embedding_scale != 1.0:
             x = x * torch.tensor(config.embedding_scale, dtype=self.dtype)
+        rules = _PositionRules(self, start=cache[0].shape[1], num_queries=len(token_ids))
         for index, layer in enumerate(weights.layers):
-            x = self._layer(index, layer, x, cache)
+            x = self._layer(index, layer, x, cache, rules)
         logits = self._norm(x, weights.norm) @ self.head.T
         logits = logits.double() if self.dtype == torch.float64 else logits.float()
         return config.final_softcap * torch.tanh(logits / config.final_softcap) if config.final_softcap else logits
 
-    def _layer(self, index: int, layer: LayerWeights, x: Tensor, cache: list[Tensor]) -> Tensor:
+    def _layer(self, index: int, layer: LayerWeights, x: Tensor, cache: list[Tensor], rules: _PositionRules) -> Tensor:
         _, output, gate_up, down = self.matrices[index]
-        mixed = self._attention(index, layer, self._normed(x, layer, "before_attention"), cache) @ output.T
+        mixed = self._attention(index, layer, self._normed(x, layer, "before_attention"), cache, rules) @ output.T
         mixed = mixed if layer.output.bias is None else mixed + layer.output.bias
         x = x + self._normed(mixed, layer, "after_attention")
         inner = self._normed(x, layer, "before_mlp") @ gate_up.T
@@ -118,7 +119,9 @@ class Oracle:
         """`x` where the family has no norm in that place."""
         return self._norm(x, layer.norms[place]) if place in layer.norms else x
 
-    def _attention(self, index: int, layer: LayerWeights, x: Tensor, cache: list[Tensor]) -> Tensor:
+    def _attention(
+        self, index: int, layer: LayerWeights, x: Tensor, cache: list[Tensor], rules: _PositionRules
+    ) -> Tensor:
         config = self.config
         heads, kv_heads = config.num_heads, config.num_kv_heads
         qkv = x @ self.matrices[index][0].T
@@ -127,8 +130,8 @@ class Oracle:
         q, k, v = qkv[:, :heads], qkv[:, heads:-kv_heads], qkv[:, -kv_heads:]
         q = q if layer.q_norm is None else self._norm(q, layer.q_norm)
         k = k if layer.k_norm is None else self._norm(k, layer.k_norm)
-        positions = torch.arange(cache[index].shape[1], cache[index].shape[1] + len(x))
-        q, k = self._rotate(index, q, positions), self._rotate(index, k, positions)
+        rotation = rules.rotation(config.layer_ropes[index])
+        q, k = _rotate(q, *rotation), _rotate(k, *rotation)
         new = torch.stack((k, v))
         if self.kv_dtype is not None:
             both = new.float().permute(2, 1, 0, 3)  # [Hkv, T, 2, D]
@@ -137,21 +140,12 @@ class Oracle:
             new = held.permute(2, 1, 0, 3).to(self.dtype)
         cache[index] = torch.cat((cache[index], new), dim=1)
         keys, values = (part.repeat_interleave(heads // kv_heads, dim=1) for part in cache[index])
-        scores = torch.einsum("qhd,khd->hqk", q, keys) * config.attention_scale
+        scores = q.transpose(0, 1) @ keys.permute(1, 2, 0) * config.attention_scale  # [heads, queries, keys]
         if config.attention_softcap:
             scores = config.attention_softcap * torch.tanh(scores / config.attention_softcap)
-        scores = scores.masked_fill(~_visible(config, index, positions, len(keys)), -torch.inf)
+        scores = scores.masked_fill(rules.hidden(config.layer_windows[index]), -torch.inf)
         weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(self.dtype, torch.float32)).to(self.dtype)
-        return torch.einsum("hqk,khd->qhd", weights, values).reshape(len(x), -1)
-
-    def _rotate(self, index: int, x: Tensor, positions: Tensor) -> Tensor:
-        frequencies = inverse_frequencies(
-            self.config.layer_ropes[index], self.config.head_dim, self.model.weights.rope_factors
-        )
-        angles = (positions.float()[:, None] * frequencies).repeat(1, 2)[:, None, :]  # [T, 1, head_dim]
-        cos, sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
-        first, second = x.chunk(2, dim=-1)
-        return x * cos + torch.cat((-second, first), dim=-1) * sin
+        return (weights @ values.transpose(0, 1)).transpose(0, 1).reshape(len(x), -1)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         wide = x if x.dtype == torch.float64 else x.float()
@@ -169,8 +163,32 @@ def _dense(layer: LayerWeights) -> MLP:
     return layer.mlp
 
 
-def _visible(config: ModelConfig, index: int, positions: Tensor, num_keys: int) -> Tensor:
-    """bool [queries, keys]."""
-    behind = positions[:, None] - torch.arange(num_keys)[None, :]
-    window = config.layer_windows[index] or num_keys + 1
-    return (behind >= 0) & (behind < window)
+class _PositionRules:
+    """Rotations and masks of one forward pass, each computed once for all layers that share it."""
+
+    def __init__(self, oracle: Oracle, start: int, num_queries: int) -> None:
+        self._oracle, self._positions = oracle, torch.arange(start, start + num_queries)
+        self._rotations: dict[RopeConfig, tuple[Tensor, Tensor]] = {}
+        self._hidden: dict[int, Tensor] = {}
+
+    def rotation(self, rope: RopeConfig) -> tuple[Tensor, Tensor]:
+        """Cosines and sines: each [queries, 1, head_dim]."""
+        if rope not in self._rotations:
+            config, dtype = self._oracle.config, self._oracle.dtype
+            frequencies = inverse_frequencies(rope, config.head_dim, self._oracle.model.weights.rope_factors)
+            angles = (self._positions.float()[:, None] * frequencies).repeat(1, 2)[:, None, :]
+            self._rotations[rope] = angles.cos().to(dtype), angles.sin().to(dtype)
+        return self._rotations[rope]
+
+    def hidden(self, window: int) -> Tensor:
+        """bool [queries, keys]: which keys a query must not see. `window` is in tokens, 0: no limit."""
+        if window not in self._hidden:
+            num_keys = int(self._positions[-1]) + 1
+            distance = self._positions[:, None] - torch.arange(num_keys)[None, :]
+            self._hidden[window] = (distance < 0) | (distance >= (window or num_keys + 1))
+        return self._hidden[window]
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -82,26 +82,14 @@ def engines_that_draft(
         thread.close()
 
 
-class TrueAnswers:
-    """The oracle's answers, which are the same for every engine of a module: each is computed once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[tuple[int, ...], int, str], list[int]] = {}
-
-    def truth(self, rig: Rig, tokens: list[int], count: int = 40, **params: Any) -> list[int]:
-        key = (tuple(tokens), count, repr(params))
-        if key not in self._known:
-            self._known[key] = rig.oracle(tokens, count, **params)
-        return self._known[key]
-
-    def answered(self, rig: Rig, lengths: tuple[int, ...] = (1, 17, 40), **params: Any) -> dict[str, int]:
-        """The counts after some answers of 40 tokens, which are the true ones."""
-        for length in lengths:
-            rig.ask(prompt(length, length), f"r{length}", max_tokens=40, **params)
-        rig.until(lambda: rig.is_clean)
-        for length in lengths:
-            assert rig.tokens(f"r{length}") == self.truth(rig, prompt(length, length), **params), length
-        return counted(rig)
+def answered(rig: Rig, lengths: tuple[int, ...] = (1, 17, 40), **params: Any) -> dict[str, int]:
+    """The counts after some answers of 40 tokens, which are the true ones."""
+    for length in lengths:
+        rig.ask(prompt(length, length), f"r{length}", max_tokens=40, **params)
+    rig.until(lambda: rig.is_clean)
+    for length in lengths:
+        assert rig.tokens(f"r{length}") == rig.oracle(prompt(length, length), 40, **params), length
+    return counted(rig)
 
 
 # A draft model, and limits, for engines of tests.

@@ -14,7 +14,7 @@ from decode_worker.drafting import row_costs
 from ..draft_heads import certain_model, right_eagle
 from ..eagle3_heads import far_model, right_eagle3
 from ..engine_rig import prompt
-from .drafting_engines import Headed, NoLookup, TrueAnswers
+from .drafting_engines import Headed, NoLookup, answered
 from .handover_pair import Pair
 from .lazy_device import LazyDevice
 from .prophet import counted
@@ -33,43 +33,35 @@ def right(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Headed.load(served, str(make_head(tmp_path_factory.mktemp("right") / "head", served)))
 
 
-@pytest.fixture(scope="module")
-def answers(right: Headed) -> TrueAnswers:
-    """Those of the model of `right`."""
-    return TrueAnswers()
-
-
 @pytest.mark.quick_cover(1)
 @pytest.mark.slow_cases("eagle-waited for-8", "eagle3-waited for-8")
 @pytest.mark.parametrize("num_blocks", [8, 12])
-def test_preempted_sequences_give_the_same_tokens(
-    drafting: Callable[..., Rig], answers: TrueAnswers, num_blocks: int
-) -> None:
+def test_preempted_sequences_give_the_same_tokens(drafting: Callable[..., Rig], num_blocks: int) -> None:
     """What they lost is computed again in chunks, with the hidden states between these."""
     rig = drafting(num_blocks=num_blocks, chunk=24)
     for seed in range(4):
         rig.ask(prompt(20, seed), f"r{seed}", max_tokens=40)
     rig.until(lambda: rig.is_clean)
     for seed in range(4):
-        assert rig.tokens(f"r{seed}") == answers.truth(rig, prompt(20, seed))
+        assert rig.tokens(f"r{seed}") == rig.oracle(prompt(20, seed), 40)
     assert any(rig.deltas(f"r{seed}")[-1].timeline.num_preemptions for seed in range(4))
     counts = counted(rig)
     assert counts["right"] == counts["drafted"] > 10
 
 
 @pytest.mark.slow_cases("eagle3-waited for")
-def test_the_heads_kv_comes_with_the_prompts(drafting: Callable[..., Rig], answers: TrueAnswers) -> None:
+def test_the_heads_kv_comes_with_the_prompts(drafting: Callable[..., Rig]) -> None:
     """One step without drafts makes the first hidden state here; the head then sees the whole prompt."""
     rig, tokens = drafting(), prompt(70, 3)
     rig.ask(tokens, remote=True, max_tokens=40)
     rig.ship(tokens, rig.granted(tokens))
     rig.until(lambda: rig.is_clean)
-    assert rig.tokens() == answers.truth(rig, tokens)
+    assert rig.tokens() == rig.oracle(tokens, 40)
     assert counted(rig) == {"steps": 8, "tokens": 39, "drafted": 31, "right": 31}
 
 
 @pytest.mark.slow_cases("eagle-waited for", "eagle3-waited for")
-def test_without_the_heads_kv_the_tokens_are_the_same(drafting: Callable[..., Rig], answers: TrueAnswers) -> None:
+def test_without_the_heads_kv_the_tokens_are_the_same(drafting: Callable[..., Rig]) -> None:
     """Zeros in its layer: what it says is worth less then."""
     rig, tokens = drafting(), prompt(70, 3)
     rig.ask(tokens, remote=True, max_tokens=40)
@@ -78,21 +70,21 @@ def test_without_the_heads_kv_the_tokens_are_the_same(drafting: Callable[..., Ri
     rig.peer.blocks = [block[:-layer] + bytes(layer) for block in rig.peer.blocks]
     rig.ship(tokens, first)
     rig.until(lambda: rig.is_clean)
-    assert rig.tokens() == answers.truth(rig, tokens)
+    assert rig.tokens() == rig.oracle(tokens, 40)
     counts = counted(rig)
     assert counts["right"] < counts["drafted"]
 
 
 @pytest.mark.slow_cases("eagle-waited for", "eagle3-waited for")
-def test_a_cached_prefix_has_the_heads_kv(drafting: Callable[..., Rig], answers: TrueAnswers) -> None:
+def test_a_cached_prefix_has_the_heads_kv(drafting: Callable[..., Rig]) -> None:
     """The next turn of a conversation computes its last tokens alone."""
     rig = drafting()
-    answers.answered(rig, (40,))
+    answered(rig, (40,))
     whole = prompt(40, 40) + rig.tokens("r40")
     before = counted(rig)
     rig.ask(whole, "again", max_tokens=20)
     rig.until(lambda: rig.is_clean)
-    assert rig.tokens("again") == answers.truth(rig, whole, 20)
+    assert rig.tokens("again") == rig.oracle(whole, 20)
     after = counted(rig)
     assert rig.deltas("again")[0].num_cached_tokens == 64
     assert after["right"] - before["right"] == after["drafted"] - before["drafted"] > 10

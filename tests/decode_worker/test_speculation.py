@@ -20,7 +20,6 @@ from .prophet import Prophet, counted
 
 Rig = Any  # EngineRig of conftest, which test modules cannot import
 LENGTHS = (1, 15, 17, 40)
-ANSWERS: dict[tuple[tuple[int, ...], int, str], list[int]] = {}
 
 
 @pytest.fixture
@@ -50,16 +49,8 @@ def drafting(
 
 
 def ask(rig: Rig, prophet: Prophet, tokens: list[int], name: str = "a", *, count: int = 40, **params: Any) -> None:
-    prophet.learn(tokens, truth(rig, tokens, count, **params))
+    prophet.learn(tokens, rig.oracle(tokens, count, **params))
     rig.ask(tokens, name, max_tokens=count, **params)
-
-
-def truth(rig: Rig, tokens: list[int], count: int = 40, **params: Any) -> list[int]:
-    """The oracle's answer, which takes it longer than the engine, and is the same for every engine of this module."""
-    key = (tuple(tokens), count, repr(params))
-    if key not in ANSWERS:
-        ANSWERS[key] = rig.oracle(tokens, count, **params)
-    return ANSWERS[key]
 
 
 @pytest.mark.quick_cover(1)
@@ -91,7 +82,7 @@ def test_tokens_equal_the_oracle_in_fewer_steps(
         ask(rig, prophet, prompt(length, length), f"r{length}", **params)
     rig.until(lambda: rig.is_clean)
     for length in LENGTHS:
-        name, expected = f"r{length}", truth(rig, prompt(length, length), **params)
+        name, expected = f"r{length}", rig.oracle(prompt(length, length), 40, **params)
         assert rig.tokens(name) == expected
         assert rig.reason(name) == "length"
         if "logprobs" in params:
@@ -110,7 +101,7 @@ def test_every_guess_right_makes_as_few_steps_as_there_can_be(
     prophet.wrong = 0.0
     ask(rig, prophet, prompt(20), count=61)
     rig.until(lambda: rig.is_clean)
-    assert rig.tokens() == truth(rig, prompt(20), 61)
+    assert rig.tokens() == rig.oracle(prompt(20), 61)
     assert counted(rig) == {"steps": 11, "tokens": 61, "drafted": 50, "right": 50}  # the first token, ten times six
 
 
@@ -120,7 +111,7 @@ def test_every_guess_wrong_costs_no_step(make_engine: Callable[..., Rig], prophe
     prophet.wrong = 1.0
     ask(rig, prophet, prompt(20), count=40)
     rig.until(lambda: rig.is_clean)
-    assert rig.tokens() == truth(rig, prompt(20), 40)
+    assert rig.tokens() == rig.oracle(prompt(20), 40)
     counts = counted(rig)
     assert counts["steps"] == 40 - counts["right"]  # another token may be the true one, once in 256
 
@@ -138,7 +129,7 @@ def test_requests_that_come_and_go(drafting: Callable[..., Rig], prophet: Prophe
     asked = rig.ask
 
     def ask_foretold(tokens: list[int], name: str, *, max_tokens: int, **options: Any) -> None:
-        prophet.learn(tokens, truth(rig, tokens, max_tokens))
+        prophet.learn(tokens, rig.oracle(tokens, max_tokens))
         asked(tokens, name, max_tokens=max_tokens, **options)
 
     rig.ask = ask_foretold
@@ -149,7 +140,7 @@ def test_requests_that_come_and_go(drafting: Callable[..., Rig], prophet: Prophe
 def test_a_stop_token_within_right_guesses_is_the_last(drafting: Callable[..., Rig], prophet: Prophet) -> None:
     rig = drafting()
     prophet.wrong = 0.0
-    full = truth(rig, prompt(20), 40)
+    full = rig.oracle(prompt(20), 40)
     prophet.learn(prompt(20), full)
     rig.ask(prompt(20), max_tokens=40, stop_token_ids=(full[17],))
     rig.until(lambda: rig.is_clean)
@@ -175,7 +166,7 @@ def test_right_guesses_are_told_before_the_token_that_cannot_be(
     rig.until(lambda: rig.failures())
     told = [type(message) for _, message in rig.sent]
     assert told[-1] is RequestFailed and told[-2] is TokenOutput
-    assert rig.tokens() == truth(rig, prompt(20))[: len(rig.tokens())] and len(rig.deltas()[-1].token_ids) == 3
+    assert rig.tokens() == rig.oracle(prompt(20), 40)[: len(rig.tokens())] and len(rig.deltas()[-1].token_ids) == 3
     rig.until(lambda: rig.is_clean)
 
 
@@ -186,8 +177,8 @@ def test_an_aborted_request_gives_its_blocks_back(drafting: Callable[..., Rig], 
     rig.until(lambda: len(rig.tokens("b")) > 8)
     rig.tell(AbortRequest(request_id="a", attempt=0))
     rig.until(lambda: rig.is_clean)
-    assert rig.tokens("b") == truth(rig, prompt(30, 1), 50)
-    assert rig.tokens() == truth(rig, prompt(20), 200)[: len(rig.tokens())]
+    assert rig.tokens("b") == rig.oracle(prompt(30, 1), 50)
+    assert rig.tokens() == rig.oracle(prompt(20), 200)[: len(rig.tokens())]
 
 
 @pytest.mark.quick_cover(1)
@@ -202,7 +193,7 @@ def test_preempted_sequences_give_the_same_tokens(
         ask(rig, prophet, prompt(20, seed), f"r{seed}")
     rig.until(lambda: rig.is_clean)
     for seed in range(4):
-        assert rig.tokens(f"r{seed}") == truth(rig, prompt(20, seed))
+        assert rig.tokens(f"r{seed}") == rig.oracle(prompt(20, seed), 40)
     assert any(rig.deltas(f"r{seed}")[-1].timeline.num_preemptions for seed in range(4))
     assert counted(rig)["right"] > 10
 
@@ -220,7 +211,7 @@ def test_blocks_of_right_guesses_are_cached_as_if_they_had_been_computed_one_by_
     rig.ask(whole, "b", max_tokens=5)
     rig.until(lambda: rig.is_clean)
     assert rig.deltas("b")[-1].num_cached_tokens >= 64
-    assert rig.tokens("b") == truth(rig, whole, 5)
+    assert rig.tokens("b") == rig.oracle(whole, 5)
 
 
 def test_a_model_is_not_run_beyond_its_length(drafting: Callable[..., Rig], prophet: Prophet) -> None:
@@ -228,7 +219,7 @@ def test_a_model_is_not_run_beyond_its_length(drafting: Callable[..., Rig], prop
     prophet.wrong = 0.0
     ask(rig, prophet, prompt(20), count=40)
     rig.until(lambda: rig.is_clean)
-    assert rig.tokens() == truth(rig, prompt(20), 28)
+    assert rig.tokens() == rig.oracle(prompt(20), 28)
     assert rig.reason() == "length" and not rig.failures()
 
 
@@ -251,7 +242,7 @@ def test_answers_in_a_grammar_are_those_of_the_oracle(
     rig.until(lambda: rig.is_clean)
     for i in range(4):
         extra = {"grammar": grammar} if i % 2 else {}
-        assert rig.tokens(f"r{i}") == truth(rig, prompt(20 + 9 * i, i), **extra, **sampling)
+        assert rig.tokens(f"r{i}") == rig.oracle(prompt(20 + 9 * i, i), 40, **extra, **sampling)
     assert counted(rig)["right"] > 20
 
 
@@ -279,7 +270,7 @@ def test_a_stream_that_guesses_goes_on_elsewhere(
     prophet.wrong = 0.0
     pair = Pair(make_engine, max_draft_tokens=5, launcher=LazyDevice)
     tokens = prompt(length, length)
-    prophet.learn(tokens, truth(pair.old, tokens))
+    prophet.learn(tokens, pair.old.oracle(tokens, 40))
     pair.start(length, tokens=2)
     pair.hand_over(reserved=reserved)
     pair.wait(pair.moved)

@@ -12,12 +12,10 @@ from common.wire.messages import AbortRequest
 
 from ...draft_heads import certain_model, eagle_folder, right_eagle, right_mtp, with_tokenizer
 from ...engine_rig import prompt
-from ..drafting_engines import KINDS, KINDS_BY_LAUNCHER, Headed, TrueAnswers
+from ..drafting_engines import KINDS, KINDS_BY_LAUNCHER, Headed, answered
 from ..prophet import counted, total
 
 Rig = Any  # EngineRig of conftest, which test modules cannot import
-ANSWERS = TrueAnswers()
-truth, answered = ANSWERS.truth, ANSWERS.answered
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +57,7 @@ def test_every_token_right_makes_as_few_steps_as_there_can_be(drafting: Callable
     rig = drafting()
     rig.ask(prompt(5), max_tokens=61)
     rig.until(lambda: rig.is_clean)
-    assert rig.tokens() == truth(rig, prompt(5), 61)
+    assert rig.tokens() == rig.oracle(prompt(5), 61)
     assert counted(rig) == {"steps": 11, "tokens": 61, "drafted": 50, "right": 50}  # the first token, ten times six
     assert total(rig.engine.metrics.drafts.accepted, kind="model") == 50
 
@@ -122,6 +120,6 @@ def test_a_head_that_fails_is_done_without(drafting: Callable[..., Rig], monkeyp
 
     monkeypatch.setattr(rig.served._draft_head, "forward", fail)
     rig.until(lambda: rig.is_clean)
-    assert rig.tokens() == truth(rig, prompt(20)) and not rig.failures()
+    assert rig.tokens() == rig.oracle(prompt(20), 40) and not rig.failures()
     before = counted(rig)["drafted"]
     assert answered(rig, (17,))["drafted"] == before

@@ -18,14 +18,12 @@ from decode_worker import speculation
 from decode_worker.drafting import row_costs
 
 from ...engine_rig import prompt
-from ..drafting_engines import KINDS, KINDS_BY_LAUNCHER, LAUNCHERS, NoLookup, TrueAnswers, engines_that_draft
+from ..drafting_engines import KINDS, KINDS_BY_LAUNCHER, LAUNCHERS, NoLookup, answered, engines_that_draft
 from ..handover_pair import Pair
 from ..lazy_device import LazyDevice
 from ..prophet import counted
 
 Rig = Any  # EngineRig of conftest, which test modules cannot import
-ANSWERS = TrueAnswers()
-truth, answered = ANSWERS.truth, ANSWERS.answered
 
 
 @pytest.fixture(scope="session")
@@ -67,7 +65,7 @@ def test_every_token_right_makes_as_few_steps_as_there_can_be(drafting: Callable
     rig = drafting()
     rig.ask(prompt(5), max_tokens=61)
     rig.until(lambda: rig.is_clean)
-    assert rig.tokens() == truth(rig, prompt(5), 61)
+    assert rig.tokens() == rig.oracle(prompt(5), 61)
     assert counted(rig) == {"steps": 11, "tokens": 61, "drafted": 50, "right": 50}  # the first token, ten times six
 
 
@@ -82,7 +80,7 @@ def test_preempted_sequences_give_the_same_tokens(
             rig.ask(prompt(20, seed), f"r{seed}", max_tokens=40)
         rig.until(lambda rig=rig: rig.is_clean)
         for seed in range(4):
-            assert rig.tokens(f"r{seed}") == truth(rig, prompt(20, seed))
+            assert rig.tokens(f"r{seed}") == rig.oracle(prompt(20, seed), 40)
         assert any(rig.deltas(f"r{seed}")[-1].timeline.num_preemptions for seed in range(4))
         assert counted(rig)["drafted"] > 10
 
@@ -126,7 +124,7 @@ def test_it_catches_up_while_the_prompt_is_on_its_way(drafting: Callable[..., Ri
     assert rig.drafter.cache.pool.counts.owned in (4, 5)  # slow steps are short, and leave at most MAX_BEHIND tokens
     rig.ship(tokens, rig.granted(tokens))
     rig.until(lambda: rig.is_clean)
-    assert rig.tokens() == truth(rig, tokens)
+    assert rig.tokens() == rig.oracle(tokens, 40)
     assert counted(rig) == {"steps": 7, "tokens": 39, "drafted": 32, "right": 32}
 
 
@@ -138,7 +136,7 @@ def test_without_idle_time_it_catches_up_beside_other_steps(drafting: Callable[.
     rig.ask(tokens, remote=True, max_tokens=40)
     rig.ship(tokens, rig.granted(tokens))
     rig.until(lambda: rig.is_clean)
-    assert rig.tokens() == truth(rig, tokens) and rig.tokens("b") == truth(rig, prompt(20), 120)
+    assert rig.tokens() == rig.oracle(tokens, 40) and rig.tokens("b") == rig.oracle(prompt(20), 120)
     counts = counted(rig)
     assert counts["steps"] < 60 and counts["right"] == counts["drafted"]
 
@@ -158,7 +156,7 @@ def test_prompts_that_begin_alike_are_caught_up_with_once(drafting: Callable[...
     whole = prompt(40, 40) + rig.tokens("r40")
     rig.ask(whole, "again", max_tokens=20)
     rig.until(lambda: rig.is_clean)
-    assert rig.tokens("again") == truth(rig, whole, 20)
+    assert rig.tokens("again") == rig.oracle(whole, 20)
     assert sum(ran) - first < 16 + 2 * 20  # less than a block, and the new ones: not the 80 tokens before
     rig.tell(ResetPrefixCache(request_id="x"))
     rig.until(lambda: rig.engine._inbox.empty())
@@ -195,7 +193,7 @@ def test_a_draft_model_that_fails_is_done_without(drafting: Callable[..., Rig]) 
 
     rig.drafter._runner.forward = fail
     rig.until(lambda: rig.is_clean)
-    assert rig.tokens() == truth(rig, prompt(20))
+    assert rig.tokens() == rig.oracle(prompt(20), 40)
     assert not rig.failures() and rig.drafter.cache.pool.counts.owned == 0
     counts = answered(rig, (17,))
     assert counts["steps"] > 40
@@ -210,5 +208,5 @@ def test_tokens_that_a_smaller_table_lacks_are_left_alone(drafting: Callable[...
         rig.until(lambda: rig.is_clean)
     finally:
         rig.drafter._runner.model.config = replace(other.config, vocab_size=261)
-    assert rig.tokens() == truth(rig, [150, 151, *prompt(20)], 20)
+    assert rig.tokens() == rig.oracle([150, 151, *prompt(20)], 20)
     assert counted(rig)["drafted"] == 0

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 from ...eagle3_heads import eagle3_folder, far_model, right_eagle3
-from ..drafting_engines import KINDS, Headed, TrueAnswers, engines_that_draft
+from ..drafting_engines import KINDS, Headed, answered, engines_that_draft
 
 Rig = Any  # EngineRig of conftest, which test modules cannot import
-ANSWERS = TrueAnswers()
-truth, answered = ANSWERS.truth, ANSWERS.answered
 
 
 @pytest.fixture(scope="module")
