@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import random
 import threading
 import time
@@ -29,8 +31,9 @@ from common.engine.transfer.puller import KVPuller, PeerCaches
 from common.engine.transfer.transports.shm import SharedBlocks, SharedReads
 from common.engine.transfer.transports.tcp import Frames
 from common.engine.worker.engine import RequestReceived
-from common.grammar.checks import Verdict
+from common.grammar.checks import GrammarChecks, Verdict
 from common.grammar.grammars import Grammars
+from common.model_files.resolve import resolve_model
 from common.wire.messages import KVOffer, KVPeer, Message, RequestFailed, TokenDelta, TokenOutput
 from common.wire.sampling_params import SamplingParams
 
@@ -65,6 +68,26 @@ ENDLESS = 'start: %json {"type": "integer", "multipleOf": 99999989}'
 """Takes minutes and gigabytes to compile."""
 SLOW = "start: /[0-9]{2}:[0-9]{2}/"
 """Taken for a slow one by `Compiler`."""
+
+
+@functools.cache
+def _lender(vocab_size: int) -> GrammarChecks:
+    checks = GrammarChecks(resolve_model("tiny-random"), vocab_size)
+    atexit.register(checks.close)
+    return checks
+
+
+class BorrowedChecks(GrammarChecks):
+    """Checks of one engine. One compiler process, which takes 0.1 s to start, serves all engines of a test process."""
+
+    def _live_compiler(self) -> Any:
+        return _lender(self._model.vocab_size)._live_compiler()
+
+
+def tiny_grammars(vocab_size: int) -> Grammars:
+    """Grammars of the tiny model."""
+    files = resolve_model("tiny-random")
+    return Grammars(files, vocab_size, BorrowedChecks(files, vocab_size))
 
 
 class Compiler:

@@ -25,8 +25,6 @@ from common.engine.transfer.sender import KVSender
 from common.engine.transfer.transports.shm import SharedReads
 from common.engine.worker.engine import EngineConfig, RouterLost
 from common.engine.worker.metrics import WorkerMetrics
-from common.grammar.grammars import Grammars
-from common.model_files.resolve import resolve_model
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import (
     AbortRequest,
@@ -44,7 +42,7 @@ from decode_worker.pipeline import DecodeModel, Launcher
 from decode_worker.scheduler import DecodeScheduler
 
 from ..common.engine.transfer.receiver_rig import Peer, make_rig  # noqa: F401
-from ..engine_rig import ROUTER, DiskTier, RouterSide, made, peer_caches, prompt, sending
+from ..engine_rig import ROUTER, DiskTier, RouterSide, made, peer_caches, prompt, sending, tiny_grammars
 from .drafting_engines import LAUNCHERS, Headed, drafter_of, engines_that_draft, head_drafter_of, patient_limits
 from .handover_pair import Pair
 
@@ -91,7 +89,7 @@ class EngineRig(RouterSide):
         """
         self.model, self.eos = model if headed is None else headed.alone, eos
         self.served = model if headed is None else headed.together
-        self.grammars = Grammars(resolve_model("tiny-random"), model.config.vocab_size) if grammars else None
+        self.grammars = tiny_grammars(model.config.vocab_size) if grammars else None
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         kv = KVCache(self.served.config, num_blocks, 16, "float32", share=shared)
         runner, sampler = runner or ModelRunner(self.served, kv), Sampler(self.served.config.vocab_size)

@@ -20,7 +20,6 @@ from common.engine.sampling.sampler import Sampler
 from common.engine.sequences.engine import EngineParts
 from common.engine.worker.engine import EngineConfig
 from common.engine.worker.metrics import WorkerMetrics
-from common.grammar.grammars import Grammars
 from common.model_files.resolve import resolve_model
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import (
@@ -35,7 +34,7 @@ from prefill_worker.launcher import Pooler, PromptLauncher
 from prefill_worker.scheduler import PrefillScheduler
 
 from ..common.engine.transfer.sender_rig import DecodeSide, make_sender_rig  # noqa: F401
-from ..engine_rig import ROUTER, DiskTier, RouterSide, as_peer, made, peer_caches
+from ..engine_rig import ROUTER, DiskTier, RouterSide, as_peer, made, peer_caches, tiny_grammars
 from .lazy_launcher import LazyLauncher
 
 
@@ -73,7 +72,7 @@ class EngineRig(DecodeSide, RouterSide):
         """
         super().__init__()
         self.model, self.eos = model, eos
-        self.grammars = Grammars(resolve_model("tiny-random"), model.config.vocab_size) if grammars else None
+        self.grammars = tiny_grammars(model.config.vocab_size) if grammars else None
         self.kv = KVCache(model.config, num_blocks, 16, "float32", share=peers and share)
         pool = BlockPool(num_blocks, 16)
         scheduler = PrefillScheduler(pool, max_num_batched_tokens=budget, max_num_seqs=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_tiny_model(tmp_path_factory.mktemp("model") / request.param, architecture=request.param)
 
 
+@functools.cache
 def expected_of(folder: Path, scales: tuple[KVScales, ...]) -> list[list[int]]:
     model = load(folder)
     return [generate(model, one, GREEDY, kv_dtype=FP8, kv_scales=scales) for one in PROMPTS]

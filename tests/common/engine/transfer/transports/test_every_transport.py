@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -27,6 +28,11 @@ NUM_BLOCKS, NUM_PLACES = 48, 5
 Rig = Any
 
 
+@functools.lru_cache(maxsize=1)
+def random_bytes(count: int) -> bytes:
+    return np.random.default_rng(1).bytes(count)
+
+
 class Source:
     """Blocks of a sender, in host memory that others may map, or on a device that copies them to a ring."""
 
@@ -34,7 +40,7 @@ class Source:
         self.shared = SharedMemory(NUM_BLOCKS * block_bytes)
         pages = memoryview(self.shared.pages)[: NUM_BLOCKS * block_bytes]
         self.blocks = np.frombuffer(pages, np.uint8).reshape(NUM_BLOCKS, block_bytes)
-        self.blocks[:] = np.random.default_rng(1).integers(0, 255, self.blocks.shape, np.uint8)
+        pages[:] = random_bytes(len(pages))
         self.frames = Frames(lambda index: memoryview(self.blocks[index]))
         self.device, self.nixl = LateStream(), PretendedNixl()
         self.ring: BlockRing | None = None
