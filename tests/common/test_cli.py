@@ -37,7 +37,7 @@ def test_every_command_is_a_module(command: str) -> None:
     assert importlib.util.find_spec(COMMANDS[command].module)
 
 
-@pytest.mark.slow_except("prefill-worker", "top", "keygen", "fetch", "size")
+@pytest.mark.slow_except("prefill-worker")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_a_command_needs_no_torch(command: str) -> None:
     program = (
@@ -60,7 +60,7 @@ OPTIONAL = (
 """Packages of the extras, and NumPy."""
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["--help-all"]])
+@pytest.mark.parametrize("arguments", [["--help"], pytest.param(["-h"], marks=pytest.mark.slow), ["--help-all"]])
 def test_help_needs_no_optional_package(arguments: list[str]) -> None:
     """In one process, because each would import for a second."""
     commands = [name for name in COMMANDS if arguments != ["--help-all"] or name in CONFIGURED]

@@ -176,7 +176,7 @@ def test_a_worker_without_grammars_refuses_them(make_engine: Callable[..., Any])
     assert failed.phase == "queue" and "does not support grammars" in failed.message
 
 
-@pytest.mark.quick_cover(2)
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize("drafts", [0, 4])
 @pytest.mark.parametrize(("slow_s", "step_s"), [(0.0, 60.0), (60.0, -1.0)], ids=["all slow", "all late"])
 def test_answers_whose_masks_are_computed_outside_of_steps_are_those_of_the_oracle(

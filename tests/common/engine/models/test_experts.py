@@ -66,7 +66,7 @@ def program_of(model: Decoder) -> Program | None:
     return model.program
 
 
-@pytest.mark.slow_cases("Qwen2Moe-float32-none", "GptOss-float32-*")
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize(("dtype", "quantization"), KINDS)
 def test_one_program_is_bit_for_bit_the_operations(folder: Path, dtype: str, quantization: str) -> None:
     model, single = (load_model(files_of(folder), dtype=dtype, quantization=quantization) for _ in range(2))

@@ -9,8 +9,13 @@ from pathlib import Path
 import pytest
 from triton.runtime.errors import OutOfResources
 
+from common.config import DecodeWorkerConfig
+from common.engine.run import loaded, memory_need
+from common.engine.run.loaded import LoadedModel
 from common.engine.worker import process
 from common.errors import ModelError, Unavailable
+from common.machine.memory import Available
+from common.model_files.resolve import resolve_model
 
 LIMITED = """
 import sys
@@ -43,6 +48,15 @@ def start(*flags: str, program: str = LIMITED) -> subprocess.CompletedProcess[st
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
+def test_a_model_that_does_not_fit_is_refused_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_need, "host_memory", lambda: Available(300 * 2**20, "a limit of this test"))
+    monkeypatch.setattr(loaded, "load_model", lambda *_, **__: pytest.fail("weights were read"))
+    files, config = resolve_model("tiny-random"), DecodeWorkerConfig(model="tiny-random", quantization="int8")
+    with pytest.raises(ModelError, match=r"in total at least 1\.25 GiB; 0\.29 GiB available on cpu \(a limit of"):
+        LoadedModel.load(files, config)
+
+
+@pytest.mark.slow
 def test_it_names_what_it_needs_and_what_there_is(repository: Path) -> None:
     ended = start("--quantization", "int8")
     assert ended.returncode == 2, ended.stderr
