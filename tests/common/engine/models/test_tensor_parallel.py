@@ -50,7 +50,7 @@ CASES_OF_RANKS = {
 
 
 @pytest.mark.slow_except(
-    "odd vocabulary, biases", "gemma2", "phi3", "qwen2-moe", "wide norms", "all gates, then all ups, *"
+    "odd vocabulary, biases", "gemma2", "phi3", "mixtral", "qwen2-moe", "wide norms", "all gates, then all ups, *"
 )
 @pytest.mark.parametrize("name", CASES_OF_RANKS)
 def test_the_tokens_are_those_of_transformers(tmp_path: Path, name: str) -> None:
