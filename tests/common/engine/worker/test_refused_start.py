@@ -10,7 +10,7 @@ import pytest
 from triton.runtime.errors import OutOfResources
 
 from common.engine.worker import process
-from common.errors import ModelError, Unavailable
+from common.errors import ConfigError, ModelError, Unavailable
 
 LIMITED = """
 import sys
@@ -92,6 +92,7 @@ def unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (OutOfResources(102_400, 101_376, "shared memory"), 2, "cannot start: a kernel needs 102,400 bytes of shared"),
         (ModelError("no config.json"), 2, "cannot start: no config.json"),
+        (ConfigError("kv_transport", "nixl", "tcp"), 2, "cannot start: invalid --kv-transport nixl: must be tcp"),
         (Unavailable("no store"), 1, "stopped by an error: no store"),
         (OSError("port in use"), 1, "stopped by an error: port in use"),
     ],
