@@ -1,4 +1,4 @@
-"""Detects that Python would import another distribution's package of the same name, such as `kernels`.
+"""Packages in the environment: those of extras, and other distributions' packages of the same name, such as `kernels`.
 
 Diptych should have its own environment. If another package comes first on the path, the resulting ImportError would be
 misleading.
@@ -15,6 +15,11 @@ from typing import Final
 PACKAGES: Final = ("kernels", "common", "prefill_worker", "decode_worker", "router", "benchmarks")
 
 _ROOT: Final = Path(__file__).resolve().parents[1]
+
+
+def install_command(extra: str) -> str:
+    """Return the command that adds the packages of an extra to this environment, from a wheel or a checkout alike."""
+    return f"{sys.executable} -m pip install 'diptych[{extra}]'"
 
 
 def foreign_packages(root: Path = _ROOT) -> Iterator[tuple[str, str]]:

@@ -188,6 +188,9 @@ def ask_server(client: httpx.Client, model: str) -> Server:
         answer.raise_for_status()
         listed = answer.json()["data"]
         entry: dict[str, Any] = next((entry for entry in listed if model in ("", entry["id"])), {"id": model})
+    except httpx.ConnectError as error:
+        remedy = "start one with `diptych serve`, or name another with --url"
+        raise ServerError(f"no server answers at {client.base_url} ({error}); {remedy}") from error
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
         if not model:
             raise ServerError(f"{client.base_url}: cannot ask for the model ({error}); name it with --model") from error

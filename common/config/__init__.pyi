@@ -17,6 +17,7 @@ from common.config.sources import (
     exit_refused,
     load,
     located,
+    with_flag,
 )
 from common.config.worker import ADAPTER_NAME, WorkerConfig, is_loopback, parse_cores
 
@@ -58,4 +59,5 @@ __all__ = [
     "parse_cores",
     "to_argv",
     "to_env",
+    "with_flag",
 ]

@@ -288,7 +288,7 @@ class WorkerConfig(CommonConfig, PodSettings):
         "transport of KV blocks between workers",
         group="KV transfer",
         details="`auto` is shared memory between workers of the same host and user, otherwise TCP. `shm` requires "
-        "shared memory. With `nixl`, decode workers read blocks with NIXL (`pip install nixl`), over "
+        "shared memory. With `nixl`, decode workers read blocks with NIXL (extra `nixl`), over "
         "RDMA where available. `cuda-ipc` copies between GPUs of one host. `nixl` and `cuda-ipc` fall "
         "back to `tcp`.",
         choices=("auto", "tcp", "shm", "nixl", "cuda-ipc"),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from common.errors import ModelError
 from common.model_files.gguf.parts import gguf_parts
+from common.packages import install_command
 
 log = logging.getLogger(__name__)
 TEXT = ("*.json", "*.jinja")
@@ -67,8 +68,8 @@ def _snapshot(model_id: str, patterns: list[str], is_whole: Callable[[Path], boo
         from huggingface_hub.errors import LocalEntryNotFoundError
     except ImportError as error:
         raise ModelError(
-            f"{model_id!r} looks like a Hugging Face id, which needs huggingface_hub: pip install huggingface_hub, or "
-            "use a local folder or .gguf file"
+            f"{model_id!r} looks like a Hugging Face id, which needs the package huggingface_hub: install it with "
+            f"{install_command('hub')}, or use a local folder or .gguf file"
         ) from error
     try:
         folder = Path(snapshot_download(model_id, allow_patterns=patterns, local_files_only=True))

@@ -38,7 +38,7 @@ def fields_in(record: logging.LogRecord) -> dict[str, object]:
 
 def _text_of(value: object) -> str:
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
     text = str(value)
     if isinstance(value, int):
         return text

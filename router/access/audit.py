@@ -47,10 +47,7 @@ class AuditLog:
         self._closing, self._reopen = threading.Event(), threading.Event()
         self._torn = False  # whether the last write ended in the middle of a line
         self._complained_at = float("-inf")
-        try:
-            self._file = _open(path)
-        except OSError as error:
-            raise ConfigError("audit_log", path, f"a writable file ({error.strerror})") from error
+        self._file = open_log(path)
         self._thread = threading.Thread(target=self._run, name="audit", daemon=True)
         self._thread.start()
 
@@ -143,6 +140,14 @@ class AuditLog:
         if now - self._complained_at >= REMIND_S:
             self._complained_at = now
             log.error("audit log: cannot write", extra={"file": self._path, "why": error.strerror})
+
+
+def open_log(path: str) -> int:
+    """Open the log at the start of the router. Returns the descriptor. Raises ConfigError."""
+    try:
+        return _open(path)
+    except OSError as error:
+        raise ConfigError("audit_log", path, f"a writable file ({error.strerror})") from error
 
 
 def _open(path: str) -> int:

@@ -32,7 +32,11 @@ def top_parser() -> argparse.ArgumentParser:
         description="Show the load of a router: throughput, latencies, pools, request classes, plan and workers. "
         "Press q or Ctrl-C to quit.",
     )
-    parser.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"URL of the router (default {DEFAULT_URL})")
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--url", default=DEFAULT_URL, help=f"URL of the router (default {DEFAULT_URL})")
+    place.add_argument(
+        "url", nargs="?", default=argparse.SUPPRESS, metavar="URL", help=argparse.SUPPRESS
+    )  # former form
     parser.add_argument("--model", default="", metavar="NAME", help="show only this model (default: all models)")
     parser.add_argument("--once", action="store_true", help="print the load once as text and exit")
     parser.add_argument("--json", action="store_true", help="print the response of /load as JSON and exit")

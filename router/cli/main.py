@@ -13,7 +13,7 @@ from typing import Any
 
 from common import __version__
 from common.arguments import suggestion
-from common.packages import PACKAGES
+from common.packages import PACKAGES, install_command
 
 PROG = "diptych"
 
@@ -207,7 +207,4 @@ def unknown_command(name: str) -> str:
 def missing_package(command: str, name: str) -> str:
     """Describe how to install the packages that a command needs."""
     extra = COMMANDS[command].extra
-    return (
-        f"{PROG} {command}: the package {name} is not installed; install it with "
-        f"{sys.executable} -m pip install 'diptych[{extra}]', or in a checkout with -e '.[{extra}]'"
-    )
+    return f"{PROG} {command}: the package {name} is not installed; install it with {install_command(extra)}"

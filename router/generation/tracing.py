@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from common import __version__
 from common.config import RouterConfig
 from common.errors import ConfigError
+from common.packages import install_command
 from router.observe import ChoiceRecord, RequestRecord
 
 if TYPE_CHECKING:  # the library is an extra, which only tracing needs
@@ -74,7 +75,7 @@ class Tracing:
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError as error:
-            allowed = f"empty, unless the extra `tracing` is installed ({error})"
+            allowed = f"empty, or install OpenTelemetry with {install_command('tracing')} ({error})"
             raise ConfigError("otlp_traces_endpoint", config.otlp_traces_endpoint, allowed) from error
         ours = Resource({"service.name": "diptych-router", "service.version": __version__})
         # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override ours.

@@ -250,7 +250,7 @@ MESSAGES = {
     "float_type": "must be a number",
     "bool_type": "must be true or false",
     "too_long": "must have at most {max_length} entries, not {actual_length}",
-    "too_short": "must have at least {min_length} entries, not {actual_length}",
+    "too_short": "must not be empty",  # every minimum is 1
     "string_too_short": "must not be empty",
     "string_too_long": "must have at most {max_length} characters",
 }

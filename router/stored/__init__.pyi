@@ -1,6 +1,6 @@
 from router.stored.errors import ConversationGone, ConversationTooLong, FileInUse, StoreFailed, StoreFull, asked
 from router.stored.files import FileStore
-from router.stored.location import file_store_of, store_of
+from router.stored.location import check_stores, file_store_of, store_of
 from router.stored.records import (
     BATCH_INPUT,
     CANCELLED,
@@ -56,6 +56,7 @@ __all__ = [
     "StoredTurn",
     "VALIDATING",
     "asked",
+    "check_stores",
     "file_store_of",
     "store_of",
 ]

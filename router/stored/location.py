@@ -8,7 +8,7 @@ import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
-from common.config import AUTO, MEMORY, RouterConfig
+from common.config import AUTO, MEMORY, OFF, RouterConfig
 from common.errors import ConfigError
 from router.stored.files import FileStore
 from router.stored.records import IN_MEMORY
@@ -71,6 +71,21 @@ def file_store_of(
         )
     except (sqlite3.Error, OSError) as error:
         raise _refusal(path, error) from error
+
+
+def check_stores(config: RouterConfig) -> None:
+    """Open and close the files of the configured stores. Raises ConfigError for an unusable file."""
+    if config.response_store in (MEMORY, OFF):
+        return
+    responses = store_of(config, _ignore)
+    try:
+        file_store_of(config, responses, _ignore).close()
+    finally:
+        responses.close()
+
+
+def _ignore(reason: str) -> None:
+    """The router, which opens the files again, counts failures."""
 
 
 def files_path(path: str) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 from common import __version__
 from common.errors import ConfigError
+from common.packages import install_command
 from router.cli.main import COMMANDS, main
 from router.cli.serve.processes import build_parser
 
@@ -150,7 +151,7 @@ def test_a_command_without_its_packages_says_what_brings_them(command: str, hidd
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stderr.startswith(f"diptych {command}: the package {hidden} is not installed")
-    assert f"pip install 'diptych[{extra}]', or in a checkout with -e '.[{extra}]'" in done.stderr
+    assert done.stderr.endswith(f"install it with {install_command(extra)}\n")
 
 
 FIRST_PROCESS = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child")

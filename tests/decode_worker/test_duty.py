@@ -158,7 +158,7 @@ def test_a_model_that_embeds_is_loaded_without_its_head() -> None:
 TRANSPORTS = [
     (config(kv_transport=transport, device=device), says)
     for transport, device, says in (
-        ("nixl", "cpu", "pip install nixl"),
+        ("nixl", "cpu", r"pip install 'diptych\[nixl\]'"),
         ("cuda-ipc", "cuda", "cannot load the CUDA driver"),
     )
     for config in (DecodeWorkerConfig, PrefillWorkerConfig)

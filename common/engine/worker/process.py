@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NoReturn
 import zmq
 import zmq.asyncio
 
+from common.config import with_flag
 from common.engine.worker.adapters import WorkerAdapters
 from common.engine.worker.control import ControlServer, bind_control
 from common.engine.worker.duties import DRAIN_POLL_S, Duties
@@ -33,7 +34,7 @@ from common.engine.worker.metrics import AdapterCollector, WorkerMetrics
 from common.engine.worker.probes import WorkerHTTP
 from common.engine.worker.step_times import DEVICE_FLOOR_S, FLOOR_S, StepTimes
 from common.engine.worker.vitals import WorkerIdentity, heartbeat_of, hello_of, probe_of
-from common.errors import DiptychError, ModelError
+from common.errors import ConfigError, DiptychError, ModelError
 from common.machine import NO_ROOM, keep_large_buffers, raise_file_limit
 from common.model_files import ModelFiles, resolve_model
 from common.wire import Curve, Gatekeeper, in_url, warn_if_readable
@@ -357,8 +358,8 @@ def run_worker(process: Callable[[], WorkerProcess]) -> int:
 
     try:
         uvloop.run(main())
-    except ModelError as error:
-        log.error("cannot start: %s", error)
+    except (ConfigError, ModelError) as error:
+        log.error("cannot start: %s", with_flag(error) if isinstance(error, ConfigError) else error)
         return 2
     except (DiptychError, zmq.ZMQError, OSError) as error:
         log.error("stopped by an error: %s", error)

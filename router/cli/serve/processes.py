@@ -1,7 +1,7 @@
 """Settings of the processes that `diptych serve` starts, from its flags, the file and the environment.
 
 An option applies to each process that has it. `--prefill-NAME` and `--decode-NAME` apply to one pool and win.
-All settings are validated before the first process starts.
+All settings, and the files of the router that they name, are validated before the first process starts.
 """
 
 from __future__ import annotations

@@ -18,17 +18,19 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from common.config import exit_refused
+from common.config import RouterConfig, exit_refused
 from common.errors import ConfigError, ModelError
 from common.model_files import GENERATES, ServedTask, Task, resolve_model, served_task
 from common.observe import setup_logging
+from router.access import check_access_files
 from router.cli.serve.keeper import StartFailed
 from router.cli.serve.probe import claim_port, reachable_host
 from router.cli.serve.processes import ServePlan, read_plan
 from router.cli.serve.supervisor import Supervisor
-from router.models import Catalog, table_of
+from router.models import AdaptersSource, Catalog, check_planned, settings_of, table_of
 from router.policy import load_policy
 from router.request import CHAT_PATH, EMBEDDINGS_PATH, SCORE_PATH
+from router.stored import check_stores
 
 log = logging.getLogger(__name__)
 QUESTION = "What is a diptych?"
@@ -52,6 +54,29 @@ def pools_for(plan: ServePlan, tasks: Sequence[ServedTask]) -> ServePlan:
         if plan.autoscale:
             raise ConfigError("autoscale", True, f"omitted with --task {task.name}")
     return dataclasses.replace(plan, decode=tuple(one for one in plan.decode if one.model not in pooled))
+
+
+def check_settings(config: RouterConfig) -> None:
+    """Check what the router's settings name, before the download of a model. Raises ConfigError.
+
+    The router does this too, but starts after the workers, which may load for minutes.
+    """
+    load_policy(config.routing_policy, config.local_prefill_threshold)
+    check_access_files(config)
+    check_stores(config)
+    if config.otlp_traces_endpoint:
+        from router.generation import Tracing  # loads the library of an extra
+
+        tracing = Tracing.of(config)
+        assert tracing is not None
+        tracing.close()
+
+
+def check_catalog(config: RouterConfig, catalog: Catalog) -> None:
+    """Check the router's settings that name models. Raises ConfigError."""
+    check_planned(config, settings_of(config, catalog.entries))
+    if config.lora_file:
+        AdaptersSource(config.lora_file, catalog)
 
 
 def summary(plan: ServePlan, names: Sequence[str], took_s: float, task: ServedTask = GENERATES) -> str:
@@ -103,12 +128,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `diptych serve`. Returns the exit status."""
     try:
         plan = read_plan(sys.argv[1:] if argv is None else argv)
-        load_policy(plan.router.routing_policy, plan.router.local_prefill_threshold)  # validated before the download
         port = claim_port(plan.router.host, plan.router.port)
         plan = dataclasses.replace(plan, router=dataclasses.replace(plan.router, port=port))
         setup_logging("serve", plan.router.log_level, plan.router.log_json)
+        check_settings(plan.router)
         files = [resolve_model(model, progress=sys.stderr.isatty()) for model in plan.models]
-        names = Catalog(table_of(plan.router), [one.model_id for one in files]).models
+        catalog = Catalog(table_of(plan.router), [one.model_id for one in files])
+        check_catalog(plan.router, catalog)
         tasks = [served_task(one, plan.router.task) for one in files]
         plan = pools_for(plan, tasks)
     except (ConfigError, ModelError) as error:
@@ -120,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     models = ", ".join(one.model_id for one in files)
     log.info("supervisor: starting", extra={"model": models, "prefill": len(plan.prefill), "decode": len(plan.decode)})
     with tempfile.TemporaryDirectory(prefix="diptych-") as runtime:
-        return asyncio.run(supervise(plan, names, Path(runtime), tasks[0]))
+        return asyncio.run(supervise(plan, catalog.models, Path(runtime), tasks[0]))
 
 
 if __name__ == "__main__":

@@ -162,9 +162,11 @@ def test_a_server_without_tokenize_gets_common_ids() -> None:
         assert ask_token_ids(client, "m") == tuple(FALLBACK_TOKEN_IDS)
 
 
-def test_a_server_that_lists_no_model() -> None:
+def test_a_server_that_does_not_run_is_named_with_the_remedy() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        with httpx.Client(base_url=url) as client, pytest.raises(ServerError, match="--model"):
+        with httpx.Client(base_url=url) as client, pytest.raises(ServerError) as refused:
             ask_server(client, "")
+        assert str(refused.value).startswith(f"no server answers at {url} (")
+        assert str(refused.value).endswith("start one with `diptych serve`, or name another with --url")

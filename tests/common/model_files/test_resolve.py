@@ -126,7 +126,7 @@ def test_a_model_by_hub_id_needs_the_hub(monkeypatch: pytest.MonkeyPatch, cache:
     with pytest.raises(ModelError, match="no-one/no-such-model is not in the Hugging Face cache"):
         resolve_model("no-one/no-such-model", download=False)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ModelError, match="pip install huggingface_hub"):
+    with pytest.raises(ModelError, match=r"pip install 'diptych\[hub\]'"):
         resolve_model("no-one/no-such-model")
 
 

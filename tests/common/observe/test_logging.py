@@ -36,10 +36,12 @@ def logged(level: str = "info", json_lines: bool = False) -> io.StringIO:
 
 def test_a_line_reads_time_level_process_message_fields() -> None:
     out = logged()
-    logging.getLogger("router.x").info("request %s", "done", extra={"request_id": "r 1", "ttft_ms": 41.3333, "n": 2})
+    logging.getLogger("router.x").info(
+        "request %s", "done", extra={"request_id": "r 1", "ttft_ms": 41.3333, "total_ms": 13_957.4, "n": 2}
+    )
     line = out.getvalue()
     assert line[2] == ":"
-    assert line[13:] == 'INFO    decode-0  request done  request_id="r 1" ttft_ms=41.33 n=2\n'
+    assert line[13:] == 'INFO    decode-0  request done  request_id="r 1" ttft_ms=41.33 total_ms=13957 n=2\n'
 
 
 def test_what_others_sent_stays_within_its_line() -> None:

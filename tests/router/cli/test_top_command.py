@@ -19,6 +19,7 @@ import pytest
 from rich.console import Console
 
 from common.errors import Unavailable
+from router.cli.client_flags import DEFAULT_URL, top_parser
 from router.cli.top import LoadSource, WrongUrl, drawn, main
 
 OPEN, CLOSE, HOME = "\x1b[?1049h", "\x1b[?1049l", "\x1b[H"
@@ -238,3 +239,17 @@ async def test_no_router_at_the_start_is_a_line(terminal: Any) -> None:
     shown.press(b"q")
     assert await shown.end() == 0
     assert "Traceback" not in shown.shown
+
+
+@pytest.mark.parametrize(
+    "argv", [["--url", "http://r:1"], ["http://r:1"], ["--once", "http://r:1"], ["--url=http://r:1"]]
+)
+def test_the_router_is_named_by_an_option_or_alone(argv: list[str]) -> None:
+    assert top_parser().parse_args(argv).url == "http://r:1"
+    assert top_parser().parse_args([]).url == DEFAULT_URL
+
+
+def test_two_routers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--url", "http://r:1", "http://r:2"])
+    assert capsys.readouterr().err == "diptych top: URL: not allowed with argument --url\n"

@@ -190,7 +190,7 @@ def test_a_router_without_the_library_says_what_to_install(monkeypatch: pytest.M
 
     monkeypatch.setattr(builtins, "__import__", missing)
     assert Tracing.of(RouterConfig()) is None
-    with pytest.raises(ConfigError, match="extra `tracing`"):
+    with pytest.raises(ConfigError, match=r"diptych\[tracing\]"):
         Tracing.of(RouterConfig(otlp_traces_endpoint="http://127.0.0.1:4318/v1/traces"))
 
 

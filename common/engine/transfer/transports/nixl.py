@@ -41,6 +41,7 @@ from common.engine.transfer.transports.interface import (
 from common.engine.transfer.transports.numbered import NumberedBlocks
 from common.engine.transfer.transports.shm import shared_ring
 from common.errors import ConfigError, DiptychError
+from common.packages import install_command
 from common.wire.messages import KVBlocks, KVOffer
 
 if TYPE_CHECKING:
@@ -439,4 +440,4 @@ def load_bindings() -> ModuleType:
     try:
         return import_module("nixl._bindings")
     except (ImportError, OSError) as error:
-        raise NixlError(f"cannot load NIXL (pip install nixl): {error}") from error
+        raise NixlError(f"cannot load NIXL ({install_command('nixl')}): {error}") from error

@@ -13,7 +13,7 @@ from common.config import DecodeWorkerConfig
 from common.engine.run import loaded, memory_need
 from common.engine.run.loaded import LoadedModel
 from common.engine.worker import process
-from common.errors import ModelError, Unavailable
+from common.errors import ConfigError, ModelError, Unavailable
 from common.machine.memory import Available
 from common.model_files.resolve import resolve_model
 
@@ -106,6 +106,7 @@ def unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (OutOfResources(102_400, 101_376, "shared memory"), 2, "cannot start: a kernel needs 102,400 bytes of shared"),
         (ModelError("no config.json"), 2, "cannot start: no config.json"),
+        (ConfigError("kv_transport", "nixl", "tcp"), 2, "cannot start: invalid --kv-transport nixl: must be tcp"),
         (Unavailable("no store"), 1, "stopped by an error: no store"),
         (OSError("port in use"), 1, "stopped by an error: port in use"),
     ],

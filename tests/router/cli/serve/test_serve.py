@@ -9,7 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -458,3 +460,47 @@ def test_exits_are_described() -> None:
 def test_a_child_keeps_the_working_folder_off_its_path() -> None:
     command = Child("router", "router", RouterConfig(port=0)).command()
     assert command == [sys.executable, "-P", "-m", "router", "--port=0"]
+
+
+# ---------------------------------------------------------------- files of the router
+
+ROUTER_FILES = [
+    field.name for field in fields_of(RouterConfig) if field.rule.metavar == "FILE" and field.name not in ROUTER_OWN
+]
+"""A setting that names a file is in this list when it is declared, so it cannot be forgotten."""
+
+
+def refused_before_any_process(argv: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run `diptych serve` until it exits with status 2, which must be before a process starts."""
+
+    def started(*_: object) -> NoReturn:
+        raise AssertionError("a process would start before the files of the router are validated")
+
+    monkeypatch.setattr(serve_module, "Supervisor", started)
+    with pytest.raises(SystemExit) as caught:
+        main(["--port=0", "--response-store=off", *argv])
+    assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("name", ROUTER_FILES)
+def test_a_missing_file_is_refused_before_a_process_starts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "folder" / "missing"
+    flags = {f"--{name.replace('_', '-')}": missing}
+    if name.startswith("tls_"):
+        certificate = tmp_path / "cert.pem"
+        certificate.write_text("-----BEGIN CERTIFICATE-----\n")
+        flags = {"--tls-cert": certificate, "--tls-key": missing, **flags}
+    model = [] if name == "models_file" else ["--model=tiny-random"]
+    refused_before_any_process([*model, *(f"{flag}={file}" for flag, file in flags.items())], monkeypatch)
+    assert f"invalid --{name.replace('_', '-')} {missing}: " in capsys.readouterr().err
+
+
+def test_an_adapter_file_with_the_name_of_the_model_is_refused_before_a_process_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "adapters.toml"
+    file.write_text('[[adapter]]\nname = "tiny-random"\npath = "/adapters/sql"\n')
+    refused_before_any_process(["--model=tiny-random", f"--lora-file={file}"], monkeypatch)
+    assert "unlike 'tiny-random'" in capsys.readouterr().err
