@@ -66,7 +66,7 @@ class KubernetesAPI:
 
     def start(self) -> KubernetesAPI:
         """Listen; after `stop` on the same port again."""
-        listener = socket.socket()
+        listener = socket.socket(proto=socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY only where the protocol is named
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", self.port))
         listener.listen(64)

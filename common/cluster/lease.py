@@ -39,7 +39,10 @@ class _Lease(msgspec.Struct):
 
 
 class Lease:
-    """One process's view of the Lease `name`. `hold` must be called more often than every `duration_s` seconds."""
+    """One process's view of the Lease `name`. `hold` must be called more often than every `duration_s` seconds.
+
+    `term` counts the Lease's changes of holder. It is the term that this process held last, None before the first.
+    """
 
     def __init__(
         self,
@@ -57,6 +60,7 @@ class Lease:
         self._seen: tuple[str | None, str | None] | None = None
         self._seen_at = 0.0
         self.is_held = False
+        self.term: int | None = None
 
     async def hold(self) -> bool:
         """Take or renew the Lease. Returns whether acquired leadership. Raises KubernetesError."""
@@ -121,4 +125,5 @@ class Lease:
             if error.status == HTTPStatus.CONFLICT:
                 return False
             raise
+        self.term = num_transitions
         return True

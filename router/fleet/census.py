@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 HWM = 16
 """Maximum number of queued messages for and from one worker, which is only asked for its hello."""
 SILENT = "no hello received"
+ANSWER_S = 30.0
+"""Time after which a listed worker that has not answered is not waited for, in seconds."""
 
 
 class ModelCensus:
@@ -58,6 +60,7 @@ class ModelCensus:
         self._endpoints = {address: Endpoint(role, address) for address, role in listed.items()}
         self._models: dict[str, str] = {}
         self._said: dict[str, str] = {}
+        self._listed_at: float | None = None
         self._names: dict[str, str] = {}
         self._published: dict[str, tuple[Endpoint, ...]] = dict.fromkeys(fleets, ())
         self._asked: dict[str, tuple[WorkerConnection, list[asyncio.Task[None]]]] = {}
@@ -100,6 +103,15 @@ class ModelCensus:
         if self._models.pop(address, None) is not None:
             log.info("%s: now serves %s", self._name(address), model)
             self._publish()
+
+    def is_listed(self) -> bool:
+        """Return whether workers have been listed and have had time to answer."""
+        if self.source is not None and not self.source.status.is_synced():
+            return False
+        now = self._clock()
+        self._listed_at = now if self._listed_at is None else self._listed_at
+        has_answers = all(address in self._models or address in self._said for address in self._endpoints)
+        return has_answers or now - self._listed_at >= ANSWER_S
 
     def explain(self, role: Role, now: float) -> str:
         """Return why a model has no worker of a role: the state of workers without a known model, or of discovery."""

@@ -106,6 +106,10 @@ class DiscoveryStatus:
         """Record a change of the endpoints."""
         self.endpoints = tuple(endpoints)
 
+    def is_synced(self) -> bool:
+        """Return whether a lookup of all names has succeeded."""
+        return self.synced_at is not None
+
     def age_s(self, now: float) -> float:
         """Return the seconds since the last successful lookup, or since the start."""
         return now - (self.started_at if self.synced_at is None else self.synced_at)

@@ -40,7 +40,8 @@ a worker to be silent."""
 class WorkerFleet:
     """Connects to all known workers, and keeps `registry` and `index` up to date.
 
-    Workers are configured or discovered. Discovered ones are added and removed while the router runs.
+    Workers are configured or discovered. Discovered ones are added and removed while the router runs. `is_listed`
+    returns whether all existing workers have been listed at least once.
     """
 
     def __init__(
@@ -79,8 +80,10 @@ class WorkerFleet:
         self.connections = {address: self._connection(address) for address in self.registry.workers}
         self.pairing = Pairing()
         self.source = None if models else open_source(config, self.reconcile)
+        self.is_listed: Callable[[], bool] = lambda: True
         if self.source is not None:
             self.registry.explain = self.source.status.explain
+            self.is_listed = self.source.status.is_synced
         self._wanted = {
             worker.address: Endpoint(worker.home, worker.address) for worker in self.registry.workers.values()
         }

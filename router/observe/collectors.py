@@ -217,7 +217,11 @@ def discovery_families(status: DiscoveryStatus, families: Families, now: float) 
 
 
 class PlanCollector(Collector):
-    """Collector of the latest plan. Yields nothing before the first plan."""
+    """Collector of the latest plan. Yields nothing before the first plan.
+
+    Omits the wanted size of a pool that must not shrink yet and does not grow either: the known workers may be fewer
+    than the deployed ones, and autoscalers change nothing without the metric.
+    """
 
     def __init__(self, outlook: Callable[[], Outlook | None], labels: Mapping[str, str]) -> None:
         self._outlook, self._families = outlook, Families(labels)
@@ -227,9 +231,11 @@ class PlanCollector(Collector):
             return
         plan, gauge = outlook.plan, self._families.gauge
         pools = plan.pools.items()
-        wanted = [((str(role),), float(pool.wanted)) for role, pool in pools]
+        is_sure = not plan.growth_only
+        grows = {role for role, pool in pools if pool.wanted > pool.present and not outlook.fleet.missing}
+        wanted = [((str(role),), float(pool.wanted)) for role, pool in pools if is_sure or role in grows]
         needed = [((str(role),), float(pool.needed)) for role, pool in pools]
-        starts = [((str(role),), outlook.fleet.start_s.get(role, 0.0)) for role, _ in pools]
+        starts = [((str(role),), start_s) for role, start_s in outlook.fleet.start_s.items()]
         yield gauge("diptych_pool_wanted_workers", "Planned number of workers", wanted, ("role",))
         yield gauge("diptych_pool_needed_workers", "Number of workers required by the load", needed, ("role",))
         yield gauge("diptych_pool_start_seconds", "Start time of a worker", starts, ("role",))

@@ -89,7 +89,8 @@ class Budget:
         part = divide(self._asks, self._most, self._allowed)[model]
         if self._asks[model].cost(part) <= self._most - self._cost_of_others(model) + EXACT:
             return part
-        return {role: min(num, before[role]) for role, num in part.items()}
+        bounds = self._asks[model].bounds
+        return {role: max(bounds[role].least, min(num, before[role])) for role, num in part.items()}
 
     def _cost_of_others(self, model: str) -> float:
         """Return the cost of the workers of all other models."""

@@ -7,9 +7,9 @@ and patch `deployments/scale` (or `leaderworkersets/scale`), to list pods, and t
 from __future__ import annotations
 
 import logging
-import os
+import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -17,7 +17,9 @@ import msgspec
 from common.cluster import KubernetesClient, KubernetesError, Lease
 from common.config import RouterConfig
 from common.wire import Role
+from router.planner.scaler import DeployedPools
 
+T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
 log = logging.getLogger(__name__)
 
@@ -68,8 +70,9 @@ class KubernetesScaler:
 
     def __init__(self, client: KubernetesClient, namespace: str, deployments: Mapping[Role, str], lease: Lease) -> None:
         self._client, self._namespace, self._deployments, self._lease = client, namespace, deployments, lease
-        self.unschedulable: dict[Role, int] = {}
-        self._problem = ""
+        self._replicas: dict[Role, int] = {}
+        self._problems: dict[str, str] = {}
+        self._has_resigned = False
 
     @classmethod
     def of(cls, config: RouterConfig) -> KubernetesScaler:
@@ -78,46 +81,74 @@ class KubernetesScaler:
         namespace = config.cluster.namespace(config.discovery_namespace, "discovery_namespace")
         named: dict[Role, str] = {"prefill": config.prefill_deployment, "decode": config.decode_deployment}
         deployments = {role: name for role, name in named.items() if name}
-        holder = f"{socket.gethostname()}-{os.getpid()}"
+        # Unique to this start: a restarted container has the host name and process id of the one before.
+        holder = f"{socket.gethostname()}-{secrets.token_hex(4)}"
         duration_s = max(LEAST_LEASE_S, round(3 * config.planner_interval_s))
         return cls(client, namespace, deployments, Lease(client, namespace, config.planner_lease, holder, duration_s))
 
-    async def scale(self, wanted: Mapping[Role, int]) -> None:
-        """Apply the wanted numbers if this router is the leader, and count unschedulable pods."""
-        try:
-            is_leader = await self._lease.hold()
-            for role, name in self._deployments.items():
-                if role in wanted:
-                    await self._scale(role, name, wanted[role], may_change=is_leader)
-        except KubernetesError as error:
-            if str(error) != self._problem:
-                log.warning("planner: cannot scale the pools, retrying at the next plan: %s", error)
-            self._problem = str(error)
-        else:
-            if self._problem:
-                log.info("planner: scaling the pools works again")
-            self._problem = ""
+    async def deployed(self) -> DeployedPools | None:
+        """Take or renew the lease, and read the replicas and unschedulable pods of all pools."""
+        return await self._attempt("read", self._deployed())
 
-    async def close(self) -> None:
+    async def scale(self, wanted: Mapping[Role, int]) -> None:
+        """Set the replicas of pools whose last read size differs. Does nothing unless this router is the leader."""
+        if self._lease.is_held and not self._has_resigned:
+            await self._attempt("scale", self._scale(wanted))
+
+    async def resign(self) -> None:
         """Release the lease, so that another router can take over immediately."""
+        if self._has_resigned:
+            return
+        self._has_resigned = True
         try:
             await self._lease.release()
         except KubernetesError as error:
             log.info("planner: cannot release the lease, another router takes over when it expires: %s", error)
+
+    async def close(self) -> None:
+        """Resign, and close connections."""
+        await self.resign()
         await self._client.close()
 
-    async def _scale(self, role: Role, name: str, wanted: int, *, may_change: bool) -> None:
+    async def _attempt(self, verb: str, call: Awaitable[T]) -> T | None:
+        """Return the result of a call; None if it fails. Logs the first of equal failures, and the recovery."""
+        try:
+            result = await call
+        except KubernetesError as error:
+            if str(error) != self._problems.get(verb):
+                log.warning("planner: cannot %s the pools, retrying at the next plan: %s", verb, error)
+            self._problems[verb] = str(error)
+            return None
+        if self._problems.pop(verb, ""):
+            log.info("planner: can %s the pools again", verb)
+        return result
+
+    async def _deployed(self) -> DeployedPools:
+        is_leader = not self._has_resigned and await self._lease.hold()
+        unschedulable: dict[Role, int] = {}
+        for role, name in self._deployments.items():
+            found = await self._get(self._path(name), {}, _Scale)
+            self._replicas[role] = found.spec.replicas
+            selector = {"labelSelector": found.status.selector, "fieldSelector": "status.phase=Pending", "limit": "500"}
+            pods = await self._get(f"/api/v1/namespaces/{self._namespace}/pods", selector, _PodList)
+            unschedulable[role] = sum(pod.is_unschedulable for pod in pods.items)
+        return DeployedPools(dict(self._replicas), unschedulable, self._lease.term if is_leader else None)
+
+    async def _scale(self, wanted: Mapping[Role, int]) -> None:
+        for role, name in self._deployments.items():
+            before, num = self._replicas.get(role), wanted.get(role)
+            if before is None or num is None or num == before:
+                continue
+            await self._client.merge_patch(self._path(name), {"spec": {"replicas": num}})
+            self._replicas[role] = num
+            fields = {"replicas": num, "before": before}
+            log.info("planner: scaled %s from %d to %d replicas", name, before, num, extra=fields)
+
+    def _path(self, name: str) -> str:
+        """Return the path of a workload's scale subresource."""
         group = LWS_API if name.startswith(LWS) else "apps/v1"
         kind, _, bare = name.rpartition("/")
-        path = f"/apis/{group}/namespaces/{self._namespace}/{kind or 'deployments'}/{bare}/scale"
-        found = await self._get(path, {}, _Scale)
-        if may_change and found.spec.replicas != wanted:
-            await self._client.merge_patch(path, {"spec": {"replicas": wanted}})
-            fields = {"replicas": wanted, "before": found.spec.replicas}
-            log.info("planner: scaled %s from %d to %d replicas", name, found.spec.replicas, wanted, extra=fields)
-        selector = {"labelSelector": found.status.selector, "fieldSelector": "status.phase=Pending", "limit": "500"}
-        pods = await self._get(f"/api/v1/namespaces/{self._namespace}/pods", selector, _PodList)
-        self.unschedulable[role] = sum(pod.is_unschedulable for pod in pods.items)
+        return f"/apis/{group}/namespaces/{self._namespace}/{kind or 'deployments'}/{bare}/scale"
 
     async def _get(self, path: str, params: Mapping[str, str], kind: type[S]) -> S:
         try:

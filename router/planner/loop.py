@@ -1,8 +1,12 @@
 """Planning loop: plans every few seconds, logs changes and applies them.
 
-LoadWindow (load from clients)  ┐
-registry   (workers' reports)   ┼─> Planner ─> Plan ─> log, metrics, Scaler
+LoadWindow (load from clients)    ┐
+registry   (workers' reports)     │
+Scaler     (deployed sizes)       ┼─> Planner ─> Plan ─> log, metrics, Scaler
 StartTimes (how long starts take) ┘
+
+After a start the loop knows neither workers nor load, and would take a busy pool for an idle one. So pools only grow
+until discovery has listed the workers, they are ready, and a whole hold time of load has been seen.
 """
 
 from __future__ import annotations
@@ -21,9 +25,9 @@ from common.wire import Role
 from router.fleet import Worker
 from router.planner.budget import Budget
 from router.planner.offered_load import LoadWindow, OfferedLoad
-from router.planner.planner import ASSUMED_START_S, Plan, Planner
-from router.planner.pool import Bounds, Fleet, Goals, PoolObserver, StartTimes
-from router.planner.scaler import Scaler
+from router.planner.planner import ASSUMED_START_S, LEAST_HOLD_S, Plan, Planner
+from router.planner.pool import Bounds, Fleet, Goals, PoolObserver, StartTimes, StartupCheck
+from router.planner.scaler import DeployedPools, Scaler
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +75,8 @@ class PlanLoop:
     """Runs the planner of `model`. Not thread-safe: owned by the router's event loop.
 
     `outlook` is the latest result, None before the first. `held` returns the number of requests without a worker, by
-    role. `budget` is shared by all models.
+    role. `budget` is shared by all models. `is_listed` returns whether discovery has listed the workers. While
+    `is_leaving` returns True, this router leaves the pools to others.
     """
 
     def __init__(
@@ -85,6 +90,7 @@ class PlanLoop:
         budget: Budget | None = None,
         model: str = "",
         has_prefill: bool = True,
+        is_listed: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         roles: tuple[Role, ...] = ("prefill", "decode") if has_prefill else ("decode",)
@@ -92,7 +98,10 @@ class PlanLoop:
         budget = budget or budget_of(config)
         self._scaler, self._clock, self._roles = scaler, clock, roles
         self._planner, self._observer = planner_of(config, budget, model), PoolObserver(roles)
-        self._starts, self._model = StartTimes(ASSUMED_START_S), model
+        self._starts, self._model = StartTimes(), model
+        self._startup, self._known_at, self._is_listed = StartupCheck(), 0.0, is_listed
+        self._deployed, self._term = DeployedPools(), -1
+        self.is_leaving: Callable[[], bool] = lambda: False
         self._unmet, self._unmet_at = "", 0.0
         self.outlook: Outlook | None = None
         self._task = OwnedTask("the planner")
@@ -112,34 +121,71 @@ class PlanLoop:
         if self._scaler is not None:
             await self._scaler.close()
 
+    async def round(self) -> None:
+        """Read the deployed sizes, make a plan, and apply it if this router leads."""
+        scaler = self._scaler
+        if scaler is None:
+            self.look()
+            return
+        if self.is_leaving():
+            await scaler.resign()
+        deployed = await scaler.deployed()
+        if deployed is not None:
+            self._deployed = deployed
+            if deployed.term not in (None, self._term):
+                self._planner.restart()  # the leader before has changed the sizes, and may have seen other load
+                self._term = deployed.term
+        plan = self.look()
+        if deployed is not None and deployed.term is not None and not plan.held:
+            await scaler.scale({role: plan.wanted(role) for role in self._roles})
+
     def look(self) -> Plan:
         """Make a plan for the current state."""
         now, workers = self._clock(), self._workers()
-        starts = self._starts.seconds()
-        unschedulable = self._scaler.unschedulable if self._scaler is not None else {}
         fleet = Fleet(
-            self._observer.observe(workers, unschedulable, now),
+            self._observer.observe(workers, self._deployed.unschedulable, now),
             self._config.local_prefill_threshold,
-            starts,
+            self._start_s(),
             {role: self._held().get(role, 0) for role in self._roles},
             self._observer.homes(workers) if self._config.role_change else {},
+            self._deployed.replicas,
         )
-        own = self._window.offered(now, max(starts[role] for role in self._roles))
         times = self._observer.num_routers(workers)
-        load = replace(own, rate=own.rate * times, rate_ahead=own.rate_ahead * times)
+        missing = self._missing(fleet, now)
+        is_new = bool(missing) or now - self._known_at < LEAST_HOLD_S
+        # As requests move to a new router, its rate seems to rise, and its share of all requests is still small.
+        ahead_s = 0.0 if is_new else max(fleet.start_s.get(role, ASSUMED_START_S) for role in self._roles)
+        own = self._window.offered(now, ahead_s)
+        if math.isinf(times) or (times > 1.0 and not own.rate):
+            missing = missing or "other routers serve nearly all requests"
+        factor = 1.0 if is_new or math.isinf(times) else times
+        load = replace(own, rate=own.rate * factor, rate_ahead=own.rate_ahead * factor)
+        fleet = replace(fleet, missing=missing)
         before = self.outlook
         plan = self._planner.plan(load, fleet, now)
-        for role, pool in fleet.pools.items():
-            self._starts.observe(role, plan.wanted(role), fleet.homes.get(role, pool.num_ready), now)
+        if not missing:
+            for role, pool in fleet.pools.items():
+                self._starts.observe(role, plan.wanted(role), fleet.homes.get(role, pool.num_ready), now)
         self.outlook = Outlook(plan, load, fleet, self._window.tails_s(now))
         self._log(None if before is None else before.plan, self.outlook)
         return plan
 
+    def _missing(self, fleet: Fleet, now: float) -> str:
+        """Return what this router does not know yet after its start, "" if it knows everything."""
+        if self._scaler is not None and not self._deployed.replicas:
+            return "the deployed sizes of the pools are not known yet"
+        if not self._startup.is_complete:
+            self._known_at = now
+        return self._startup.missing(self._is_listed(), fleet, now)
+
+    def _start_s(self) -> dict[Role, float]:
+        """Return the known start times by role. On one machine, the assumed one before the first measurement."""
+        assumed = dict.fromkeys(self._roles, ASSUMED_START_S) if self._scaler is None else {}
+        return assumed | self._starts.seconds()
+
     async def _run(self) -> None:
         while True:
-            plan = self.look()
-            if self._scaler is not None and not plan.held:
-                await self._scaler.scale({role: plan.wanted(role) for role in self._roles})
+            await self.round()
             await asyncio.sleep(self._config.planner_interval_s)
 
     def _log(self, before: Plan | None, now: Outlook) -> None:
@@ -157,6 +203,9 @@ class PlanLoop:
         self._log_unmet(plan.unmet)
         if plan.held != (before.held if before else ""):
             log.warning("planner: %s", f"holding the last plan: {plan.held}" if plan.held else "planning again")
+        if bool(plan.growth_only) != bool(before and before.growth_only):
+            reason = f"pools only grow for now: {plan.growth_only}" if plan.growth_only else "pools may shrink"
+            log.info("planner: %s", reason)
 
     def _log_unmet(self, unmet: str) -> None:
         """Log that the goals cannot be met, at most once a minute after changes, and when they can be met again."""

@@ -2,10 +2,12 @@
 
     offered load, pools ──sizing──> needed ──grow at once, shrink after the hold time──> bounds, budget ──> wanted
 
-A pool grows immediately by the number of missing workers. It shrinks to the number that sufficed for 10% more load
-during the whole hold time, which covers the start of a worker. The gap between the two prevents flapping. The pool does
-not change while workers are silent. Needs come from the offered load, not from queues: prompts that wait because decode
-workers are full increase the need of the decode pool, not of the prefill pool.
+A pool begins at its deployed size. It grows immediately by the number of missing workers. It shrinks to the number that
+sufficed for 10% more load during the whole hold time, which covers the start of a worker. The gap between the two
+prevents flapping. The hold time begins again when the view of workers and load was incomplete, when this router became
+the leader, and when another party set the size. Until it has passed, neither bounds nor budget make a pool smaller. The
+pool does not change while workers are silent. Needs come from the offered load, not from queues: prompts that wait
+because decode workers are full increase the need of the decode pool, not of the prefill pool.
 
 With role changes, routers divide the workers between roles within seconds (`router/policy/roles.py`), and the planner
 decides only their total: the sum of both needs. The number by role is then one by home role, with which a worker is
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.wire import Role
 from router.planner.budget import Ask, Budget
@@ -55,13 +57,15 @@ class Plan:
     """Plan for all pools.
 
     `predicted`: latencies with the wanted workers that are schedulable. `unmet`: why the goals cannot be met, and the
-    best possible values. `held`: why the last plan is kept. Both are "" otherwise.
+    best possible values. `held`: why the last plan is kept. `growth_only`: why no pool shrinks yet. All are ""
+    otherwise.
     """
 
     pools: Mapping[Role, PoolPlan]
     predicted: Prediction = Prediction()
     unmet: str = ""
     held: str = ""
+    growth_only: str = ""
 
     def wanted(self, role: Role) -> int:
         return self.pools[role].wanted if role in self.pools else 0
@@ -69,11 +73,16 @@ class Plan:
 
 @dataclass(slots=True)
 class _Pool:
-    """Last wanted size of a pool, and its needs (time, workers needed to keep) over the hold time."""
+    """Last wanted size of a pool, and its needs (time, workers needed to keep) over the hold time.
+
+    `adopted` is the size that others set last, `deployed` the last known deployed size.
+    """
 
     wanted: int
     needs: deque[tuple[float, int]]
     began: float
+    adopted: int = 0
+    deployed: int | None = None
 
     def lasting(self, now: float, hold_s: float) -> int:
         """Return the largest need of the last `hold_s` seconds."""
@@ -104,13 +113,16 @@ class Planner:
         self._budget, self._model = budget or Budget(), model
         self._pools: dict[Role, _Pool] = {}
         self._sum: _Pool | None = None  # both pools together, with role changes
+        self._began: float | None = None  # when the current view of workers and load began
+
+    def restart(self) -> None:
+        """Forget the sizes and needs of the pools. The next plan begins at the deployed sizes."""
+        self._pools.clear()
+        self._sum = self._began = None
 
     def plan(self, load: OfferedLoad, fleet: Fleet, now: float) -> Plan:
         """Return the plan for this moment. Call it every few seconds."""
-        for role, pool in fleet.pools.items():
-            if role not in self._pools:
-                present = fleet.homes[role] + pool.num_starting if fleet.homes else pool.num_present
-                self._pools[role] = _Pool(self.bounds[role].clamp(present), deque(), now)
+        self._follow(fleet, now)
         if held := lost(fleet):
             return self._as_before(fleet, held, now)
         needs, keeps = self._needs(load, fleet)
@@ -120,7 +132,9 @@ class Planner:
             self._sum = None
             target = {role: self._target(role, needs[role].num, keeps[role].num, fleet, now) for role in fleet.pools}
         paid = {role: pool.num_usable for role, pool in fleet.pools.items() if pool.num_unschedulable}
-        found = self._budget.fit(self._model, Ask(target, self.bounds, paid))
+        growth_only = {role: fleet.missing or self._unobserved(role, fleet, now) for role in fleet.pools}
+        bounds = {role: self._bounds(role, bool(why)) for role, why in growth_only.items()}
+        found = self._budget.fit(self._model, Ask(target, bounds, paid))
         pools = {}
         for role, pool in fleet.pools.items():
             before, wanted = self._pools[role].wanted, found.allowed[role]
@@ -138,9 +152,45 @@ class Planner:
             if pool.num_unschedulable and needs[role].num > pool.num_usable
         ]
         predicted = predict(load.at(load.rate_ahead), fleet, nums, self.goals) if _is_known(fleet) else Prediction()
-        return Plan(pools, predicted, "; ".join(dict.fromkeys(unmet)))
+        return Plan(
+            pools, predicted, "; ".join(dict.fromkeys(unmet)), growth_only=next(filter(None, growth_only.values()), "")
+        )
 
     # ------------------------------------------------------------ inside
+
+    def _follow(self, fleet: Fleet, now: float) -> None:
+        """Adopt the sizes of new pools, and those that another party has set since the last plan."""
+        begins = self._began is None or bool(fleet.missing)
+        for role in fleet.pools:
+            deployed, size = fleet.replicas.get(role), fleet.size(role)
+            known = self._pools.get(role)
+            if known is None:
+                known = self._pools[role] = _Pool(size, deque(), now, size)
+                begins = True
+            elif deployed is None and fleet.missing:
+                known.wanted, known.adopted = max(known.wanted, size), max(known.adopted, size)
+            elif deployed is not None and deployed not in (known.deployed, known.wanted):
+                known.wanted, known.adopted, begins = deployed, deployed, True
+            known.deployed = known.deployed if deployed is None else deployed
+        if begins:
+            self._begin(now)
+
+    def _begin(self, now: float) -> None:
+        """Begin the hold times again."""
+        self._began = now
+        for known in (*self._pools.values(), *filter(None, (self._sum,))):
+            known.began = now
+
+    def _unobserved(self, role: Role, fleet: Fleet, now: float) -> str:
+        """Return why the view has not lasted for a pool's hold time yet, or ""."""
+        hold_s, seen_s = _hold_s(role, fleet), now - (now if self._began is None else self._began)
+        return f"the load has been observed for {seen_s:.0f} s of {hold_s:.0f} s" if seen_s < hold_s else ""
+
+    def _bounds(self, role: Role, growth_only: bool) -> Bounds:
+        """Return the bounds of a pool, raised to the size that it began with if it must not shrink."""
+        bounds, known = self.bounds[role], self._pools[role]
+        floor = min(known.adopted, known.wanted) if growth_only else 0
+        return replace(bounds, least=max(bounds.least, floor), most=max(bounds.most, floor))
 
     def _as_before(self, fleet: Fleet, held: str, now: float) -> Plan:
         """Return the last plan unchanged, and restart the hold time."""
@@ -148,10 +198,7 @@ class Planner:
             role: PoolPlan(self._pools[role].wanted, self._pools[role].wanted, pool.num_present, f"held: {held}")
             for role, pool in fleet.pools.items()
         }
-        for known in self._pools.values():
-            known.began = now
-        if self._sum is not None:
-            self._sum.began = now
+        self._begin(now)
         return Plan(pools, held=held)
 
     def _needs(self, load: OfferedLoad, fleet: Fleet) -> tuple[dict[Role, Need], dict[Role, Need]]:
@@ -197,9 +244,9 @@ class Planner:
         if self._sum is None:
             self._sum = _Pool(0, deque(), now)
         self._sum.wanted = sum(wanted.values())
-        start_s = max(fleet.start_s.get(role, ASSUMED_START_S) for role in fleet.pools)
+        hold_s = max(_hold_s(role, fleet) for role in fleet.pools)
         need, keep = (sum(one.num for one in each.values()) for each in (needs, keeps))
-        total = self._lasting(self._sum, need, keep, start_s, now)
+        total = self._lasting(self._sum, need, keep, hold_s, now)
         while sum(wanted.values()) < total:
             room = [role for role in wanted if wanted[role] < self.bounds[role].most] or list(wanted)
             wanted[max(room, key=lambda role: needs[role].num - wanted[role])] += 1
@@ -211,11 +258,10 @@ class Planner:
         return wanted
 
     def _target(self, role: Role, need: int, keep: int, fleet: Fleet, now: float) -> int:
-        return self._lasting(self._pools[role], need, keep, fleet.start_s.get(role, ASSUMED_START_S), now)
+        return self._lasting(self._pools[role], need, keep, _hold_s(role, fleet), now)
 
-    def _lasting(self, pool: _Pool, need: int, keep: int, start_s: float, now: float) -> int:
+    def _lasting(self, pool: _Pool, need: int, keep: int, hold_s: float, now: float) -> int:
         """Return the wanted size: a larger need immediately, a smaller one after the hold time."""
-        hold_s = max(LEAST_HOLD_S, STARTS_HELD * start_s)
         keep = max(need, keep)
         pool.remember(now, keep, max(hold_s, self.idle_s))
         if need > pool.wanted:
@@ -227,6 +273,11 @@ class Planner:
         if not lasting and pool.lasting(now, self.idle_s):
             lasting = 1
         return min(pool.wanted, lasting)
+
+
+def _hold_s(role: Role, fleet: Fleet) -> float:
+    """Return the hold time before a pool shrinks, in seconds."""
+    return max(LEAST_HOLD_S, STARTS_HELD * fleet.most_start_s(role))
 
 
 def _shared(needs: Mapping[Role, Need]) -> Need:

@@ -5,6 +5,7 @@ The observer remembers the properties of workers while there are none.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -95,13 +96,20 @@ class PoolState:
         return self.num_ready + max(0, self.num_starting - self.num_unschedulable)
 
 
+MOST_START_S = 300.0
+"""Assumed upper limit of a start time before the first measurement, in seconds: images and weights take minutes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fleet:
     """State of both pools. Decode workers compute prompts of at most `threshold` uncached tokens.
 
-    `start_s` is the time from a request for a worker to its readiness, by role. `num_held` requests have no worker of a
-    role. `homes` counts workers by the role with which they were started, if all of them may change roles; it is empty
-    if roles are fixed.
+    `start_s` is the time from a request for a worker to its readiness, by role, where it is known. `num_held` requests
+    have no worker of a role. `homes` counts workers by the role with which they were started, if all of them may change
+    roles; it is empty if roles are fixed.
+
+    `replicas` are the deployed sizes of the pools, empty if they are not known. `missing` says why this view of workers
+    and load is incomplete, "" if it is complete.
     """
 
     pools: Mapping[Role, PoolState]
@@ -109,6 +117,18 @@ class Fleet:
     start_s: Mapping[Role, float] = field(default_factory=dict)
     num_held: Mapping[Role, int] = field(default_factory=dict)
     homes: Mapping[Role, int] = field(default_factory=dict)
+    replicas: Mapping[Role, int] = field(default_factory=dict)
+    missing: str = ""
+
+    def most_start_s(self, role: Role) -> float:
+        """Return an upper limit of the time that a worker's start takes, in seconds."""
+        return self.start_s.get(role, MOST_START_S)
+
+    def size(self, role: Role) -> int:
+        """Return the current size of a pool: the deployed one if it is known, else the workers that exist."""
+        if role in self.replicas:
+            return self.replicas[role]
+        return self.homes[role] + self.pools[role].num_starting if self.homes else self.pools[role].num_present
 
     @property
     def has_prefill(self) -> bool:
@@ -124,8 +144,7 @@ LONGEST_S = 3600.0
 class StartTimes:
     """Measures start times: an increase of wanted workers begins starts, an increase of ready ones ends the oldest."""
 
-    def __init__(self, assumed_s: float) -> None:
-        self._assumed_s = assumed_s
+    def __init__(self) -> None:
         self._begun: dict[Role, deque[float]] = {role: deque() for role in ROLES}
         self._took: dict[Role, deque[float]] = {role: deque(maxlen=NUM_REMEMBERED) for role in ROLES}
         self._ready: dict[Role, int] = {}
@@ -144,9 +163,36 @@ class StartTimes:
             begun.popleft()
         self._ready[role], self._wanted[role] = ready, wanted
 
-    def seconds(self) -> Mapping[Role, float]:
-        """Return the longest recent start time by role, or the assumed one before the first."""
-        return {role: max(took, default=self._assumed_s) for role, took in self._took.items()}
+    def seconds(self) -> dict[Role, float]:
+        """Return the longest recent start time of each role that has one."""
+        return {role: max(took) for role, took in self._took.items() if took}
+
+
+class StartupCheck:
+    """Decides whether a router knows the existing workers yet after its start. Once it does, it does for good."""
+
+    def __init__(self) -> None:
+        self.is_complete = False
+        self._listed_at: float | None = None
+
+    def missing(self, is_listed: bool, fleet: Fleet, now: float) -> str:
+        """Return what is not known yet, "" if everything is.
+
+        `is_listed`: discovery has listed the workers. Then the check waits until all of them are ready, except for
+        unschedulable ones, but no longer than the start of a worker takes.
+        """
+        if self.is_complete:
+            return ""
+        if not is_listed:
+            return "discovery has not listed the workers yet"
+        self._listed_at = now if self._listed_at is None else self._listed_at
+        num_absent = sum(
+            fleet.size(role) - pool.num_unschedulable - pool.num_ready for role, pool in fleet.pools.items()
+        )
+        if num_absent > 0 and now - self._listed_at < max(fleet.most_start_s(role) for role in fleet.pools):
+            return f"{num_absent} workers are not ready yet"
+        self.is_complete = True
+        return ""
 
 
 LOST_S = 60.0
@@ -155,7 +201,9 @@ STARTING = (WorkerState.UNKNOWN, WorkerState.CONNECTED)
 SHARE_SMOOTHING = 0.2
 """Smoothing factor of the average number of routers."""
 MOST_ROUTERS = 64.0
-"""Maximum estimated number of routers. A router with hardly any requests would overestimate it."""
+"""Maximum estimated number of routers. With a smaller share, the estimate is unreliable."""
+LEAST_SHARED = 0.1
+"""Minimum average number of requests from which the number of routers is estimated."""
 
 
 class PoolObserver:
@@ -163,7 +211,7 @@ class PoolObserver:
 
     def __init__(self, roles: Sequence[Role]) -> None:
         self._kinds: dict[Role, WorkerKind] = {role: WorkerKind() for role in roles}
-        self._others = Ewma(SHARE_SMOOTHING, start=1.0)
+        self._own, self._total = Ewma(SHARE_SMOOTHING), Ewma(SHARE_SMOOTHING)
 
     def observe(
         self, workers: Collection[Worker], unschedulable: Mapping[Role, int], now: float
@@ -179,14 +227,20 @@ class PoolObserver:
     def num_routers(self, workers: Collection[Worker]) -> float:
         """Return the load of all routers as a multiple of this router's, from the requests that decode workers report.
 
-        Prefill workers are not used: they also report completed prompts until their KV is transferred.
+        Infinity if this router has hardly any of them. Prefill workers are used only where they are the only ones: they
+        also report completed prompts until their KV is transferred.
         """
-        decode = [worker for worker in workers if worker.ready and worker.role == "decode"]
-        own = sum(worker.bookings.total.num_requests for worker in decode)
-        total = sum(max(worker.load.num_requests, worker.bookings.total.num_requests) for worker in decode)
-        if own:
-            self._others.observe(min(MOST_ROUTERS, total / own))
-        return self._others.value
+        ready = [worker for worker in workers if worker.ready]
+        serving = [worker for worker in ready if worker.role == "decode"] or ready
+        own = sum(worker.bookings.total.num_requests for worker in serving)
+        total = sum(max(worker.load.num_requests, worker.bookings.total.num_requests) for worker in serving)
+        if total or self._total.value:
+            self._own.observe(own)
+            self._total.observe(total)
+        if self._total.value < LEAST_SHARED:
+            return 1.0
+        times = self._total.value / self._own.value if self._own.value else math.inf
+        return times if times <= MOST_ROUTERS else math.inf
 
     def homes(self, workers: Collection[Worker]) -> dict[Role, int]:
         """Return the number of workers by home role if all may change roles, else an empty mapping."""

@@ -8,23 +8,40 @@ one machine                  `diptych serve --autoscale` reads the gauges (`rout
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from common.wire import Role
 
 
+@dataclass(frozen=True, slots=True)
+class DeployedPools:
+    """Deployed size of each pool, by role.
+
+    `replicas` are the declared numbers, `unschedulable` of them have no node. `term` numbers this router's current
+    term as leader; None if another router leads. Only the leader may scale.
+    """
+
+    replicas: Mapping[Role, int] = field(default_factory=dict)
+    unschedulable: Mapping[Role, int] = field(default_factory=dict)
+    term: int | None = None
+
+
 class Scaler(Protocol):
     """Applies a plan to the pools. Logs failures; the next plan tries again."""
 
-    @property
-    def unschedulable(self) -> Mapping[Role, int]:
-        """Number of unschedulable workers by role."""
+    async def deployed(self) -> DeployedPools | None:
+        """Compete for leadership, and return the deployed pools; None if they cannot be read."""
         ...
 
     async def scale(self, wanted: Mapping[Role, int]) -> None:
         """Start and drain workers towards the wanted numbers. Returns within a few seconds."""
         ...
 
+    async def resign(self) -> None:
+        """Let another router lead, for good. The pools keep their size."""
+        ...
+
     async def close(self) -> None:
-        """Close connections. The pools keep their size."""
+        """Resign, and close connections."""
         ...

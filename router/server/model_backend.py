@@ -62,6 +62,7 @@ class ModelBackend:
             budget=budget,
             model=self.name,
             has_prefill=self.dispatcher.core.has_prefill,
+            is_listed=lambda: self.dispatcher.fleet.is_listed(),
         )
         self.metrics.registry.register(PlanCollector(lambda: self.planning.outlook, labels))
         self.served = ServedModel(

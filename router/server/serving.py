@@ -82,6 +82,8 @@ class Serving:
         models = Models(self.catalog, {model.name: model.served for model in self.models})
         self.app = build_app(config, models, metrics, lambda: self.failure, self.tracing, part)
         router_state: RouterState = self.app.state.router_state
+        for model in self.models:
+            model.planning.is_leaving = lambda: router_state.draining
         router_state.access.models.change({name: entry.limits for name, entry in self.catalog.entries.items()})
         if (watch := self._source.watch) is not None:
             router_state.access.add_watch(MODELS_FIELD, watch, self._read_anew)
@@ -151,7 +153,7 @@ class Serving:
         census = ModelCensus(config, known, {name: fleet.reconcile for name, fleet in fleets.items()})
         for fleet in fleets.values():
             fleet.on_stranger = census.on_stranger
-            fleet.registry.explain = census.explain
+            fleet.registry.explain, fleet.is_listed = census.explain, census.is_listed
         if census.source is not None:
             labels = {"model_name": NO_MODEL, "engine": ENGINE}
             metrics.registry.register(DiscoveryCollector(census.source.status, labels))

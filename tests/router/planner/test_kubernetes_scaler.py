@@ -16,6 +16,7 @@ from common.config import RouterConfig
 from common.errors import ConfigError
 from router.planner.kubernetes_scaler import KubernetesScaler
 from router.planner.loop import scaler_of
+from router.planner.scaler import DeployedPools
 
 from ...kubernetes_api import KubernetesAPI
 
@@ -92,9 +93,9 @@ async def test_a_set_of_groups_of_pods_is_scaled(api: KubernetesAPI, lease_of: C
     api.replicas = {"p": 1, "leaderworkersets/d": 2}
     lease = lease_of("a")
     both = KubernetesScaler(lease._client, api.namespace, {"prefill": "p", "decode": "leaderworkersets/d"}, lease)
+    assert await both.deployed() == DeployedPools({"prefill": 1, "decode": 2}, {"prefill": 0, "decode": 0}, 0)
     await both.scale({"prefill": 2, "decode": 3})
     assert api.replicas == {"p": 2, "leaderworkersets/d": 3}
-    assert both.unschedulable == {"prefill": 0, "decode": 0}
 
 
 @pytest.mark.slow
@@ -112,14 +113,21 @@ async def test_the_leader_scales_and_all_see_what_finds_no_machine(
     caplog.set_level(logging.INFO)
     api.unschedulable = {"p": 2}
     leader, other = scaler(api, lease_of("a")), scaler(api, lease_of("b"))
+    seen = [await one.deployed() for one in (leader, other)]
+    assert [one and one.term for one in seen] == [0, None]
+    assert all(one and one.unschedulable == {"prefill": 2, "decode": 0} for one in seen)
     await leader.scale({"prefill": 4, "decode": 2})
     await other.scale({"prefill": 9, "decode": 9})
     assert api.replicas == {"p": 4, "d": 2}
     assert [name for name, _ in api.patches] == ["p"], "what is as wanted is left alone"
-    assert leader.unschedulable == other.unschedulable == {"prefill": 2, "decode": 0}
     await leader.close()
+    taken = await other.deployed()
+    assert taken is not None and taken.term == 1 and taken.replicas == {"prefill": 4, "decode": 2}
     await other.scale({"prefill": 3, "decode": 1})
     assert api.replicas == {"p": 3, "d": 1}
+    await other.resign()
+    after = await other.deployed()
+    assert after is not None and after.term is None, "it does not take the lease again"
 
 
 @pytest.mark.slow
@@ -128,14 +136,19 @@ async def test_a_refusal_is_said_once_and_tried_again(
 ) -> None:
     caplog.set_level(logging.INFO)
     scales = scaler(api, lease_of("a"))
+    assert await scales.deployed() is not None
     api.refusal = 403
-    await scales.scale({"decode": 5})
-    await scales.scale({"decode": 5})
-    assert caplog.text.count("cannot scale the pools") == 1 and "HTTP 403" in caplog.text
+    for _ in range(2):
+        await scales.scale({"decode": 5})
+        assert await scales.deployed() is None
+    for verb in ("scale", "read"):
+        assert caplog.text.count(f"cannot {verb} the pools") == 1 and "HTTP 403" in caplog.text
     api.refusal = 0
+    assert await scales.deployed() is not None and "can read the pools again" in caplog.text
     await scales.scale({"decode": 5})
-    assert api.replicas["d"] == 5 and "scaling the pools works again" in caplog.text
+    assert api.replicas["d"] == 5 and "can scale the pools again" in caplog.text
     api.stop()
+    assert await scales.deployed() is None
     await scales.scale({"decode": 6})
     await scales.close()
 
@@ -143,7 +156,7 @@ async def test_a_refusal_is_said_once_and_tried_again(
 async def test_a_missing_deployment_is_named(api: KubernetesAPI, lease_of: Callable[[str], Lease]) -> None:
     del api.replicas["p"]
     with pytest.raises(KubernetesError, match="no such deployment"):
-        await scaler(api, lease_of("a"))._scale("prefill", "p", 3, may_change=True)
+        await scaler(api, lease_of("a"))._deployed()
 
 
 @pytest.mark.parametrize(
@@ -173,4 +186,7 @@ def test_the_scaler_of_a_router(api: KubernetesAPI) -> None:
         kubernetes_api=api.url,
         kubernetes_credentials=str(api.folder),
     )
-    assert isinstance(scaler_of(config), KubernetesScaler)
+    made = [scaler_of(config) for _ in range(2)]
+    assert all(isinstance(one, KubernetesScaler) for one in made)
+    holders = {one._lease._holder for one in made if isinstance(one, KubernetesScaler)}
+    assert len(holders) == 2, "a restarted router is not taken for the one before"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,8 @@ from router.fleet.registry import WorkerRegistry
 from router.observe.collectors import PlanCollector
 from router.planner.loop import PlanLoop
 from router.planner.offered_load import LoadWindow, SampledRequest
-from router.planner.pool import PoolObserver, StartTimes
+from router.planner.pool import Fleet, PoolObserver, PoolState, StartTimes, StartupCheck
+from router.planner.scaler import DeployedPools
 
 from ...fake_worker import heartbeat_of, hello_of
 
@@ -93,10 +95,38 @@ def test_other_routers_load_is_seen_in_the_workers_reports() -> None:
     assert times == pytest.approx(3.0, rel=0.01)
 
 
+def test_a_router_without_requests_cannot_tell_the_load_of_others() -> None:
+    workers, observer = registry(decode=beat("decode")), PoolObserver(("decode",))
+    workers.on_heartbeat(DECODE, beat("decode", num_running=12), 1.0)
+    assert math.isinf(observer.num_routers(workers.workers.values()))
+
+
+@pytest.mark.parametrize(
+    ("is_listed", "states", "replicas", "now", "missing"),
+    [
+        (False, {"num_ready": 3}, 3, 900.0, "discovery has not listed the workers yet"),
+        (True, {"num_ready": 1}, 3, 10.0, "2 workers are not ready yet"),
+        (True, {"num_ready": 1, "num_starting": 2, "num_unschedulable": 2}, 3, 10.0, ""),
+        (True, {"num_ready": 1, "num_starting": 2}, None, 10.0, "2 workers are not ready yet"),
+        (True, {"num_ready": 1}, 3, 60.0, ""),
+    ],
+)
+def test_what_a_router_waits_for_after_its_start(
+    is_listed: bool, states: dict[str, int], replicas: int | None, now: float, missing: str
+) -> None:
+    check, sizes = StartupCheck(), {} if replicas is None else {"decode": replicas}
+    fleet = Fleet({"decode": PoolState(**states)}, start_s={"decode": 60.0}, replicas=sizes)  # type: ignore[arg-type]
+    check.missing(is_listed, fleet, 0.0)
+    assert check.missing(is_listed, fleet, now) == missing
+    assert check.is_complete is not bool(missing)
+    if not missing:
+        assert check.missing(False, fleet, now) == "", "it is not asked again"
+
+
 def test_starts_are_measured_from_wish_to_readiness() -> None:
-    starts = StartTimes(30.0)
+    starts = StartTimes()
     starts.observe("decode", 1, 1, 0.0)
-    assert starts.seconds() == {"prefill": 30.0, "decode": 30.0}
+    assert starts.seconds() == {}
     starts.observe("decode", 3, 1, 10.0)
     starts.observe("decode", 3, 2, 52.0)
     assert starts.seconds()["decode"] == 42.0
@@ -116,11 +146,16 @@ class Recorder:
 
     def __init__(self) -> None:
         self.asked: list[dict[str, int]] = []
-        self.unschedulable: Mapping[Any, int] = {}
         self.closed = False
+
+    async def deployed(self) -> DeployedPools:
+        return DeployedPools({"prefill": 1, "decode": 1}, {}, 0)
 
     async def scale(self, wanted: Mapping[Any, int]) -> None:
         self.asked.append(dict(wanted))
+
+    async def resign(self) -> None:
+        pass
 
     async def close(self) -> None:
         self.closed = True
@@ -160,6 +195,21 @@ def test_a_look_becomes_a_plan_a_log_line_and_gauges(caplog: pytest.LogCaptureFi
     said = len(caplog.records)
     planning.look()
     assert len(caplog.records) == said, "nothing changed"
+
+
+def test_a_size_that_may_be_too_small_is_not_exported() -> None:
+    """Autoscalers change nothing without the metric."""
+    workers = registry(prefill=beat("prefill"), decode=beat("decode"))
+    planning, _, now = loop(workers)
+    shown, wanted = CollectorRegistry(), b"diptych_pool_wanted_workers{"
+    shown.register(PlanCollector(lambda: planning.outlook, {"engine": "router"}))
+    planning.look()
+    assert wanted not in generate_latest(shown)
+    now[0] = 91.0
+    for role, address in (("prefill", PREFILL), ("decode", DECODE)):
+        workers.on_heartbeat(address, beat(role, step=2), 91.0)
+    planning.look()
+    assert wanted in generate_latest(shown)
 
 
 def test_infeasible_goals_are_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -217,3 +217,19 @@ def test_a_budget_moves_with_the_load_from_one_model_to_another(fleet: Pools) ->
             "it grows once, or shrinks once"
         )
     assert "the budget is 12" in plan.unmet
+
+
+def test_after_a_start_neither_bounds_nor_budget_make_a_pool_smaller(fleet: Pools) -> None:
+    plan = planner(most=6, budget=Budget(8.0))
+    assert looks(plan, 20.0, fleet(9, 7), range(0, 85, 5))[-1] == (9, 7)
+    last = looks(plan, 20.0, fleet(9, 7), range(85, 120, 5))[-1]
+    assert sum(last) <= 8
+
+
+def test_a_size_that_another_party_sets_is_kept_for_the_hold_time(fleet: Pools) -> None:
+    plan = planner()
+    for now in range(0, 200, 5):
+        sizes = {"prefill": 3, "decode": 2} if now < 100 else {"prefill": 9, "decode": 2}
+        found = plan.plan(load(20.0), replace(fleet(3, 2), replicas=sizes), float(now))
+        assert now < 100 or now >= 190 or found.wanted("prefill") == 9
+    assert found.wanted("prefill") < 9
