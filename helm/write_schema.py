@@ -113,6 +113,7 @@ def pool(role: str, *, of_its_own: bool) -> Schema:
             "target": {"type": "number", "minimum": 0},
             "hpaMetric": text("pods", "cpu"),
             "targetCPUPercent": whole(1, 100),
+            "signal": text("load", "plan"),
             "kedaTrigger": text("metrics-api", "prometheus"),
             "slo": FLAG,
             "pollingSeconds": whole(1),

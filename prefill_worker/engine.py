@@ -219,7 +219,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         self.metrics.count_finished("stop")
         self.metrics.prefill_seconds.observe(sequence.prefill_s)
         self.metrics.prompt_tokens.inc(sequence.num_tokens)
-        self.metrics.computed_tokens.inc(sequence.num_tokens - sequence.num_cached)
+        self.metrics.count_computed(sequence.num_tokens - sequence.num_cached)
 
     def _on_sampled(self, sequence: PrefillSequence, sampled: SampledToken, num_ready: int) -> None:
         if sequence.problems:
@@ -247,7 +247,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
             self.metrics.count_finished(reason or "length")
         self.metrics.prefill_seconds.observe(sequence.prefill_s)
         self.metrics.prompt_tokens.inc(sequence.num_tokens)
-        self.metrics.computed_tokens.inc(sequence.num_tokens - sequence.num_cached)
+        self.metrics.count_computed(sequence.num_tokens - sequence.num_cached)
         self.metrics.generation_tokens.inc()
 
     def _on_transfer_ended(self, event: TransferEnded) -> None:

@@ -20,6 +20,14 @@ UNLOADED_SLACK = 1.25
 """If a single sequence misses the goal, no number of workers meets it. Then this multiple of its time is the goal."""
 
 
+RATE_WINDOW_S = 120.0
+"""Window over which the computed prompts of a worker are averaged, in seconds. In a shorter one, randomly arriving
+prompts make a pool of a few workers grow and shrink by one."""
+DRAIN_S = 60.0
+"""Time in which queued prompts should be computed by additional workers, in seconds. With a time below that of a
+worker's start, a pool grows further while the first additional workers start."""
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeLoad:
     """Load of a decode worker. `num_held` requests own blocks, `num_waiting` wait for some.
@@ -43,6 +51,16 @@ class DecodeLoad:
 def backlog_s(num_tokens: float, tokens_per_s: float) -> float:
     """Return the seconds that a worker needs to compute `num_tokens` of prompts."""
     return num_tokens / (tokens_per_s if tokens_per_s > 0 else ASSUMED_TOKENS_PER_S)
+
+
+def prefill_pressure(busy: float, waiting_s: float) -> float:
+    """Return how many prefill workers the prompts fill.
+
+    `busy` is the number of workers that the prompts computed recently keep busy, and `waiting_s` the time that one
+    worker needs for the queued prompts. The queue alone is no signal: it is empty as long as the pool suffices, and
+    grows without limit as soon as it does not.
+    """
+    return busy + waiting_s / DRAIN_S
 
 
 def unblocked_share(kv_usage: float, num_running: int, num_transferring: int) -> float:

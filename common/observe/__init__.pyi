@@ -1,4 +1,4 @@
-from common.observe.averages import Ewma, RecentQuantile, SlidingWindow, quantiles_of
+from common.observe.averages import Ewma, RecentQuantile, RecentRate, SlidingWindow, quantiles_of
 from common.observe.logging import REMIND_S, setup_logging
 from common.observe.metrics import SECONDS, SHORT_SECONDS, DraftMetrics, Families, Samples
 from common.observe.progress import ByteProgress, in_bytes
@@ -10,6 +10,7 @@ __all__ = [
     "Families",
     "REMIND_S",
     "RecentQuantile",
+    "RecentRate",
     "SECONDS",
     "SHORT_SECONDS",
     "Samples",

@@ -15,6 +15,8 @@ LOWEST, GROWTH, NUM_BUCKETS = 1e-5, 1.05, 425
 """Buckets grow by 5% from 10 us to about three hours, which limits the error of quantiles to 5%."""
 NUM_SLOTS = 6
 """Number of slots of the window: the oldest sixth of the observations expires at once."""
+NUM_RATE_SLOTS = 24
+"""Number of slots of the window of a rate."""
 _PER_LOG = 1.0 / math.log(GROWTH)
 _BEGIN = math.log(LOWEST) * _PER_LOG
 
@@ -96,6 +98,34 @@ class RecentQuantile:
         """Return the number of observations by bucket; empty without any."""
         with self._lock:
             return [sum(bucket) for bucket in zip(*self._window.recent(now), strict=True)]
+
+
+class RecentRate:
+    """Average rate of a quantity over the last `window_s` seconds. Thread-safe.
+
+    With `from_start`, the average is over the time since the first call until the window has passed. Otherwise earlier
+    time counts as time without any of the quantity.
+    """
+
+    def __init__(self, window_s: float, *, from_start: bool = False) -> None:
+        self._window = SlidingWindow(window_s, NUM_RATE_SLOTS, lambda: [0.0])
+        self._window_s, self._from_start, self._lock = window_s, from_start, Lock()
+        self._since: float | None = None
+
+    def add(self, amount: float, now: float) -> None:
+        """Record an amount."""
+        with self._lock:
+            self._since = now if self._since is None else self._since
+            self._window.current(now)[0] += amount
+
+    def per_s(self, now: float) -> float:
+        """Return the rate per second."""
+        with self._lock:
+            self._since = now if self._since is None else self._since
+            seen_s = self._window_s
+            if self._from_start:
+                seen_s = min(seen_s, max(now - self._since, self._window_s / NUM_RATE_SLOTS))
+            return sum(slot[0] for slot in self._window.recent(now)) / seen_s
 
 
 def quantiles_of(counts: Sequence[int], shares: Sequence[float]) -> tuple[int, list[float]]:

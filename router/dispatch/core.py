@@ -162,10 +162,10 @@ class DispatchCore:
         """Maximum wait of a new request by class, in seconds."""
         return self._admission.limits_s
 
-    def demand(self, slo_s: float) -> Demand:
+    def demand(self, slo_s: float, now: float) -> Demand:
         """Return the load that autoscalers read; see `DemandMeter.measure`."""
-        workers = self._registry.workers.values()
-        return self._demand.measure(self.states.values(), self.waiting, workers, slo_s)
+        workers, prefilled_per_s = self._registry.workers.values(), self._registry.prefilled_tokens.per_s(now)
+        return self._demand.measure(self.states.values(), self.waiting, workers, slo_s, prefilled_per_s)
 
     # ------------------------------------------------------------ worker events
 

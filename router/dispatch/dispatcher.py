@@ -134,7 +134,7 @@ class Dispatcher:
 
     def demand(self, slo_s: float) -> Demand:
         """Return the load that autoscalers read; see `DemandMeter.measure`."""
-        demand = self.core.demand(slo_s)
+        demand = self.core.demand(slo_s, self._clock())
         if self._clock() - self._passed_on_at > PASSED_ON_S or self.fleet.registry.ready("decode"):
             return demand
         return replace(demand, held={**demand.held, "decode": demand.held["decode"] + 1})

@@ -1,7 +1,7 @@
 """Snapshots of requests and workers for metrics, `/load` and autoscalers.
 
-`held` and `backlog_s` of a pool are this router's share: sum them over routers. `pressure` and `workers` come from
-heartbeats, which every router receives: take the maximum over routers.
+`held`, `backlog_s` and `prefill_pressure` are this router's share: sum them over routers. `pressure` and `workers` come
+from heartbeats, which every router receives: take the maximum over routers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from common.cluster import DecodeLoad, backlog_s, pressure, unblocked_share
+from common.cluster import DecodeLoad, backlog_s, prefill_pressure, pressure, unblocked_share
 from common.config import DEFAULT, RequestClass
 from common.wire import ROLES, Role
 from router.dispatch.request_state import RequestState, Stage
@@ -26,13 +26,15 @@ STATES = (*(str(state) for state in WorkerState), "withheld")
 class Demand:
     """Load of the pools, as autoscalers read it.
 
-    `held`: sequences without a worker, by role. `backlog_s`: prompts in seconds of one prefill worker. `pressure`: load
-    in decode workers. `workers`: number of workers by role and state. `num_running`, `num_waiting`: sequences on ready
-    workers, and queued ones including this router's. `kv_usage`: fraction of the ready decode workers' blocks in use.
+    `held`: sequences without a worker, by role. `backlog_s`: prompts in seconds of one prefill worker.
+    `prefill_pressure` and `pressure`: load in prefill and in decode workers. `workers`: number of workers by role and
+    state. `num_running`, `num_waiting`: sequences on ready workers, and queued ones including this router's.
+    `kv_usage`: fraction of the ready decode workers' blocks in use.
     """
 
     held: Mapping[str, int]
     backlog_s: float
+    prefill_pressure: float
     pressure: float
     workers: Mapping[tuple[str, str], int]
     num_running: int = 0
@@ -58,17 +60,24 @@ class DemandMeter:
         queue: Collection[RequestState],
         workers: Collection[Worker],
         slo_s: float,
+        prefilled_per_s: float,
     ) -> Demand:
-        """Return the current load. `slo_s` is the goal for the time per output token, 0 for none."""
+        """Return the current load.
+
+        `slo_s` is the goal for the time per output token, 0 for none. `prefilled_per_s` is the recent rate of prompt
+        tokens that prefill workers computed.
+        """
         ready = [worker for worker in workers if worker.ready]
         self._learn_rate(ready)
         decode = [worker for worker in ready if worker.role == "decode"]
+        waiting_s = self._backlog_s(queue, workers)
         return Demand(
             {
                 "decode": sum(state.held_s is None for state in queue),
                 "prefill": self._num_without_prefill(states, ready),
             },
-            self._backlog_s(queue, workers),
+            waiting_s,
+            prefill_pressure(backlog_s(prefilled_per_s, self.prefill_tokens_per_s), waiting_s),
             sum(pressure(_decode_work(worker), slo_s) for worker in decode),
             _by_state(workers),
             sum(worker.load.beat.num_running for worker in ready if worker.load.beat),

@@ -10,8 +10,9 @@ from types import MappingProxyType
 
 from msgspec.structs import replace
 
+from common.cluster import RATE_WINDOW_S
 from common.latency import NOTHING, LinkModel, StepModel, StepShape
-from common.observe import Ewma
+from common.observe import Ewma, RecentRate
 from common.wire import ROLES, Role
 from common.wire.messages import WorkerHeartbeat, WorkerHello
 from router.fleet.booking import Booking
@@ -26,6 +27,7 @@ class BookedWorkers:
     def __init__(self) -> None:
         self.workers: dict[str, Worker] = {}
         self.next_serial = 1
+        self.prefilled_tokens = RecentRate(RATE_WINDOW_S, from_start=True)  # of this router, by prefill workers
         self.on_changed: Callable[[Worker], None] = lambda worker: None
         """Called with a worker whose state, report or bookings changed, or that was removed."""
 
@@ -57,6 +59,8 @@ class BookedWorkers:
         after = worker.bookings.computed(booking, now) if worker is not None else None
         if worker is None or after is None:
             return replace(booking, prompt=NOTHING)
+        if worker.role == "prefill":
+            self.prefilled_tokens.add(booking.prompt.num_tokens, now)
         self._changed(worker)
         return after
 

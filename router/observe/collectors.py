@@ -156,7 +156,8 @@ class PoolCollector(Collector):
         unpaired = {("prefill",): len(fleet.pairing.prefill), ("decode",): len(fleet.pairing.decode)}
         attained = {(slo,): share for slo, share in window.attainment(now).items()}
         held = {(role,): num for role, num in demand.held.items()}
-        backlog, pressure = {("prefill",): demand.backlog_s}, {("decode",): demand.pressure}
+        backlog = {("prefill",): demand.backlog_s}
+        pressure = {("prefill",): demand.prefill_pressure, ("decode",): demand.pressure}
         gauge = self._families.gauge
         yield gauge("diptych_requests_held", "Sequences for which a role has no worker", held.items(), ("role",))
         yield gauge("diptych_pool_backlog_seconds", "Queued prompts, in worker seconds", backlog.items(), ("role",))

@@ -3,7 +3,6 @@ real workers started and drained as Kubernetes would."""
 
 from __future__ import annotations
 
-import math
 import os
 import random
 import threading
@@ -20,157 +19,9 @@ import pytest
 
 from ..kubernetes_api import KubernetesAPI, endpoint
 from ..waiting import wait_until
+from .autoscaler import Scaler
 from .chart import NAMESPACE, Rendered, render
 from .cluster import Container, small_values
-
-TOLERANCE = 0.1
-
-
-@dataclass(frozen=True)
-class Trigger:
-    """One `metrics-api` trigger: which sample of the routers' metrics, and what one pod may have of it."""
-
-    name: str
-    metric: str
-    labels: tuple[str, ...]
-    target: float
-    activation: float
-
-    @classmethod
-    def of(cls, rendered: dict[str, Any]) -> Trigger:
-        metadata = rendered["metadata"]
-        assert rendered["type"] == "metrics-api" and metadata["format"] == "prometheus"
-        metric, _, selector = metadata["valueLocation"].partition("{")
-        labels = tuple(selector.rstrip("}").split(","))
-        numbers = float(metadata["targetValue"]), float(metadata["activationTargetValue"])
-        return cls(rendered["name"], metric, labels, *numbers)
-
-    def value(self, page: str) -> float:
-        """The first sample with these labels, as KEDA takes it. Raises LookupError when there is none."""
-        for line in page.splitlines():
-            if line.startswith(self.metric + "{") and all(label in line for label in self.labels):
-                return float(line.rsplit(" ", 1)[1])
-        raise LookupError(self.metric)
-
-
-@dataclass
-class Scaler:
-    """What KEDA and the HPA do with one rendered ScaledObject. Pure: `now` is passed in.
-
-    Desired pods are ceil(value / target) of the trigger that asks for most (AverageValue), within a tolerance of 10 %,
-    the bounds, the speed limits of `behavior` and, downwards, the largest wish of the stabilisation window. KEDA
-    scales from zero when any trigger is above its activation value, and to zero when all have been below it for the
-    cooldown period.
-    """
-
-    spec: dict[str, Any]
-    replicas: int = 0
-    last_active: float = -math.inf
-    wishes: list[tuple[float, int]] = field(default_factory=list)
-    changes: list[tuple[float, int]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.triggers = [Trigger.of(each) for each in self.spec["triggers"]]
-        self.behavior = self.spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
-
-    def step(self, page: str, now: float) -> int:
-        """The number of pods from now on. A metric that cannot be had changes nothing."""
-        try:
-            values = {trigger: trigger.value(page) for trigger in self.triggers}
-        except LookupError:
-            return self.replicas
-        if any(value > trigger.activation for trigger, value in values.items()):
-            self.last_active = now
-        if self.replicas == 0:
-            wanted = max(1, self.spec["minReplicaCount"]) if self.last_active == now else 0
-        elif self.spec["minReplicaCount"] == 0 and now - self.last_active >= self.spec["cooldownPeriod"]:
-            wanted = 0
-        else:
-            wanted = self._limited(max(self._wish(trigger, values[trigger]) for trigger in self.triggers), now)
-        if wanted != self.replicas:
-            self.changes.append((now, wanted - self.replicas))
-            self.replicas = wanted
-        return self.replicas
-
-    def _wish(self, trigger: Trigger, value: float) -> int:
-        if abs(value / (trigger.target * self.replicas) - 1) <= TOLERANCE:
-            return self.replicas
-        return math.ceil(value / trigger.target)
-
-    def _limited(self, wish: int, now: float) -> int:
-        wish = min(max(wish, self.spec["minReplicaCount"], 1), self.spec["maxReplicaCount"])
-        self.wishes.append((now, wish))
-        down, up = self.behavior["scaleDown"], self.behavior["scaleUp"]
-        recent = [each for at, each in self.wishes if at > now - down["stabilizationWindowSeconds"]]
-        if wish > self.replicas:
-            allowed = max(self._allowed(policy, now, +1) for policy in up["policies"])
-            return min(wish, self.replicas + allowed)
-        lowest = max([wish, *recent])
-        allowed = max(self._allowed(policy, now, -1) for policy in down["policies"])
-        return min(self.replicas, max(lowest, self.replicas - allowed))
-
-    def _allowed(self, policy: dict[str, Any], now: float, sign: int) -> int:
-        """How many pods a policy still allows within its period."""
-        used = sum(sign * by for at, by in self.changes if at > now - policy["periodSeconds"] and sign * by > 0)
-        at_start = self.replicas - sign * used
-        limit = policy["value"] if policy["type"] == "Pods" else math.ceil(at_start * policy["value"] / 100)
-        return max(0, int(limit) - used)
-
-    def turns(self) -> int:
-        """How often growing and shrinking took turns: flapping."""
-        signs = [by > 0 for _, by in self.changes]
-        return sum(a != b for a, b in zip(signs, signs[1:], strict=False))
-
-
-def spec(**over: Any) -> dict[str, Any]:
-    trigger = {
-        "type": "metrics-api",
-        "name": "load",
-        "metadata": {
-            "format": "prometheus",
-            "valueLocation": 'load{role="prefill",model_name="m"}',
-            "targetValue": "0.5",
-            "activationTargetValue": "0",
-        },
-    }
-    behavior = {
-        "scaleUp": {
-            "stabilizationWindowSeconds": 0,
-            "policies": [{"type": "Pods", "value": 2, "periodSeconds": 10}],
-        },
-        "scaleDown": {
-            "stabilizationWindowSeconds": 60,
-            "policies": [{"type": "Pods", "value": 1, "periodSeconds": 10}],
-        },
-    }
-    base = {"minReplicaCount": 0, "maxReplicaCount": 5, "cooldownPeriod": 100, "triggers": [trigger]}
-    return base | {"advanced": {"horizontalPodAutoscalerConfig": {"behavior": behavior}}} | over
-
-
-def page(value: float) -> str:
-    return f'load{{role="decode",model_name="m"}} 99\nload{{model_name="m",role="prefill"}} {value}\n'
-
-
-def test_from_zero_up_within_the_speed_limit_and_the_bounds() -> None:
-    scaler = Scaler(spec())
-    assert [scaler.step(page(0), 0), scaler.step(page(3), 1)] == [0, 1]
-    assert [scaler.step(page(3), at) for at in (2, 12, 23, 34)] == [2, 4, 5, 5]
-
-
-def test_down_slowly_after_the_window_and_to_zero_after_the_cooldown() -> None:
-    scaler = Scaler(spec(), replicas=4)
-    assert scaler.step(page(2), 0) == 4
-    assert scaler.step(page(0.6), 30) == 4, "four were wanted within the window"
-    assert [scaler.step(page(0.6), at) for at in (61, 65, 72, 83)] == [3, 3, 2, 2]
-    assert [scaler.step(page(0), at) for at in (150, 182, 184)] == [1, 1, 0]
-    assert scaler.turns() == 0
-
-
-def test_near_the_target_and_without_a_metric_nothing_changes() -> None:
-    scaler = Scaler(spec(), replicas=3)
-    assert scaler.step(page(1.6), 0) == 3
-    assert scaler.step("other 1\n", 1) == 3
-
 
 pytestmark = pytest.mark.slow
 
@@ -191,7 +42,7 @@ def values() -> dict[str, Any]:
     keda = {"type": "keda", "kedaTrigger": "metrics-api", "minReplicas": 0, "maxReplicas": 3}
     base = small_values()
     base["workers"]["autoscaling"] = keda | speed | {"cooldownSeconds": COOLDOWN_S, "pollingSeconds": 1}
-    base["prefill"]["defaults"]["autoscaling"] = {"target": 0.1}
+    base["prefill"]["defaults"]["autoscaling"] = {"target": 0.3}
     # A pool that fills quickly: pressure is that of the KV cache.
     base["decode"] = {"defaults": {"settings": {"num_blocks": 128}, "autoscaling": {"target": 0.9}}}
     base["router"]["settings"] = {"queue_timeout_s": 240, "max_wait_s": 240, "request_timeout_s": 300}

@@ -182,6 +182,7 @@ ROUTE = {"enabled": True, "parentRefs": [{"name": "public"}]}
         ({"tls": {"certManager": {"enabled": True}}}, "needs tls.certManager.issuerRef.name"),
         ({"monitoring": {"serviceMonitor": {"enabled": True}}}, "every pod would be scraped twice"),
         ({"workers": {"autoscaling": {**KEDA, "slo": True}}}, "autoscaling.slo needs kedaTrigger prometheus"),
+        ({"workers": {"autoscaling": {**KEDA, "signal": "plan"}}}, "plan needs router.settings.planner: advice"),
         ({"decode": {"defaults": {"autoscaling": FOLLOWS}}}, "and slo.tpotMs of model smollm2-135m"),
         ({"fullnameOverride": "1st"}, "a Service cannot be named 1st-"),
         ({"workers": {"strategy": {"maxSurge": "0%"}}}, "prefill pool default: strategy.maxSurge and"),

@@ -9,11 +9,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from common.cluster import DecodeLoad, backlog_s, pressure, unblocked_share
+from common.cluster import RATE_WINDOW_S, DecodeLoad, backlog_s, prefill_pressure, pressure, unblocked_share
 from common.engine.worker.adapters import WorkerAdapters
 from common.engine.worker.engine import EngineStatus
 from common.machine import register_process
-from common.observe import SECONDS, SHORT_SECONDS, DraftMetrics, Families
+from common.observe import SECONDS, SHORT_SECONDS, DraftMetrics, Families, RecentRate
 
 TIER = ("tier",)
 ADAPTER = ("lora_name",)
@@ -98,9 +98,10 @@ class _StatusCollector(Collector):
         labels: dict[str, str],
         role: Callable[[], str],
         slo_tpot_s: float,
+        computed: RecentRate,
     ) -> None:
         self._status, self._families = status, Families(labels)
-        self._role, self._slo_tpot_s = role, slo_tpot_s
+        self._role, self._slo_tpot_s, self._computed = role, slo_tpot_s, computed
 
     def collect(self) -> Iterable[Metric]:
         status = self._status()
@@ -141,6 +142,9 @@ class _StatusCollector(Collector):
             share = unblocked_share(usage, status.num_running, status.num_transferring)
             waiting_s = backlog_s(share * status.num_waiting_tokens, status.full_tokens_per_s)
             yield gauge("diptych_prefill_backlog_seconds", "Time to compute the queued prompts", waiting_s)
+            busy = backlog_s(self._computed.per_s(time.monotonic()), status.full_tokens_per_s)
+            full = prefill_pressure(busy, waiting_s)
+            yield gauge("diptych_prefill_pressure", "Number of workers that the prompts here would fill", full)
         elif role == "decode":
             full = pressure(_decode_work(status, usage), self._slo_tpot_s)
             yield gauge("diptych_decode_pressure", "Utilisation of this worker, 1 at its limit", full)
@@ -173,7 +177,8 @@ class WorkerMetrics:
         self._role = role
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": worker_id}
-        self.registry.register(_StatusCollector(status, self._labels, lambda: self._role, slo_tpot_s))
+        self._computed = RecentRate(RATE_WINDOW_S)
+        self.registry.register(_StatusCollector(status, self._labels, lambda: self._role, slo_tpot_s, self._computed))
         self.registry.register(TierCollector(status, self._labels))
         register_process(self.registry, self._labels)
         histogram, counter = self._histogram, self._counter
@@ -227,6 +232,11 @@ class WorkerMetrics:
     def register(self, collector: Callable[[dict[str, str]], Collector]) -> None:
         """Register a collector created with the labels of this worker."""
         self.registry.register(collector(self._labels))
+
+    def count_computed(self, num_tokens: int) -> None:
+        """Count the prompt tokens of a prefill worker whose KV it has computed."""
+        self.computed_tokens.inc(num_tokens)
+        self._computed.add(num_tokens, time.monotonic())
 
     def change_role(self, role: str) -> None:
         """Switch the autoscaling signals to this role."""

@@ -10,12 +10,19 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from common.cluster.scaling import ASSUMED_TOKENS_PER_S, DecodeLoad, backlog_s, pressure, unblocked_share
+from common.cluster.scaling import (
+    ASSUMED_TOKENS_PER_S,
+    DecodeLoad,
+    backlog_s,
+    prefill_pressure,
+    pressure,
+    unblocked_share,
+)
 from common.engine.kv.block_pool import BlockCounts
 from common.engine.worker.engine import EngineStatus
 from common.engine.worker.metrics import WorkerMetrics
 from common.latency.step_model import StepModel, StepShape
-from common.observe.averages import RecentQuantile
+from common.observe.averages import RecentQuantile, RecentRate
 
 
 def test_a_backlog_is_time() -> None:
@@ -86,7 +93,10 @@ def test_a_recent_quantile_forgets() -> None:
 
 
 def gauges(role: str, status: EngineStatus, slo_tpot_s: float = 0.0) -> dict[str, float]:
-    metrics = WorkerMetrics("m", "w", lambda: status, role=role, slo_tpot_s=slo_tpot_s)
+    return gauges_of(WorkerMetrics("m", "w", lambda: status, role=role, slo_tpot_s=slo_tpot_s))
+
+
+def gauges_of(metrics: WorkerMetrics) -> dict[str, float]:
     families = text_string_to_metric_families(generate_latest(metrics.registry).decode())
     return {
         sample.name: sample.value
@@ -113,6 +123,27 @@ def test_a_prefill_worker_tells_its_backlog() -> None:
     assert "diptych_decode_pressure" not in found
     assert (found["vllm:num_requests_running"], found["vllm:num_requests_waiting"]) == (2, 3)
     assert gauges("prefill", EngineStatus())["diptych_prefill_backlog_seconds"] == 0.0
+
+
+def test_a_prefill_worker_tells_how_many_workers_its_prompts_fill() -> None:
+    """Prompts of the last two minutes at its full rate, and what waits, in a minute."""
+    metrics = WorkerMetrics("m", "w", lambda: STATUS, role="prefill")
+    assert gauges_of(metrics)["diptych_prefill_pressure"] == pytest.approx(2.0 / 60.0)
+    metrics.count_computed(18_000)
+    found = gauges_of(metrics)
+    assert found["diptych_prefill_pressure"] == pytest.approx(18_000 / 120.0 / 300.0 + 2.0 / 60.0)
+    assert found["diptych_prompt_tokens_computed_total"] == 18_000
+    assert prefill_pressure(1.0, 0.0) == 1.0 and prefill_pressure(1.0, 120.0) == 3.0
+
+
+def test_a_rate_is_that_of_its_window() -> None:
+    whole, young = RecentRate(120.0), RecentRate(120.0, from_start=True)
+    for rate in (whole, young):
+        assert rate.per_s(1000.0) == 0.0
+        rate.add(60.0, 1030.0)
+    assert (whole.per_s(1030.0), young.per_s(1030.0)) == (0.5, 2.0)
+    assert whole.per_s(1115.0) == young.per_s(1125.0) == 0.5
+    assert whole.per_s(1160.0) == young.per_s(1160.0) == 0.0
 
 
 def test_a_decode_worker_tells_its_pressure() -> None:

@@ -54,6 +54,7 @@ async def test_requests_held_wake_both_pools(cluster: Any, tools: Any) -> None:
     found = scrape()
     assert found["requests_held prefill"] == 2, "one prompt is below the local threshold"
     assert found["pool_backlog_seconds prefill"] == 600 / 200.0
+    assert found["pool_pressure prefill"] == pytest.approx(600 / 200.0 / 60.0)
     assert sum(found[f"pool_workers decode {state}"] for state in ("ready", "dead", "unknown")) == 0
     dispatcher.fleet.reconcile(listed(decode))
     await tools.until(lambda: scrape()["requests_held decode"] == 0)

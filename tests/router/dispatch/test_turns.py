@@ -110,7 +110,7 @@ def test_a_prompt_waits_in_the_router_while_every_worker_has_enough() -> None:
     assert sorted(address for address, _ in rig.sent) == rig.addresses
     rig.ask("next")
     assert rig.held == ["next"] and len(rig.placed) == 2
-    demand = rig.core.demand(0.0)
+    demand = rig.core.demand(0.0, 0.0)
     assert demand.held["decode"] == 0, "to be held is not to lack a worker"
     rig.first_token(first[1])
     rig.run(rig.now + 0.001)
