@@ -182,7 +182,6 @@ ROUTE = {"enabled": True, "parentRefs": [{"name": "public"}]}
         ({"tls": {"certManager": {"enabled": True}}}, "needs tls.certManager.issuerRef.name"),
         ({"monitoring": {"serviceMonitor": {"enabled": True}}}, "every pod would be scraped twice"),
         ({"workers": {"autoscaling": {**KEDA, "slo": True}}}, "autoscaling.slo needs kedaTrigger prometheus"),
-        ({"workers": {"autoscaling": {**KEDA, "signal": "plan"}}}, "plan needs router.settings.planner: advice"),
         ({"decode": {"defaults": {"autoscaling": FOLLOWS}}}, "and slo.tpotMs of model smollm2-135m"),
         ({"fullnameOverride": "1st"}, "a Service cannot be named 1st-"),
         ({"workers": {"strategy": {"maxSurge": "0%"}}}, "prefill pool default: strategy.maxSurge and"),
@@ -206,6 +205,15 @@ ROUTE = {"enabled": True, "parentRefs": [{"name": "public"}]}
             "KEDA reads one series of a router, and with router_processes above 1 each process has its own",
         ),
         ({"inferencePool": {"enabled": True}}, "needs inferencePool.endpointPicker: {name, port}"),
+        ({"workers": {"autoscaling": {**KEDA, "signal": "plan"}}}, "plan needs router.settings.planner: advice"),
+        (
+            {
+                "workers": {"autoscaling": {**KEDA, "kedaTrigger": "prometheus", "signal": "plan"}},
+                "router": {"settings": {"planner": "advice"}},
+                "decode": {"pools": {"a": {}, "b": {}}},
+            },
+            "its router plans them as one; use autoscaling.signal load",
+        ),
     ),
 )
 def test_what_does_not_fit_together_is_refused_with_a_sentence(helm4: Path, over: dict[str, Any], message: str) -> None:
