@@ -5,6 +5,7 @@ DiptychError
 ├── ModelError           a model is missing, damaged, unsupported, of the wrong dtype or too large: does not start
 ├── WireError            a frame is not a valid message or exceeds a limit: counted and dropped
 ├── BlockError           a block was used without owning it: a bug, never caused by input
+├── DeviceLost           the GPU of this worker has failed: the worker exits
 ├── RankLost             a rank of a tensor-parallel worker is gone or out of step: the worker exits
 └── RequestError         a request cannot be served; has the HTTP status and the OpenAI error type
     ├── InvalidRequest       400  the request is invalid: not retried
@@ -67,6 +68,10 @@ class WireError(DiptychError):
 
 class BlockError(DiptychError):
     """A KV block was used without owning it."""
+
+
+class DeviceLost(DiptychError):
+    """The GPU of this worker has failed, so no further step can run. A new process may work."""
 
 
 class RankLost(DiptychError):

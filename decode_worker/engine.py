@@ -77,6 +77,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         super().__init__(send, config, scheduler, rules, metrics, parts)
         self._runner, self._sampler, self._transfers = model.runner, model.sampler, transfers
         self._reports = DecodeReports(config.identity, self.emit)
+        self._device_failure = model.runner.device_failure
         self._counters = DecodeCounters(metrics, block_size=scheduler.block_size)
         self._handovers = Handovers(
             transfers.outgoing, scheduler, self._reports, metrics, timeout_s=limits.handover_timeout_s

@@ -48,6 +48,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         super().__init__(send, config, scheduler, rules, metrics, parts)
         self._reports = Reports(config.identity, self.emit)
         self._launcher, self._sender = launcher, sender
+        self._device_failure = launcher.device_failure
         self._pipeline = PromptPipeline(scheduler, launcher)
 
     @property

@@ -166,6 +166,10 @@ class PromptLauncher:
         """Wait for all launched steps, unless the device has failed. Afterwards nothing writes to blocks."""
         self._runner.finish()
 
+    def device_failure(self) -> str:
+        """See `ModelRunner.device_failure`."""
+        return self._runner.device_failure()
+
     def _mark(self) -> torch.cuda.Event | None:
         if self._runner.kv.device.type != "cuda":
             return None

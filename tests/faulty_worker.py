@@ -6,6 +6,7 @@
     slow-start=FILE       while FILE exists, the event loop blocks before the engine starts
     slow-vocabulary=FILE  the vocabulary of grammars is built only once FILE exists
     poison=IDS            the worker kills itself if a prompt starts with these token ids, separated by commas
+    xid=IDS               the device of the worker fails for good, like a GPU with an Xid, at such a prompt
     cuda=pretended        the KV cache is in memory of a pretended GPU, and `--kv-transport cuda-ipc` is accepted
 
 With the role `serve`, `diptych serve` runs instead, and its worker decode-1 has the faults.
@@ -91,6 +92,30 @@ def poison(value: str) -> None:
     ModelRunner.prepare = prepare_or_die  # type: ignore[method-assign]
 
 
+def xid(value: str) -> None:
+    import torch
+
+    from common.engine.run.runner import ModelRunner
+
+    run, wait, ids, failed = ModelRunner.run, ModelRunner.wait, [int(token) for token in value.split(",")], []
+
+    def raise_if_failed() -> None:
+        if failed:
+            raise torch.AcceleratorError("CUDA error: unspecified launch failure\nCompile with TORCH_USE_CUDA_DSA")
+
+    def run_or_fail(self: ModelRunner, batch: Any) -> Any:
+        starts = (batch.token_ids == ids[0]).nonzero().flatten().tolist()
+        failed.extend(at for at in starts if batch.token_ids[at : at + len(ids)].tolist() == ids)
+        raise_if_failed()
+        return run(self, batch)
+
+    def wait_or_fail(self: ModelRunner) -> None:
+        raise_if_failed()
+        wait(self)
+
+    ModelRunner.run, ModelRunner.wait = run_or_fail, wait_or_fail  # type: ignore[method-assign]
+
+
 def cuda(_: str) -> None:
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from common.config import WorkerConfig
@@ -112,6 +137,7 @@ FAULTS = {
     "slow-start": slow_start,
     "slow-vocabulary": slow_vocabulary,
     "poison": poison,
+    "xid": xid,
     "cuda": cuda,
 }
 

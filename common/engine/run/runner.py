@@ -97,7 +97,16 @@ class ModelRunner:
 
     def finish(self) -> None:
         """Like `wait`, but ignores a failed device. Afterwards nothing writes to blocks."""
+        if problem := self.device_failure():  # raising would keep the KV threads, and with them the process, alive
+            log.warning("device %s", problem)
+
+    def device_failure(self) -> str:
+        """Wait for all launched work. Returns "DEVICE failed: REASON" if the device has failed, otherwise "".
+
+        Errors of kernels and of the device last until the process ends. Others, such as too little memory, do not.
+        """
         try:
             self.wait()
-        except RuntimeError as error:  # raising would keep the KV threads, and with them the process, alive
-            log.warning("device %s failed: %s", self.kv.device, str(error).splitlines()[0])
+        except RuntimeError as error:
+            return f"{self.kv.device} failed: {str(error).splitlines()[0]}"
+        return ""

@@ -6,7 +6,7 @@ import logging
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
@@ -43,6 +43,9 @@ LOG_INTERVAL_S = 10.0
 """Minimum interval, in seconds, between log lines about one tuned parameter, which may change at every step."""
 NOTABLE = 0.25
 """Minimum relative change of a value to be logged. A change of its reason is always logged."""
+
+MAX_LISTED = 8
+"""Maximum number of requests listed in one log line."""
 
 R = TypeVar("R", PrefillRequest, DecodeRequest)
 S = TypeVar("S", bound=WorkerSequence)
@@ -97,11 +100,12 @@ class KnobLog:
 class RequestEngine(Engine, Generic[R, S]):
     """Engine of requests. Owns the block pool through its scheduler. `_in_step`: sequences of the current step.
 
-    Subclasses set `role` and `_reports`.
+    Subclasses set `role`, `_reports` and `_device_failure`, which is `ModelRunner.device_failure`.
     """
 
     role: ClassVar[Role]
     _reports: Reports
+    _device_failure: Callable[[], str]
 
     def __init__(
         self,
@@ -157,6 +161,16 @@ class RequestEngine(Engine, Generic[R, S]):
                     self._grammars.on_mask(waiting, constraint)
             case _:
                 raise TypeError(f"unknown command {command!r}")
+
+    def device_failure(self) -> str:
+        if not (problem := self._device_failure()):
+            return ""
+        ids = list(dict.fromkeys(sequence.request_id for sequence in self._in_step))
+        listed = ", ".join(ids[:MAX_LISTED]) + (f" and {len(ids) - MAX_LISTED} more" if len(ids) > MAX_LISTED else "")
+        return (
+            f"{problem}. The step had requests {listed or 'none'}. {len(self.scheduler)} requests move to other "
+            "workers. Check the GPU: nvidia-smi, and Xid in the kernel's log"
+        )
 
     def fail_step(self, error: Exception) -> None:
         why = f"the step failed: {type(error).__name__}: {error}"

@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from common.engine.kv import BlockCounts
 from common.engine.kv.tiers import TierCounts
 from common.engine.worker.step_times import StepTimes
-from common.errors import BlockError, RankLost
+from common.errors import BlockError, DeviceLost, RankLost
 from common.latency import Links, StepFit, StepModel, StepShape
 from common.machine import CoreShare
 from common.wire.messages import Message
@@ -250,6 +250,10 @@ class Engine(ABC):
         """Raise BlockError if a block's owner is not a live request."""
 
     @abstractmethod
+    def device_failure(self) -> str:
+        """Return why no further step can run after one that raised: the GPU has failed. "" if it works."""
+
+    @abstractmethod
     def fail_step(self, error: Exception) -> None:
         """Fail the requests of a step that raised."""
 
@@ -262,7 +266,7 @@ class Engine(ABC):
             while not self._stopping:
                 self._turn()
         except BaseException as error:
-            log.exception("engine died")
+            log.exception("engine died: %s", error)
             self.failure = error
         finally:
             self._cores.close()
@@ -284,6 +288,9 @@ class Engine(ABC):
             except (BlockError, RankLost):
                 raise  # block ownership is inconsistent, so requests could get mixed up; or no further step can run
             except Exception as error:
+                # Not `fail_step`: routers must count this as the worker's death, which its requests may have caused.
+                if problem := self.device_failure():
+                    raise DeviceLost(problem) from error
                 self._failed_steps += 1
                 log.exception("engine: step failed (%d consecutive failures)", self._failed_steps)
                 self.fail_step(error)

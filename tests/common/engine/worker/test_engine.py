@@ -55,6 +55,9 @@ class SleepyEngine(Engine):
     def check_integrity(self) -> BlockCounts:
         return BlockCounts(1, 0, 0)
 
+    def device_failure(self) -> str:
+        return ""
+
     def fail_step(self, error: Exception) -> None:
         raise error
 
@@ -138,11 +141,11 @@ class LostEngine(SleepyEngine):
         self.told.append(True)
 
 
-def test_a_lost_rank_ends_the_engine_at_once() -> None:
+def test_a_lost_rank_ends_the_engine_at_once(caplog: pytest.LogCaptureFixture) -> None:
     engine = LostEngine()
     engine.submit("work")
     engine.start()
     wait_until(lambda: not engine.alive)
-    assert isinstance(engine.failure, RankLost)
+    assert isinstance(engine.failure, RankLost) and "engine died: rank 1 is gone" in caplog.text
     assert (engine.num_done, engine.told) == (1, [])
     assert engine.stop()
