@@ -278,7 +278,10 @@ class AccessControl:
 
     async def _reload_keys(self) -> None:
         """Parse the key file in a thread, because ten thousand keys take long, and apply the new limits."""
-        self.ring = await asyncio.to_thread(self._keys.read)
+        before, self.ring = self.ring, await asyncio.to_thread(self._keys.read)
+        if before is not None and self.ring is not None:
+            file, changes = self._config.api_key_file, self.ring.changes_since(before)
+            log.info("API keys: %d are valid after the change of %s: %s", len(self.ring.keys), file, changes)
         now = self._clock()
         known = {key.name: key for key in self.ring.keys} if self.ring is not None else {}
         for name, quota in list(self._quotas.items()):

@@ -59,6 +59,8 @@ MAX_LIMIT = 10**12
 MAX_MODELS, MAX_MODEL_CHARS = 256, 256
 """Maximum number of models that one key names, and maximum length of a name in characters."""
 AGREED_NAME = "keys.toml"
+MAX_LISTED = 20
+"""Maximum number of key names in a log line."""
 
 
 def digest_of(key: bytes) -> bytes:
@@ -132,8 +134,23 @@ class KeyRing:
         """Return the key of this name, or None."""
         return self._named.get(name)
 
+    def changes_since(self, before: KeyRing) -> str:
+        """Return the names of keys that differ from an earlier ring, for the log."""
+        kept = self._named.keys() & before._named.keys()
+        found = {
+            "removed": before._named.keys() - kept,
+            "added": self._named.keys() - kept,
+            "other secrets for": {name for name in kept if self._named[name].digests != before._named[name].digests},
+        }
+        return "; ".join(f"{what} {_listed(names)}" for what, names in found.items() if names) or "the same secrets"
+
     def _blinded(self, digest: bytes) -> bytes:
         return hashlib.blake2b(digest, key=self._secret).digest()
+
+
+def _listed(names: Collection[str]) -> str:
+    shown = ", ".join(sorted(names)[:MAX_LISTED])
+    return f"{shown} and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else shown
 
 
 def read_keys(path: str, classes: Collection[str] = (DEFAULT,), data: bytes | None = None) -> list[ApiKey]:

@@ -98,6 +98,11 @@ class Recovery:
 def _given_up(state: RequestState) -> RequestError:
     number = state.attempts.num_fruitless
     if state.attempts.num_deaths == number > 1:
+        log.error(
+            "request %s: ended with status 400: its last %d workers died: %s. If it is sent again, limit its key",
+            *(state.request.request_id, number, ", ".join(state.attempts.dead_workers)),
+            extra={"key": state.request.key or "none", "prompt": len(state.request.prompt_token_ids)},
+        )
         return FatalRequest(
             f"The last {number} workers that ran this request died. Last failure: {state.attempts.last_failure}"
         )

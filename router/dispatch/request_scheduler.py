@@ -16,6 +16,8 @@ import msgspec
 
 from common.config import RouterConfig
 from common.errors import RETRY_AFTER_S, ModelNotFound, RequestError, Unavailable
+from common.observe import REMIND_S
+from common.wire import Role
 from router.dispatch.admission import Admission
 from router.dispatch.load import DispatchCounters
 from router.dispatch.placement import Placement
@@ -77,6 +79,8 @@ MAX_PLACED_A_TURN = 32
 """Maximum number of queued requests placed in one iteration of the event loop. Each takes almost a millisecond."""
 MAX_REVOKED = 8
 """Maximum number of prompts revoked at one tick."""
+NOTABLE_WAIT_S = 5.0
+"""Wait without any ready worker that is logged, in seconds; or half of the maximum wait, if that is less."""
 LEAST_PAUSE_S = 0.01
 """Minimum delay before the queue is served again because a worker is predicted to have capacity."""
 
@@ -105,6 +109,7 @@ class RequestScheduler:
         self._later, self._fail = later, fail
         self._cancel: Cancel | None = None
         self._serves_at = 0.0
+        self._reminded_at = -REMIND_S
 
     def place_new(self, state: RequestState, now: float, chosen: tuple[Choice, RequestShape] | None) -> None:
         """Place a new request at `chosen`, unless it must wait for capacity or for earlier requests."""
@@ -150,6 +155,7 @@ class RequestScheduler:
                     return
             else:
                 is_full |= state.held_s is not None
+        self._remind(now)
         for state in self._waiting:
             if now - state.times.queued_at <= self._config.queue_timeout_s:
                 break
@@ -193,6 +199,20 @@ class RequestScheduler:
             cancel()
 
     # ------------------------------------------------------------ inside
+
+    def _remind(self, now: float) -> None:
+        """Log once a minute while requests wait because no worker is ready."""
+        if now - self._reminded_at < REMIND_S or (oldest := next(iter(self._waiting), None)) is None:
+            return
+        role: Role = "prefill" if oldest.pools else "decode"
+        waited_s, most_s = now - oldest.times.queued_at, self._config.queue_timeout_s
+        if waited_s < min(NOTABLE_WAIT_S, most_s / 2) or self._registry.ready(role):
+            return
+        self._reminded_at = now
+        log.warning(
+            "%d requests wait for a worker, the longest for %.1f s, and get status 503 after %g s: %s",
+            *(len(self._waiting), waited_s, most_s, self._registry.missing(role, now)),
+        )
 
     def _holds(self, state: RequestState, choice: Choice, now: float) -> bool:
         """Return whether the request stays held, because all workers like the chosen one have enough prompts."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import zip_longest
@@ -112,7 +112,7 @@ class Attempts:
         self.failed_incarnations: set[tuple[str, int]] = set()
         self.last_failure = ""
         self._stream = stream
-        self._deaths: set[tuple[str, int]] = set()
+        self._deaths: dict[tuple[str, int], str] = {}
         self._num_tokens_at_move = 0
 
     @property
@@ -129,6 +129,11 @@ class Attempts:
     def num_deaths(self) -> int:
         """Number of workers that died with the request since it last made progress."""
         return len(self._deaths)
+
+    @property
+    def dead_workers(self) -> Sequence[str]:
+        """Ids of these workers, in the order of their deaths. A worker that restarted may occur several times."""
+        return tuple(self._deaths.values())
 
     @property
     def may_differ(self) -> bool:
@@ -183,14 +188,14 @@ class Attempts:
         else:
             self.num_fruitless += 1
             if died:
-                self._deaths.add((failed.address, failed.epoch))
+                self._deaths[failed.address, failed.epoch] = failed.worker_id
         self._num_tokens_at_move = len(self._stream.token_ids)
         self.last_failure = reason
         self.failed_incarnations.add((failed.address, failed.epoch))
 
     def forgive_death(self, address: str, epoch: int) -> None:
         """Clear the death of a worker that was only silent and returned with the same epoch."""
-        self._deaths.discard((address, epoch))
+        self._deaths.pop((address, epoch), None)
 
 
 @dataclass(slots=True)

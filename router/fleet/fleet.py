@@ -263,7 +263,7 @@ class WorkerFleet:
     def _compare_layouts(self) -> None:
         pairing = Pairing.of(self.registry.ready("prefill"), self.registry.ready("decode"))
         if pairing.reason != self.pairing.reason and pairing.reason:
-            log.warning("%s", pairing.reason)
+            log.warning("%s. Finish or undo the update, or give both pools the same settings", pairing.reason)
         self.pairing = pairing
 
 

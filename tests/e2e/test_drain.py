@@ -118,6 +118,7 @@ def test_a_decode_worker_takes_nothing_new_and_ends_when_it_is_empty(worker: Dra
     worker.hear(TokenOutput)  # what runs goes on
     worker.tell(AbortRequest(request_id="a", attempt=0))
     assert worker.how_it_ends() == (0, False)
+    assert "draining: 1 requests finish or move within 60 s" in worker.log.read_text()
 
 
 @pytest.mark.parametrize("worker", ["decode"], indirect=True)

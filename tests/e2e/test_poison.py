@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,12 +23,12 @@ PATIENCE_S = 120.0
 POISON = [13, 13, 13, 66, 66, 66]
 
 
-@pytest.fixture
-def mortal(tmp_path: Path) -> Iterator[System]:
+@pytest.fixture(params=("poison", "xid"), ids=("killed", "device fails"))
+def mortal(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[System]:
     """Decode workers only, which die of the poison."""
     stack = make_stack(tmp_path, 0, NUM_WORKERS, router_flags=("--max-retries", str(MAX_RETRIES)))
     for worker in stack.workers():
-        make_faulty(worker, poison=",".join(map(str, POISON)))
+        make_faulty(worker, **{request.param: ",".join(map(str, POISON))})
     with stack:
         yield System(stack)
 
@@ -49,5 +50,12 @@ def test_a_request_that_kills_its_workers_ends_alone(mortal: System, random_prom
         reply = httpx.post(f"{stack.url}/v1/completions", json=body, timeout=PATIENCE_S, trust_env=False)
         assert others.result(PATIENCE_S) == expected
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "request_ends_workers"), reply.text
-    assert sum(not worker.alive for worker in stack.workers()) == MAX_RETRIES + 1
+    wait_until(lambda: sum(not one.alive for one in stack.workers()) == MAX_RETRIES + 1, "they end", PATIENCE_S)
+    dead = [worker for worker in stack.workers() if not worker.alive]
+    (line,) = [line for line in stack.router.log.read_text().splitlines() if " ended with status 400: " in line]
+    assert all(worker.name in line for worker in dead) and " its last 3 workers died: " in line
+    (ended,) = [line for line in stack.router.log.read_text().splitlines() if "error=FatalRequest" in line]
+    assert re.search(r" id=(\S+)", ended)[1] in line  # type: ignore[index]
+    if "xid=" in " ".join(dead[0].command):
+        assert all("cpu failed: CUDA error: unspecified launch" in worker.log.read_text() for worker in dead)
     mortal.settle()

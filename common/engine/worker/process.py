@@ -222,17 +222,18 @@ class WorkerProcess:
         """Reject new requests and let running ones finish or be handed over, up to the deadline."""
         self.duties.is_draining = True
         control.broadcast_heartbeat()
-        deadline, engine = time.monotonic() + self.config.drain_timeout_s, self.duties.engine
+        most_s, engine = self.config.drain_timeout_s, self.duties.engine
+        log.info("draining: %d requests finish or move within %g s", engine.status.num_active if engine else 0, most_s)
+        deadline = time.monotonic() + most_s
         while time.monotonic() < deadline and engine is not None and engine.alive and not serving.done():
             if engine.is_empty:
                 break
             await asyncio.sleep(DRAIN_POLL_S)
-        why = (
-            "all requests finished"
-            if engine and engine.is_empty
-            else f"drain timeout of {self.config.drain_timeout_s:g} s expired"
-        )
-        log.info("stopping: %s", why)
+        if engine is None or engine.is_empty:
+            log.info("stopping: all requests finished or moved")
+        else:
+            left = "stopping: drain timeout of %g s expired, %d requests are computed again on other workers"
+            log.warning(left, most_s, engine.status.num_active)
 
     def _on_signal(self, stop: asyncio.Event) -> None:
         if stop.is_set():

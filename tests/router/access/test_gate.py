@@ -237,6 +237,7 @@ def test_a_field_error_keeps_the_value_apart() -> None:
 
 
 async def test_a_changed_key_file_holds_within_two_seconds(start: Any, tools: Any, keys: Path, caplog: Any) -> None:
+    caplog.set_level(logging.INFO)
     running = await start(api_key_file=str(keys))
     access = running.app.state.router_state.access
     watching = asyncio.create_task(access.watch())
@@ -244,6 +245,7 @@ async def test_a_changed_key_file_holds_within_two_seconds(start: Any, tools: An
         replace(keys, entry("alice", "alices-other-key-2"))
         await until_status(running.http, bearer(ALICE), 401)
         assert (await running.http.get("/v1/models", headers=bearer("alices-other-key-2"))).status_code == 200
+        assert f"API keys: 1 are valid after the change of {keys}: removed bob; other secrets for alice" in caplog.text
         write(keys, entry("alice", "alices-other-key-2"), '[[key]]\nname = "x y"\nkey = "hush-hush-hush-hush"\n')
         await tools.until(lambda: "rejected" in caplog.text)
         assert "line 5" in caplog.text and "hush" not in caplog.text
@@ -252,6 +254,7 @@ async def test_a_changed_key_file_holds_within_two_seconds(start: Any, tools: An
         write(keys, entry("bob", BOB))
         access.reload()  # SIGHUP calls it
         await until_status(running.http, bearer(BOB), 200)
+        assert f"API keys: 1 are valid after the change of {keys}: removed alice; added bob" in caplog.text
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)

@@ -2,7 +2,10 @@
 
 import asyncio
 import dataclasses
+import logging
+import re
 import time
+from collections import Counter
 
 import pytest
 
@@ -163,7 +166,7 @@ def poisoned(cluster):
         worker.on_request = lambda router, message, worker=worker: die(worker, message)
 
 
-async def test_a_request_that_kills_its_workers_ends_and_the_others_do_not(cluster, tools):
+async def test_a_request_that_kills_its_workers_ends_and_the_others_do_not(cluster, tools, caplog):
     dispatcher = await cluster.start(prefill=0, decode=3, max_retries=3, worker_timeout_s=5.0)
     poisoned(cluster)
     for worker in cluster.decode:
@@ -173,7 +176,14 @@ async def test_a_request_that_kills_its_workers_ends_and_the_others_do_not(clust
     with pytest.raises(FatalRequest, match="The last 4 workers that ran this request died"):
         await tools.collect(dispatcher, tools.request([666, *PROMPT]))
     assert [tokens for tokens, _ in await asyncio.gather(*work)] == [tools.expected(p, 60) for p in prompts]
-    assert sum(len(worker.deaths) for worker in cluster.decode) == 4
+    dead = {worker.worker_id: worker.deaths for worker in cluster.decode if worker.deaths}
+    assert sum(map(len, dead.values())) == 4
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    (request_id,) = set(sum(dead.values(), []))
+    ended, action = f"request {request_id}: ended with status 400: its last 4 workers died: ", ". If it is sent again, "
+    assert line.startswith(ended) and line.endswith(action + "limit its key")
+    named = line.removeprefix(ended).partition(action)[0].split(", ")
+    assert Counter(named) == {name: len(deaths) for name, deaths in dead.items()}
     await tools.until(lambda: len(dispatcher.fleet.registry.ready("decode")) == 3)
     assert not any(worker.num_booked_requests for worker in dispatcher.load().workers)
 
@@ -199,6 +209,20 @@ async def test_suspects_go_one_at_a_time_and_the_innocent_are_cleared(cluster, t
     worker.die()
     await worker.restart()
     assert [tokens for tokens, _ in await asyncio.gather(*work)] == [tools.expected(p, 8) for p in prompts]
+
+
+async def test_requests_without_a_worker_are_logged_with_the_state_of_each_worker(cluster, tools, caplog):
+    dispatcher = await cluster.start(prefill=0, decode=1, queue_timeout_s=0.6)
+    cluster.decode[0].die()
+    await tools.until(lambda: not dispatcher.fleet.registry.ready("decode"))
+    with pytest.raises(Unavailable):
+        await asyncio.gather(*(tools.collect(dispatcher, tools.request([i, *PROMPT])) for i in range(2)))
+    (line,) = [record.getMessage() for record in caplog.records if "wait for a worker" in record.getMessage()]
+    assert re.match(
+        r"2 requests wait for a worker, the longest for 0\.\d s, and get status 503 after 0.6 s: "
+        rf"no decode worker is ready \(1 configured: .*{cluster.decode[0].worker_id}",
+        line,
+    )
 
 
 async def test_a_worker_that_was_only_silent_makes_nobody_a_suspect(cluster, tools):
