@@ -141,8 +141,9 @@ class AccessControl:
         self.certificate: Certificate | None = None
         if config.tls_cert:
             watch = FileWatch([config.tls_cert, config.tls_key])
-            self.certificate = Certificate(config.tls_cert, config.tls_key)
-            self._watches.append(("tls_cert", watch, self.certificate.reload))
+            certificate = self.certificate = Certificate(config.tls_cert, config.tls_key)
+            self._watches.append(("tls_cert", watch, certificate.reload))
+            metrics.watch_certificate(lambda: certificate.left_s)
         self._audit = AuditLog(config.audit_log, metrics.count_audit_dropped) if config.audit_log else None
         self._anonymous = Quota(ANONYMOUS.limits, clock())
         self._quotas: dict[str, Quota] = {}
@@ -246,6 +247,8 @@ class AccessControl:
                 self._apply_sibling_usage()
             reload_requested = self._reload_requested.is_set()
             self._reload_requested.clear()
+            if self.certificate is not None:
+                self.certificate.log_expiry()
             for field, watch, reload in self._watches:
                 if await asyncio.to_thread(watch.look) or reload_requested:
                     await self._apply(field, reload)

@@ -221,6 +221,11 @@ class RouterMetrics:
             "result",
         )
 
+    def watch_certificate(self, left_s: Callable[[], float]) -> None:
+        """Set the callback for the remaining time of the TLS certificate, in seconds."""
+        text = "Seconds until the TLS certificate expires, negative afterwards"
+        self._gauge("diptych_tls_certificate_expiry_seconds", text).set_function(left_s)
+
     def _add_store(self) -> None:
         """Add metrics of the response store."""
         self._store_failures = self._labelled(

@@ -207,6 +207,13 @@ CASES |= {
         {f'diptych_reloads_total{{{ROUTER},setting="api_key_file",result="ok"}}': "0x25 1x35"},
         labels=OF_MODEL | {"setting": "api_key_file"},
     ),
+    "DiptychCertificateExpires": Case(
+        {
+            f"diptych_tls_certificate_expiry_seconds{{{ROUTER}}}": "2592000x60",
+            f"diptych_tls_certificate_expiry_seconds{{{ROUTER.replace('r-0', 'r-1')}}}": "1210200-60x60",
+        },
+        {f"diptych_tls_certificate_expiry_seconds{{{ROUTER}}}": "1000000-60x10 7776000-60x50"},  # renewed
+    ),
     "DiptychAuditLost": Case(
         {f"diptych_audit_dropped_total{{{ROUTER}}}": "0x25 7x35"},
         {f"diptych_audit_dropped_total{{{ROUTER}}}": "7x60"},
@@ -288,6 +295,10 @@ STATES: dict[str, tuple[Series, set[str]]] = {
     ),
     "a pod was replaced": (cluster({"decode": "2x20 1x8 2x40"}) | {f"up{{{DECODE}}}": "1x20 _x40"}, set()),
     "a router restarts": (cluster({"decode": "2x40 0x2 2x20", "prefill": "1x40 0x2 1x20"}), set()),
+    "a certificate that nobody renews": (
+        cluster({}) | {f"diptych_tls_certificate_expiry_seconds{{{ROUTER}}}": "86400-60x60"},
+        {"DiptychCertificateExpires"},
+    ),
     "a half-done upgrade": (
         cluster({}) | {f'diptych_unpaired_workers{{{ROUTER},role="decode"}}': "1x60"},
         {"DiptychUnpairedWorkers"},

@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import ssl
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import trustme
@@ -13,8 +16,10 @@ from cryptography.hazmat.primitives import serialization
 from common.config import RouterConfig
 from common.errors import ConfigError
 from router.access import tls
+from router.access.access_control import AccessControl
 from router.access.files import FileWatch
-from router.access.tls import Certificate, load_context
+from router.access.tls import DAY, Certificate, load_context
+from router.observe import RouterMetrics
 
 CA = trustme.CA()
 
@@ -24,8 +29,8 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
     return write(tmp_path, "good")
 
 
-def write(folder: Path, name: str) -> tuple[Path, Path]:
-    issued = CA.issue_cert("localhost", "127.0.0.1")
+def write(folder: Path, name: str, not_after: datetime | None = None) -> tuple[Path, Path]:
+    issued = CA.issue_cert("localhost", "127.0.0.1", not_after=not_after)
     cert, key = folder / f"{name}.crt", folder / f"{name}.key"
     cert.write_bytes(b"".join(pem.bytes() for pem in issued.cert_chain_pems))
     key.write_bytes(issued.private_key_pem.bytes())
@@ -92,6 +97,41 @@ async def test_a_renewed_certificate_is_shown(pair: tuple[Path, Path], tmp_path:
     assert shown(certificate) != pair[0].read_text()
     await certificate.reload()
     assert shown(certificate) == shown(certificate, host=None) == pair[0].read_text()
+
+
+async def test_the_expiry_is_logged_once_a_day_until_the_certificate_is_renewed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    day_s = DAY.total_seconds()
+    now, end = datetime(2030, 1, 1, tzinfo=UTC), datetime(2030, 1, 21, 12, tzinfo=UTC)
+    clock = SimpleNamespace(now=now.timestamp())
+    pair = write(tmp_path, "short", not_after=end)
+    certificate = Certificate(*map(str, pair), lambda: clock.now)
+    assert certificate.left_s == 20.5 * day_s and not caplog.records
+    for _ in range(3):
+        clock.now += 4 * day_s
+        certificate.log_expiry()
+        certificate.log_expiry()
+    clock.now += 9 * day_s
+    certificate.log_expiry()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"TLS certificate {pair[0]} expires in 12.5 days, at 2030-01-21T12:00+00:00: renew the file",
+        f"TLS certificate {pair[0]} expires in 8.5 days, at 2030-01-21T12:00+00:00: renew the file",
+        f"TLS certificate {pair[0]} expired 0.5 days ago, at 2030-01-21T12:00+00:00: renew the file",
+    ]
+    for old, new in zip(pair, write(tmp_path, "new", not_after=datetime(2031, 1, 1, tzinfo=UTC)), strict=True):
+        new.replace(old)
+    await certificate.reload()
+    assert certificate.left_s > 300 * day_s and len(caplog.records) == 3
+
+
+def test_the_time_left_is_a_metric(tmp_path: Path) -> None:
+    cert, key = map(str, write(tmp_path, "old", not_after=datetime(2020, 1, 1, tzinfo=UTC)))
+    metrics = RouterMetrics("m", None)
+    access = AccessControl(RouterConfig(tls_cert=cert, tls_key=key), metrics)
+    (left_s,) = re.findall(r"^diptych_tls_certificate_expiry_seconds\{.*\} (\S+)$", metrics.render().decode(), re.M)
+    assert access.certificate is not None and access.certificate.left_s < 0
+    assert float(left_s) == pytest.approx(access.certificate.left_s, abs=60)
 
 
 async def test_files_that_are_replaced_while_they_are_read_spoil_nothing(
