@@ -1,4 +1,7 @@
-"""Generates dashboards/*.json: `make docs`. A dashboard is a list of rows, and a row a list of panels."""
+"""Generates dashboards/*.json: `make docs`.
+
+A dashboard is a list of rows, and a row a list of panels, or the title of the rows that follow.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +41,43 @@ def summed(metric: str, matchers: str, *by: str, over: str = "") -> tuple[tuple[
     return ((legend, f"sum by ({', '.join(by)}) ({inner})" if by else f"sum({inner})"),)
 
 
+INCIDENTS = (
+    "Incidents",
+    (
+        Panel(
+            "Workers lost",
+            "Connections to a worker that broke, in five minutes.",
+            "short",
+            (("{{worker}}", f"sum by (worker) (increase(diptych_worker_cuts_total{{{ROUTER}}}[5m])) > 0"),),
+        ),
+        Panel(
+            "Workers without partner",
+            "Ready workers that cannot exchange KV with any worker of the other role.",
+            "short",
+            (("{{role}}", f"max by (role) (diptych_unpaired_workers{{{ROUTER}}})"),),
+        ),
+        Panel(
+            "Requests that end workers",
+            "Ended because every worker that ran them died, in an hour.",
+            "short",
+            (("all", f'sum(increase(diptych_failures_total{{{ROUTER},reason="FatalRequest"}}[1h]))'),),
+        ),
+    ),
+    (
+        Panel(
+            "Requests by key",
+            "By name of the API key and status. 401 without a name: invalid keys.",
+            "reqps",
+            summed("diptych_key_requests_total", ROUTER, "key", "status", over="5m"),
+        ),
+        Panel(
+            "Certificate expires in",
+            "Least over the routers.",
+            "s",
+            (("{{pod}}", f"min by (pod) (diptych_tls_certificate_expiry_seconds{{{ROUTER}}})"),),
+        ),
+    ),
+)
 OVERVIEW = (
     (
         Panel(
@@ -164,6 +204,7 @@ OVERVIEW = (
             "Failed requests", "By error class.", "reqps", summed("diptych_failures_total", ROUTER, "reason", over="5m")
         ),
     ),
+    *INCIDENTS,
 )
 
 
@@ -324,7 +365,7 @@ TRANSFER = (
         ),
     ),
 )
-DASHBOARDS = {
+DASHBOARDS: dict[str, tuple[str, tuple[str | tuple[Panel, ...], ...]]] = {
     "overview": ("Diptych: service", OVERVIEW),
     "pools": ("Diptych: pools", POOLS),
     "transfer": ("Diptych: KV transfer", TRANSFER),
@@ -350,6 +391,19 @@ def graph(panel: Panel, number: int, x: int, y: int, width: int) -> dict[str, An
     }
 
 
+def heading(title: str, number: int, y: int) -> dict[str, Any]:
+    where = {"x": 0, "y": y, "w": WIDTH, "h": 1}
+    return {
+        "id": number,
+        "type": "row",
+        "title": title,
+        "collapsed": False,
+        "gridPos": where,
+        "panels": [],
+        "targets": [],
+    }
+
+
 def choice(name: str, query: str, *, all_of_them: bool = False, first: str = "") -> dict[str, Any]:
     """A dashboard variable. Initially all values are selected, or `first`."""
     current = {"text": "All", "value": "$__all"} if all_of_them else {"text": first, "value": first}
@@ -369,10 +423,16 @@ def choice(name: str, query: str, *, all_of_them: bool = False, first: str = "")
 def dashboard(name: str) -> dict[str, Any]:
     """Return a dashboard as Grafana JSON."""
     title, rows = DASHBOARDS[name]
-    panels = []
-    for i, row in enumerate(rows):
+    panels: list[dict[str, Any]] = []
+    y = 0
+    for row in rows:
+        if isinstance(row, str):
+            panels.append(heading(row, len(panels) + 1, y))
+            y += 1
+            continue
         width = WIDTH // len(row)
-        panels += [graph(panel, len(panels) + j + 1, j * width, i * HEIGHT, width) for j, panel in enumerate(row)]
+        panels += [graph(panel, len(panels) + j + 1, j * width, y, width) for j, panel in enumerate(row)]
+        y += HEIGHT
     datasource = {"name": "datasource", "type": "datasource", "query": "prometheus", "current": {}}
     up = 'up{namespace="$namespace",diptych_release="$release"}'
     releases = 'up{namespace="$namespace",diptych_release!=""}'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import json
 import os
 import re
 import runpy
@@ -208,3 +209,61 @@ def test_options_that_pages_name_exist(repository: Path) -> None:
                     if option not in known
                 ]
     assert not wrong, "\n".join(wrong)
+
+
+NIGHT = re.compile(r"^### ([^\n]+)\n(.+?)(?=^##)", re.MULTILINE | re.DOTALL)
+PANEL = re.compile(r"Panel:\s\*(.+?)\*\s\((\w+)\)")
+LEAST_LITERAL = 20
+"""Characters of a quoted log line that must stand in the source. The rest may be names and numbers."""
+
+
+@functools.cache
+def texts_in(repository: Path) -> dict[str, tuple[str, ...]]:
+    """Every string of our packages, and the parts of it that stand between its values."""
+    found: dict[str, tuple[str, ...]] = {}
+    for package in PACKAGES:
+        for file in (repository / package).rglob("*.py"):
+            source = re.sub(
+                r'(?<=[^"])"\n\s*f?"(?=[^"])', "", file.read_text(encoding="utf-8")
+            )  # implicit concatenation
+            for text in re.findall(r'"((?:[^"\\\n]|\\.)+)"', source):
+                found[text] = tuple(re.split(r"%[.\d]*[sdgf]|\{[^{}]*\}", text))
+    return found
+
+
+def has_parts(message: str, parts: tuple[str, ...]) -> bool:
+    """Whether a message ends with a text, whose parts stand in their order."""
+    at = 0
+    for part in parts:
+        if (found := message.find(part, at)) < 0:
+            return False
+        at = found + len(part)
+    return sum(map(len, parts)) >= LEAST_LITERAL and message.endswith(parts[-1])
+
+
+def is_logged(line: str, repository: Path) -> bool:
+    """Whether a log line, `message  field=value ...`, ends with a text of the source, and has fields of the source."""
+    message, _, fields = line.partition("  ")
+    texts = texts_in(repository)
+    if any(name not in texts for name in re.findall(r"(\w+)=", fields)):
+        return False
+    return message in texts or any(has_parts(message, parts) for parts in texts.values())
+
+
+def test_each_night_has_a_panel_that_exists_a_line_that_is_logged_and_an_alert(repository: Path) -> None:
+    page = (repository / "docs" / "guides" / "operate.md").read_text(encoding="utf-8")
+    section = page[page.index("\n## Ten nights\n") : page.index("\n## Alerts\n") + 4]
+    nights = NIGHT.findall(section)
+    assert len(nights) == 10 and len(section.split()) <= 700
+    panels = []
+    for title, text in nights:
+        ((panel, dashboard),) = PANEL.findall(text)
+        shown = json.loads((repository / "helm" / "dashboards" / f"{dashboard}.json").read_text(encoding="utf-8"))
+        assert panel in [one["title"] for one in shown["panels"]], title
+        panels.append(panel)
+        (line,) = re.findall(r"^```text\n(.+)\n```$", text, re.MULTILINE)
+        assert is_logged(line, repository), f"{title}: {line}"
+        (alert,) = re.findall(r"\]\(#(diptych\w+)\)", text)
+        assert f"### {alert}\n" in page.lower(), title
+    assert len(set(panels)) == 10
+    assert not is_logged("request a-1: ended because four of its workers died", repository)
