@@ -13,7 +13,7 @@ import zmq.asyncio
 
 from common.config import RouterConfig
 from common.wire import Curve, Role, warn_if_readable
-from common.wire.messages import Message, RouterHeartbeat, RouterHello, ToRouter, WorkerHello
+from common.wire.messages import PROTOCOL_VERSION, Message, RouterHeartbeat, RouterHello, ToRouter, WorkerHello
 from router.fleet.discovery import Endpoint, effective_endpoints, open_source
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.readiness import Pairing
@@ -67,7 +67,10 @@ class WorkerFleet:
         self._monitor = WorkerMonitor(self.registry, self.index, listener, self._greet, self.send)
         self.adapters = self._monitor.adapters
         self._hello = RouterHello(
-            router_id=self.router_id, epoch=secrets.randbits(48), changes_roles=config.role_change
+            router_id=self.router_id,
+            epoch=secrets.randbits(48),
+            changes_roles=config.role_change,
+            protocol=PROTOCOL_VERSION,
         )
         self._beat = RouterHeartbeat(router_id=self.router_id)
         self._curve = Curve.load(config.curve_key, config.curve_authorized)
@@ -261,7 +264,9 @@ class WorkerFleet:
             self.connections[address].flush_aborts()
 
     def _compare_layouts(self) -> None:
-        pairing = Pairing.of(self.registry.ready("prefill"), self.registry.ready("decode"))
+        pairing = Pairing.of(
+            self.registry.ready("prefill"), self.registry.ready("decode"), self.registry.workers.values()
+        )
         if pairing.reason != self.pairing.reason and pairing.reason:
             log.warning("%s", pairing.reason)
         self.pairing = pairing
