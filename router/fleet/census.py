@@ -123,6 +123,11 @@ class ModelCensus:
         more = f"; and {len(unasked) - SHOWN} more" if len(unasked) > SHOWN else ""
         return f"no {role} worker serves this model ({'; '.join(said)}{more})"
 
+    def num_unassigned(self, role: Role) -> int:
+        """Return the number of workers of a role that may get requests but have not said which model they serve."""
+        listed = (one for one, end in self._endpoints.items() if end.role == role and not end.withheld)
+        return sum(address not in self._names for address in listed)
+
     # ------------------------------------------------------------ inside
 
     async def _ask_forever(self) -> None:
