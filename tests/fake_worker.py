@@ -16,6 +16,8 @@ from typing import Any
 
 from common.wire.message_fields import unpack_tokens
 from common.wire.messages import (
+    OLDEST_PROTOCOL_VERSION,
+    PROTOCOL_VERSION,
     AbortRequest,
     AnyMessage,
     DecodeRequest,
@@ -44,6 +46,7 @@ def hello_of(worker_id: str = "w", role: str = "decode", **fields: Any) -> Worke
         "epoch": 1, "fingerprint": "f", "model": "m", "block_size": 4, "num_blocks": NUM_BLOCKS, "max_model_len": 4096,
         "max_num_seqs": 64, "kv_address": "tcp://127.0.0.1:1" if role == "decode" else "", "version": "0",
         "weights": "", "max_step_tokens": 0, "home": role,
+        "oldest_protocol": OLDEST_PROTOCOL_VERSION, "protocol": PROTOCOL_VERSION,
     }  # fmt: skip
     return WorkerHello(worker_id=worker_id, role=role, **(values | fields))
 

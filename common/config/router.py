@@ -356,7 +356,7 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSetti
         30.0,
         "seconds for running requests to finish after SIGTERM",
         group="Timeouts",
-        details="Under `diptych serve` at most 3 s.",
+        details="New requests are served during the first half. Under `diptych serve` at most 3 s.",
         **DURATION,
     )
     request_timeout_s: float = setting(

@@ -6,6 +6,9 @@ import hashlib
 import json
 from collections.abc import Sequence
 
+KV_LAYOUT_VERSION = 12
+"""Increased when the meaning of a block's bytes changes. Workers of different versions cannot exchange blocks."""
+
 
 def weights_fingerprint(model_id: str, weights_hash: str, quantization: str) -> str:
     """Return 16 hex digits over model and weights, excluding layout and type of the KV cache."""
@@ -24,7 +27,6 @@ def layout_fingerprint(
     kv_dtype: str,
     quantization: str,
     block_size: int,
-    protocol_version: int,
     latent_dim: int,
     batch_invariant: bool,
     draft_head: str,
@@ -44,7 +46,7 @@ def layout_fingerprint(
         "kv_dtype": kv_dtype,
         "quantization": quantization,
         "block_size": block_size,
-        "protocol_version": protocol_version,
+        "protocol_version": KV_LAYOUT_VERSION,  # a name of older versions
         "order": "block,layer,slot,dim" if latent_dim else "block,layer,kv_head,slot,kv,dim",
         "latent_dim": latent_dim,
         "batch_invariant": batch_invariant,  # KV computed without it depends on the batch in its last bits

@@ -11,8 +11,26 @@ from msgspec import Meta
 
 from common.errors import WireError
 
-PROTOCOL_VERSION = 12
-"""Increased with every change of a message. Workers reject routers of another version."""
+PROTOCOL_VERSION = 13
+"""Newest version that this process speaks. Peers use the highest version that both speak.
+
+A version is increased with every change of a message, once per release. Each release also speaks the version of the
+release before, so that processes can be upgraded one by one:
+
+- A new field stands at the end of its struct, is marked with `since`, and has a default that means "as before".
+  `encode` omits it for older peers. Receivers ignore further fields, and use the default of a missing one.
+- A new message, a new value of an existing field or a wider limit is sent only to peers that speak its version. The
+  same holds for a field that an older peer must not ignore, such as a sampling parameter: the router must choose a
+  worker whose `WorkerHello.protocol` is new enough.
+- Removing or moving a field, or changing its meaning or type, takes two releases: add the new form, and remove the old
+  one when no supported version needs it.
+- The hellos are readable by all versions: they only get new fields.
+- KV_LAYOUT_VERSION is independent. A change of it means that old and new workers cannot exchange blocks.
+"""
+OLDEST_PROTOCOL_VERSION = 12
+"""Oldest version that this process speaks."""
+UNSTATED_PROTOCOL_VERSION = 12
+"""Version of processes whose messages state none."""
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Maximum size of a message without blocks: a prompt of four million tokens."""
 TOKEN_BYTES = 4
@@ -20,6 +38,23 @@ TOKEN_BYTES = 4
 MAX_TOKENS = MAX_MESSAGE_BYTES // TOKEN_BYTES
 MAX_PRIORITY = 10
 """Maximum absolute value of a priority."""
+
+
+def since(version: int) -> Meta:
+    """Mark a field that was added in this version."""
+    return Meta(extra={"since": version})
+
+
+def common_version(oldest: int, newest: int) -> int:
+    """Return the highest version that this process and a peer speak, or 0 if there is none."""
+    highest = min(PROTOCOL_VERSION, newest)
+    return highest if highest >= max(OLDEST_PROTOCOL_VERSION, oldest) else 0
+
+
+def version_names(oldest: int, newest: int) -> str:
+    """Describe a range of versions: "version 13" or "versions 12 to 13"."""
+    return f"version {newest}" if oldest == newest else f"versions {oldest} to {newest}"
+
 
 Role = Literal["prefill", "decode"]
 """Role of a worker. `WorkerHello.role` is any text, so that a router can log unknown roles."""
@@ -41,6 +76,10 @@ Address = Annotated[str, Meta(max_length=256, pattern=r"^tcp://\S+\Z")]
 
 AddressOrNone = Annotated[str, Meta(max_length=256, pattern=r"^(|tcp://\S+)\Z")]
 """An address or "". Forwarded addresses are checked at the sender, as an invalid one would invalidate the message."""
+
+
+Protocol = Annotated[int, Meta(ge=0, le=2**31, extra={"since": 13})]
+"""Newest protocol version that a process speaks."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

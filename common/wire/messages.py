@@ -23,7 +23,14 @@ from common.wire.kv_messages import (
     ToLender,
     ToPrefill,
 )
-from common.wire.message_fields import PROTOCOL_VERSION, Message
+from common.wire.message_fields import (
+    OLDEST_PROTOCOL_VERSION,
+    PROTOCOL_VERSION,
+    UNSTATED_PROTOCOL_VERSION,
+    Message,
+    common_version,
+    version_names,
+)
 from common.wire.router_messages import (
     AbortRequest,
     BlockSnapshotRequest,
@@ -88,6 +95,7 @@ __all__ = [
     "MAX_POOLED_VALUES",
     "MAX_SHORT_HASHES",
     "Message",
+    "OLDEST_PROTOCOL_VERSION",
     "PROTOCOL_VERSION",
     "PooledOutput",
     "PrefillRequest",
@@ -106,10 +114,13 @@ __all__ = [
     "ToPrefill",
     "ToRouter",
     "ToWorker",
+    "UNSTATED_PROTOCOL_VERSION",
     "TokenDelta",
     "TokenOutput",
     "WorkerHeartbeat",
     "WorkerHello",
+    "common_version",
+    "version_names",
 ]
 
 AnyMessage = ToWorker | ToRouter | ToDecode | ToPrefill | ToLender

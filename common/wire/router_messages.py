@@ -9,12 +9,14 @@ from msgspec import Meta
 
 from common.wire.adapter_messages import Digest, SetAdapter
 from common.wire.message_fields import (
-    PROTOCOL_VERSION,
+    OLDEST_PROTOCOL_VERSION,
+    UNSTATED_PROTOCOL_VERSION,
     Address,
     Count,
     Message,
     Name,
     Priority,
+    Protocol,
     Role,
     Seconds,
     Text,
@@ -26,13 +28,15 @@ from common.wire.sampling_params import SamplingParams
 class RouterHello(Message, frozen=True, tag=1):
     """First message on a connection, with the router's identity. The worker replies with `WorkerHello`.
 
+    The router speaks the protocol versions from `oldest_protocol` to `protocol`, or only the first if `protocol` is 0.
     `changes_roles`: the router changes roles of workers if it is the `WorkerHeartbeat.planner`.
     """
 
     router_id: Name
     epoch: Count
-    protocol: Count = PROTOCOL_VERSION
+    oldest_protocol: Count = OLDEST_PROTOCOL_VERSION
     changes_roles: bool = False
+    protocol: Protocol = 0
 
 
 class RouterHeartbeat(Message, frozen=True, tag=2):
@@ -42,23 +46,28 @@ class RouterHeartbeat(Message, frozen=True, tag=2):
 
 
 class KVTarget(msgspec.Struct, frozen=True, array_like=True):
-    """The decode worker to which a prefill worker sends KV, with the epoch it must have."""
+    """The decode worker to which a prefill worker sends KV, with the epoch it must have.
+
+    `protocol`: newest version that it speaks.
+    """
 
     worker_id: Name
     epoch: Count
     address: Address
+    protocol: Protocol = UNSTATED_PROTOCOL_VERSION
 
 
 class KVPeer(msgspec.Struct, frozen=True, array_like=True):
     """A lender at `address` with the epoch it must have. It reported the prompt's first `num_blocks` blocks as cached.
 
-    They may have been evicted since.
+    They may have been evicted since. `protocol`: newest version that it speaks.
     """
 
     worker_id: Name
     epoch: Count
     address: Address
     num_blocks: Count
+    protocol: Protocol = UNSTATED_PROTOCOL_VERSION
 
 
 class PrefillRequest(Message, frozen=True, tag=3):

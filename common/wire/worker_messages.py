@@ -9,7 +9,20 @@ from msgspec import Meta
 
 from common.latency import Links, StepModel
 from common.wire.adapter_messages import MAX_ADAPTERS, AdapterState
-from common.wire.message_fields import MAX_TOKENS, AddressOrNone, Count, Finite, Message, Name, Reason, Seconds, Text
+from common.wire.message_fields import (
+    MAX_TOKENS,
+    UNSTATED_PROTOCOL_VERSION,
+    AddressOrNone,
+    Count,
+    Finite,
+    Message,
+    Name,
+    Protocol,
+    Reason,
+    Seconds,
+    Text,
+    since,
+)
 from common.wire.sampling_params import TokenLogprobs
 
 MAX_OUTPUTS = 16_384
@@ -20,6 +33,8 @@ SHORT_HASH_BYTES = 8
 """Size of shortened block hashes for routers. Collisions cause a wrong estimate of hits, not a wrong answer."""
 MAX_SHORT_HASHES = 8192
 """Maximum number in one message: 64 KiB."""
+MAX_LAYOUT = 32
+"""Maximum number of settings in `WorkerHello.layout`."""
 ShortHashes = Annotated[bytes, Meta(max_length=SHORT_HASH_BYTES * MAX_SHORT_HASHES)]
 """Concatenated first bytes of block hashes."""
 
@@ -27,7 +42,7 @@ ShortHashes = Annotated[bytes, Meta(max_length=SHORT_HASH_BYTES * MAX_SHORT_HASH
 class WorkerHello(Message, frozen=True, kw_only=True, tag=20):
     """Identity and model of a worker. `epoch` differs after every start.
 
-    - Only workers with equal `fingerprint` are paired. It covers protocol, model, weights, dtype and KV layout.
+    - Only workers with equal `fingerprint` are paired. It covers model, weights, dtype and KV layout.
     - An answer that has begun continues only on workers with equal `weights`, which covers the model and its weight
       format.
     - `lost_router`: the worker has dropped the receiving router's requests, because the router was silent for too long.
@@ -38,6 +53,8 @@ class WorkerHello(Message, frozen=True, kw_only=True, tag=20):
     - `max_loras`: number of adapter slots.
     - `lend_address`: where it lends cached blocks to workers of equal `fingerprint`; "" if it neither lends nor pulls.
     - `window`: maximum context of all layers in tokens, so that sequences own no earlier blocks; 0 for no limit.
+    - The worker speaks the protocol versions from `oldest_protocol` to `protocol`.
+    - `layout`: names and values of settings that `fingerprint` covers, to explain why workers are not paired.
     """
 
     worker_id: Name
@@ -59,6 +76,9 @@ class WorkerHello(Message, frozen=True, kw_only=True, tag=20):
     max_loras: Count = 0
     lend_address: AddressOrNone = ""
     window: Count = 0
+    oldest_protocol: Protocol = UNSTATED_PROTOCOL_VERSION
+    protocol: Protocol = UNSTATED_PROTOCOL_VERSION
+    layout: Annotated[tuple[tuple[Name, Text], ...], Meta(max_length=MAX_LAYOUT), since(13)] = ()
 
 
 class WorkerHeartbeat(Message, frozen=True, tag=21):

@@ -376,9 +376,9 @@ def _workers(workers: Sequence[Mapping[str, Any]], *, several: bool) -> Table:
 
 
 def _reasons(workers: Sequence[Mapping[str, Any]]) -> list[Text]:
-    """Draw why workers are not ready."""
-    not_ready = [one for one in workers if one["state"] != "ready" and one["reason"] not in ("", one["state"])]
-    return [line(f"{_name(one)[1]}: {clean(one['reason'])}", DIM) for one in not_ready[:NUM_EVENTS]]
+    """Draw why workers are not ready, or not paired."""
+    limited = [one for one in workers if one["reason"] not in ("", one["state"])]
+    return [line(f"{_name(one)[1]}: {clean(one['reason'])}", DIM) for one in limited[:NUM_EVENTS]]
 
 
 def _name(worker: Mapping[str, Any]) -> tuple[int, str]:

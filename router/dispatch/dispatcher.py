@@ -108,6 +108,8 @@ class Dispatcher:
         registry, now = self.fleet.registry, self._clock()
         if missing := registry.missing(self._needed, now):
             return False, missing
+        if missing := self.fleet.missing_answers(now):
+            return False, missing
         if self._needed == "prefill":
             return True, ""
         alone = registry.missing("prefill", now) if self.core.has_prefill else ""

@@ -147,12 +147,12 @@ def _by_state(workers: Iterable[Worker]) -> dict[tuple[str, str], int]:
 class WorkerLoad:
     """State of one worker: its reports, and what is booked on it.
 
-    `reason` explains why it is not ready. `role` is its current role, `home` the role that it was started with.
-    `wait_s` is the predicted wait of a new prompt, `lag_s` the average excess of the first token's time over the
-    prediction. `step_model` and `link_model` are fitted by the worker. `num_known_blocks` is the size of its prefix
-    cache as known to this router. `batch_cap` is the maximum batch size and `step_tokens` the maximum prompt tokens per
-    step, from flags or set by the worker itself; 0 if unknown. `block_size`, `max_num_seqs`, `max_step_tokens`,
-    `window` and `model` come from its hello.
+    `reason` explains why it is not ready, or why no worker of the other pool can exchange KV with it. `role` is its
+    current role, `home` the role that it was started with. `wait_s` is the predicted wait of a new prompt, `lag_s`
+    the average excess of the first token's time over the prediction. `step_model` and `link_model` are fitted by
+    the worker. `num_known_blocks` is the size of its prefix cache as known to this router. `batch_cap` is the
+    maximum batch size and `step_tokens` the maximum prompt tokens per step, from flags or set by the worker itself;
+    0 if unknown. `block_size`, `max_num_seqs`, `max_step_tokens`, `window` and `model` come from its hello.
     """
 
     address: str
@@ -185,7 +185,9 @@ class WorkerLoad:
     model: str = ""
 
     @classmethod
-    def of(cls, worker: Worker, connection: WorkerConnection, now: float, num_known_blocks: int = 0) -> WorkerLoad:
+    def of(
+        cls, worker: Worker, connection: WorkerConnection, now: float, num_known_blocks: int = 0, unpaired: str = ""
+    ) -> WorkerLoad:
         return cls(
             address=worker.address,
             role=worker.role,
@@ -201,7 +203,7 @@ class WorkerLoad:
             num_dropped_frames=connection.drops.num_dropped,
             num_unsent=connection.counters.num_unsent,
             num_cuts=connection.counters.num_cuts,
-            reason=worker.withheld or worker.reason,
+            reason=worker.withheld or worker.reason or unpaired,
             wait_s=wait_s(worker, now) if worker.ready else 0.0,
             lag_s=worker.estimates.lag_s,
             step_model=msgspec.structs.asdict(worker.load.step_model),
@@ -310,7 +312,7 @@ class DispatchLoad:
         return cls(
             stages,
             tuple(
-                WorkerLoad.of(workers[address], link, now, fleet.index.size(address))
+                WorkerLoad.of(workers[address], link, now, fleet.index.size(address), fleet.pairing.detail(address))
                 for address, link in fleet.connections.items()
             ),
             dict(counters.num_retries),

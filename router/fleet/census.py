@@ -18,7 +18,7 @@ import zmq.asyncio
 
 from common.config import RouterConfig
 from common.wire import Curve, Role
-from common.wire.messages import RouterHello, ToRouter, WorkerHello
+from common.wire.messages import PROTOCOL_VERSION, RouterHello, ToRouter, WorkerHello
 from router.fleet.discovery import Endpoint, Publish, open_source
 from router.fleet.fleet import CLOSE_LINGER_MS, MAX_DISCOVERED, SOCKETS_PER_WORKER
 from router.fleet.readiness import SHOWN
@@ -50,7 +50,7 @@ class ModelCensus:
         self._heartbeat_s = config.heartbeat_s
         self._curve = Curve.load(config.curve_key, config.curve_authorized)
         self._router_id = secrets.token_hex(8)
-        self._hello = RouterHello(router_id=self._router_id, epoch=secrets.randbits(48))
+        self._hello = RouterHello(router_id=self._router_id, epoch=secrets.randbits(48), protocol=PROTOCOL_VERSION)
         self._events = ConnectionEvents(
             self._on_message, lambda address: None, self._on_cut, self._on_problem, self._on_problem
         )
@@ -122,6 +122,11 @@ class ModelCensus:
         said = [f"{self._name(address)}: {self._said.get(address, SILENT)}" for address in unasked[:SHOWN]]
         more = f"; and {len(unasked) - SHOWN} more" if len(unasked) > SHOWN else ""
         return f"no {role} worker serves this model ({'; '.join(said)}{more})"
+
+    def num_unassigned(self, role: Role) -> int:
+        """Return the number of workers of a role that may get requests but have not said which model they serve."""
+        listed = (one for one, end in self._endpoints.items() if end.role == role and not end.withheld)
+        return sum(address not in self._names for address in listed)
 
     # ------------------------------------------------------------ inside
 

@@ -12,8 +12,8 @@ from typing import Any
 import zmq.asyncio
 
 from common.config import RouterConfig
-from common.wire import Curve, Role, warn_if_readable
-from common.wire.messages import Message, RouterHeartbeat, RouterHello, ToRouter, WorkerHello
+from common.wire import ROLES, Curve, Role, warn_if_readable
+from common.wire.messages import PROTOCOL_VERSION, Message, RouterHeartbeat, RouterHello, ToRouter, WorkerHello
 from router.fleet.discovery import Endpoint, effective_endpoints, open_source
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.readiness import Pairing
@@ -32,6 +32,11 @@ MAX_DISCOVERED = 1024
 """Maximum number of discovered workers. A selector that matches a whole cluster must not exhaust file descriptors."""
 SOCKETS_PER_WORKER = 4
 """ZeroMQ sockets per worker, including internal ones."""
+KNOWN_SHARE = 0.8
+"""Share of the discovered workers of each role that must have answered before a new router is ready. A router that
+knows two of ten workers would send them all of its requests."""
+INTRODUCTION_S = 15.0
+"""Maximum time that a new router waits for that share, in seconds. Longer than any reconnection."""
 TURNS_TO_LISTEN = 16
 """Iterations of the event loop that a message may need from socket to reader. The fleet waits for them before it judges
 a worker to be silent."""
@@ -67,13 +72,18 @@ class WorkerFleet:
         self._monitor = WorkerMonitor(self.registry, self.index, listener, self._greet, self.send)
         self.adapters = self._monitor.adapters
         self._hello = RouterHello(
-            router_id=self.router_id, epoch=secrets.randbits(48), changes_roles=config.role_change
+            router_id=self.router_id,
+            epoch=secrets.randbits(48),
+            changes_roles=config.role_change,
+            protocol=PROTOCOL_VERSION,
         )
         self._beat = RouterHeartbeat(router_id=self.router_id)
         self._curve = Curve.load(config.curve_key, config.curve_authorized)
         warn_if_readable(config.curve_key)
         self._hwm, self._models = hwm, models
         self.on_stranger: Callable[[str, str], None] = lambda address, model: None
+        self.num_unassigned: Callable[[Role], int] = lambda role: 0
+        """Returns the number of discovered workers of a role that may serve this model but have not said so yet."""
         self._events = ConnectionEvents(
             self._on_message, self._greet, self._on_cut, self.registry.on_refused, self.registry.on_unreadable
         )
@@ -87,6 +97,8 @@ class WorkerFleet:
         self._wanted = {
             worker.address: Endpoint(worker.home, worker.address) for worker in self.registry.workers.values()
         }
+        self._started_at: float | None = None
+        self._introduced = config.discovery == "static"
         self._doubted: frozenset[Role] = frozenset()
         self._refused: set[str] = set()
         self._context: zmq.asyncio.Context | None = None
@@ -96,7 +108,7 @@ class WorkerFleet:
 
     async def start(self) -> None:
         """Start connecting to all workers, and return. Workers become ready as they answer."""
-        self._context = zmq.asyncio.Context()
+        self._context, self._started_at = zmq.asyncio.Context(), self._clock()
         most = max(len(self.connections), MAX_DISCOVERED if self.source is not None or self._models else 0)
         self._context.set(zmq.MAX_SOCKETS, max(1024, SOCKETS_PER_WORKER * most + 64))
         for connection in self.connections.values():
@@ -131,6 +143,22 @@ class WorkerFleet:
     def recent_events(self, now: float) -> tuple[FleetEvent, ...]:
         """Return the recent worker events, newest first."""
         return self._monitor.events.recent(now)
+
+    def missing_answers(self, now: float) -> str:
+        """Return which share of the discovered workers a new router still waits for; "" after that, and for ever."""
+        if self._introduced:
+            return ""
+        is_over = self._started_at is not None and now - self._started_at > INTRODUCTION_S
+        listed = [worker for worker in self.registry.workers.values() if not worker.withheld]
+        for role in ROLES:
+            pool = [worker for worker in listed if worker.home == role]
+            num_known = sum(worker.life.known_epoch is not None for worker in pool)
+            num_listed = len(pool) + self.num_unassigned(role)
+            if num_known < KNOWN_SHARE * num_listed and not is_over:
+                share = f"{num_known} of {num_listed} {role} workers have answered"
+                return f"{share}, waiting for {KNOWN_SHARE:.0%} of them for up to {INTRODUCTION_S:g} s after the start"
+        self._introduced = bool(listed)
+        return ""
 
     def reconcile(self, endpoints: Sequence[Endpoint]) -> None:
         """Replace the list of all existing workers.
@@ -261,7 +289,9 @@ class WorkerFleet:
             self.connections[address].flush_aborts()
 
     def _compare_layouts(self) -> None:
-        pairing = Pairing.of(self.registry.ready("prefill"), self.registry.ready("decode"))
+        pairing = Pairing.of(
+            self.registry.ready("prefill"), self.registry.ready("decode"), self.registry.workers.values()
+        )
         if pairing.reason != self.pairing.reason and pairing.reason:
             log.warning("%s. Finish or undo the update, or give both pools the same settings", pairing.reason)
         self.pairing = pairing

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from common.wire import Role
+from common.wire.messages import WorkerHello
 from router.fleet.worker import Worker, by_fingerprint
 
 SHOWN = 8
@@ -26,35 +28,97 @@ def absence_reason(role: Role, known: Collection[Worker], now: float, explain: C
     return f"no {role} worker is ready ({len(workers)} configured: {listed}{more})"
 
 
+UNKNOWN_DIFFERENCE = "unknown"
+"""Reason if the hellos of two workers with different layouts do not differ in any known setting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unpaired:
+    """A worker without a compatible worker of the other pool. `reason` is the setting in which they differ.
+
+    `detail` lists all differences from the most similar worker of the other pool.
+    """
+
+    worker_id: str
+    role: str
+    reason: str
+    detail: str
+
+
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """Ids of ready workers without a ready peer of the same KV layout. Empty while a pool has no ready worker."""
+    """Ready workers without a ready peer of the same KV layout, and workers of another protocol, by address.
 
-    prefill: tuple[str, ...] = ()
-    decode: tuple[str, ...] = ()
+    `impossible`: both pools have ready workers, but no pair exists. `reason` describes the layouts that differ.
+    """
+
+    unpaired: Mapping[str, Unpaired] = field(default_factory=dict)
     impossible: bool = False
     reason: str = ""
 
     @classmethod
-    def of(cls, prefill: Sequence[Worker], decode: Sequence[Worker]) -> Pairing:
-        """Compute the pairing of all ready workers."""
+    def of(cls, prefill: Sequence[Worker], decode: Sequence[Worker], others: Iterable[Worker] = ()) -> Pairing:
+        """Compute the pairing of all ready workers. `others` are workers that may speak another protocol."""
+        unpaired = {
+            worker.address: Unpaired(worker.worker_id, worker.role, "protocol", worker.reason)
+            for worker in others
+            if worker.hello is not None and not worker.speaks_our_protocol
+        }
         if not prefill or not decode:
-            return cls()
+            return cls(unpaired)
         shared = by_fingerprint(prefill).keys() & by_fingerprint(decode).keys()
-        alone = [worker for worker in (*prefill, *decode) if worker.identity.fingerprint not in shared]
-        if not alone:
-            return cls()
+        for pool, partners in ((prefill, decode), (decode, prefill)):
+            groups = by_fingerprint(partners)
+            known: dict[str, tuple[str, str]] = {}
+            for worker in pool:
+                layout = worker.identity.fingerprint
+                if layout in shared:
+                    continue
+                if layout not in known:  # equal for all workers of a layout
+                    known[layout] = _difference(worker, [group[0] for group in groups.values()])
+                unpaired[worker.address] = Unpaired(worker.worker_id, worker.role, *known[layout])
+        if all(worker.identity.fingerprint in shared for worker in (*prefill, *decode)):
+            return cls(unpaired)
         return cls(
-            tuple(worker.worker_id for worker in alone if worker.role == "prefill"),
-            tuple(worker.worker_id for worker in alone if worker.role == "decode"),
+            unpaired,
             not shared,
             "KV cannot pass between " + _layouts(prefill, shared) + " and " + _layouts(decode, shared),
         )
+
+    def detail(self, address: str) -> str:
+        """Return why a worker has no partner; "" if it has one."""
+        return self.unpaired[address].detail if address in self.unpaired else ""
+
+    def num_unpaired(self) -> dict[tuple[str, str], int]:
+        """Return the number of unpaired workers by role and reason."""
+        return Counter((one.role, one.reason) for one in self.unpaired.values())
 
     @property
     def note(self) -> str:
         """Warning of a router that is ready without any pair; "" if there is a pair."""
         return f"no prefill worker can serve a decode worker: {self.reason}" if self.impossible else ""
+
+
+def _difference(worker: Worker, others: Sequence[Worker]) -> tuple[str, str]:
+    """Return the first setting in which a worker differs from the most similar of others, and all differences."""
+    other = min(others, key=lambda one: len(_differences(worker.identity, one.identity)))
+    found = _differences(worker.identity, other.identity)
+    if not found:
+        return UNKNOWN_DIFFERENCE, f"its KV layout differs from that of {other.worker_id}"
+    shown = ", ".join(f"{name} {ours} instead of {theirs}" for name, ours, theirs in found)
+    return found[0][0], f"it cannot exchange KV with {other.worker_id}: {shown}"
+
+
+def _differences(one: WorkerHello, other: WorkerHello) -> list[tuple[str, str, str]]:
+    """Return the settings in which two hellos differ, with both values. Hellos of older versions list fewer."""
+    ours, theirs = dict(one.layout), dict(other.layout)
+    pairs = [("model", one.model, other.model)]
+    pairs += [("block_size", str(one.block_size), str(other.block_size))]
+    pairs += [(name, ours[name], theirs[name]) for name in ours if name in theirs]
+    found = [pair for pair in pairs if pair[1] != pair[2]]
+    if not found and one.weights != other.weights:
+        found = [("weights", one.weights, other.weights)]
+    return found
 
 
 def _layouts(workers: Sequence[Worker], shared: set[str]) -> str:

@@ -12,7 +12,15 @@ from common.blocks import Window
 from common.latency import LinkModel, StepModel
 from common.observe import Ewma
 from common.wire import ROLES, Role
-from common.wire.messages import AdapterState, WorkerHeartbeat, WorkerHello
+from common.wire.messages import (
+    OLDEST_PROTOCOL_VERSION,
+    PROTOCOL_VERSION,
+    AdapterState,
+    WorkerHeartbeat,
+    WorkerHello,
+    common_version,
+    version_names,
+)
 from router.fleet.booking import Bookings, peak_growth
 
 SMOOTHING = 0.1
@@ -319,11 +327,20 @@ class Worker:
         return Window(self.identity.window, max(1, self.identity.block_size))
 
     @property
+    def speaks_our_protocol(self) -> bool:
+        """Whether this router and the worker, which has said hello, speak a common protocol version."""
+        return common_version(self.identity.oldest_protocol, self.identity.protocol) > 0
+
+    @property
     def incompatibility(self) -> str:
         """Reason why the worker can never be used; "" if it can."""
         hello = self.hello
         if hello is None:
             return "no hello received yet"
+        if not self.speaks_our_protocol:
+            theirs = version_names(hello.oldest_protocol, hello.protocol)
+            ours = version_names(OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION)
+            return f"protocol: it speaks {theirs}, this router {ours}"
         if hello.home != self.home:
             return f"it is a {hello.home} worker, but is configured as a {self.home} worker"
         if hello.role not in ROLES:

@@ -23,13 +23,16 @@ from router.request import BodyBudget, BodyReader
 if TYPE_CHECKING:  # only routers of several processes need its HTTP client
     from router.siblings import Siblings
 
+SHUTTING_DOWN = "This router is shutting down."
+
 
 @dataclass
 class RouterState:
     """Shared state of a router. Each of its `models` is a `ServedModel`.
 
-    `config` and `metrics` are the router's; with a single model they are also that model's. While `draining`, new
-    requests are refused. `num_active` counts HTTP requests that are being answered. `is_loopback`: clients connect to a
+    `config` and `metrics` are the router's; with a single model they are also that model's. While `draining`, requests
+    are served, but every answer closes its connection. When it is also `refusing`, new generation requests get 503.
+    `num_active` counts HTTP requests that are being answered. `is_loopback`: clients connect to a
     loopback address. `failure` returns why this process must be restarted; "" while it is healthy. `siblings` are the
     other processes that serve the port; None for a router of one process.
     """
@@ -43,6 +46,7 @@ class RouterState:
     siblings: Siblings | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
+    refusing: bool = False
     is_loopback: bool = False
     num_active: int = 0
     completion_rate: CompletionRate = field(default_factory=CompletionRate)
@@ -70,9 +74,14 @@ class RouterState:
         return log, trace.traceparent
 
     def check_open(self) -> None:
-        """Raise Unavailable while the process is shutting down."""
+        """Raise Unavailable when an answer might not be complete before the process ends."""
+        if self.refusing:
+            raise _shutting_down()
+
+    def check_stays(self) -> None:
+        """Raise Unavailable while the process is shutting down. For work that takes longer than its request."""
         if self.draining:
-            raise Unavailable("This router is shutting down.", retry_after_s=RETRY_AFTER_S)
+            raise _shutting_down()
 
     def check_capacity(self, is_longer: Callable[[int], bool], caller: Caller) -> None:
         """Raise RequestError if the only model has no capacity. With several, the body must be read first."""
@@ -98,7 +107,11 @@ class RouterState:
     @property
     def ready(self) -> tuple[bool, str]:
         """Whether this router serves requests, and the reason if not."""
-        return (False, "This router is shutting down.") if self.draining else self.has_workers
+        return (False, SHUTTING_DOWN) if self.draining else self.has_workers
+
+
+def _shutting_down() -> Unavailable:
+    return Unavailable(SHUTTING_DOWN, retry_after_s=RETRY_AFTER_S)
 
 
 def key_of(request: Request) -> ApiKey:

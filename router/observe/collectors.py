@@ -13,6 +13,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from common.observe import Families, Samples
+from common.wire import ROLES
 from router.dispatch import Dispatcher, DispatchLoad
 from router.fleet import DiscoveryStatus
 from router.observe.slo import SLOWindow
@@ -153,7 +154,7 @@ class PoolCollector(Collector):
         now = self._clock()
         fleet, window = self._dispatcher.fleet, self._window
         demand = self._dispatcher.demand(window.tpot_s)
-        unpaired = {("prefill",): len(fleet.pairing.prefill), ("decode",): len(fleet.pairing.decode)}
+        unpaired = {(role, ""): 0 for role in ROLES} | fleet.pairing.num_unpaired()
         attained = {(slo,): share for slo, share in window.attainment(now).items()}
         held = {(role,): num for role, num in demand.held.items()}
         backlog = {("prefill",): demand.backlog_s}
@@ -172,7 +173,9 @@ class PoolCollector(Collector):
         yield gauge("vllm:num_requests_running", "Sequences in the workers' running batches", demand.num_running)
         yield gauge("vllm:num_requests_waiting", "Sequences queued in the router or at workers", demand.num_waiting)
         yield gauge("vllm:kv_cache_usage_perc", "Share of decode workers' blocks in use, 0 to 1", demand.kv_usage)
-        yield gauge("diptych_unpaired_workers", "Ready workers without a compatible one", unpaired.items(), ("role",))
+        yield gauge(
+            "diptych_unpaired_workers", "Workers without a compatible one", unpaired.items(), ("role", "reason")
+        )
         if attained:
             yield gauge(
                 "diptych_slo_attainment_ratio",

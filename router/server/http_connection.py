@@ -109,6 +109,15 @@ class ConnectionSlots:
         self._idle.pop(transport, None)
         self._refused.pop(transport, None)
 
+    def close_idle(self, idle_s: float) -> bool:
+        """Close the connections that have been idle for `idle_s` seconds. Returns whether any connection is left."""
+        latest = self._clock() - idle_s
+        for transport, since in self._idle.items():
+            if since > latest:
+                break
+            transport.close()
+        return any(not transport.is_closing() for transport in self._open)
+
     def _evict(self) -> bool:
         latest = self._clock() - IDLE_S
         for transport, since in self._idle.items():
@@ -127,12 +136,14 @@ class HTTPBounds:
     """Limits of connections. `on_reject` is called with the reason of each rejection.
 
     `answer_s`: maximum time, in seconds, that the answer of a generation may wait for a client that does not read.
+    `is_draining`: whether each answer must close its connection, so that the client connects to another router.
     """
 
     slots: ConnectionSlots
     header_timeout_s: float
     answer_s: float
     on_reject: Callable[[str], None]
+    is_draining: Callable[[], bool]
 
 
 class CycleWriter:
@@ -182,7 +193,7 @@ class HTTPConnection(HttpToolsProtocol):
     def __init__(self, bounds: HTTPBounds, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
         self.bounds = bounds
-        self._app = _after_body(self.app)
+        self._app = _after_body(self.app, self)
         self.awaiting_since: float | None = None
         self.closing_since: float | None = None
         self.unread_since: float | None = None
@@ -198,6 +209,11 @@ class HTTPConnection(HttpToolsProtocol):
     def idle(self) -> bool:
         """Whether no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def closes_now(self) -> bool:
+        """Whether the answer that begins now is the last one: the router drains, and no pipelined request waits."""
+        return self.bounds.is_draining() and not self.pipeline
 
     # ------------------------------------------------------------ asyncio's callbacks
 
@@ -508,8 +524,8 @@ def _unchunked(app: ASGIApp) -> ASGIApp:
     return answer
 
 
-def _after_body(app: ASGIApp) -> ASGIApp:
-    """Wrap `app` so that answers to requests with unread bodies reach their clients.
+def _after_body(app: ASGIApp, connection: HTTPConnection) -> ASGIApp:
+    """Wrap `app` so that answers to requests with unread bodies reach their clients, and close draining connections.
 
     Closing would reset the connection of a client that is still sending, and the answer would be lost. The body is
     therefore discarded first. A client that waits for "100 Continue" gets the answer instead, and its connection is
@@ -520,7 +536,10 @@ def _after_body(app: ASGIApp) -> ASGIApp:
         cycle: RequestResponseCycle = scope["state"]["answer_writer"].cycle
 
         async def send_after_body(message: Message) -> None:
-            if cycle.more_body and message["type"] == "http.response.start":
+            is_start = message["type"] == "http.response.start"
+            if is_start and connection.closes_now:
+                cycle.keep_alive = False  # uvicorn adds the header and closes after the answer
+            if is_start and cycle.more_body:
                 headers = list(message.get("headers", ()))
                 if cycle.waiting_for_100_continue:
                     message = {**message, "headers": [*headers, (b"connection", b"close")]}

@@ -1,6 +1,7 @@
 """Runs the application until a signal arrives, and gives running answers time to complete.
 
-SIGTERM ─> /ready 503, new requests 503 ─> running answers get drain_timeout_s ─> the rest end with an error event
+SIGTERM ─> /ready 503, every answer closes its connection ─> after drain_timeout_s / 2 new requests get 503
+        ─> no request and no connection is left, or drain_timeout_s is over: the rest end with an error event
 SIGHUP ──> the router reloads keys and certificate, and reopens the audit log
 
 TLS connections are accepted here, because asyncio's servers do not limit handshakes, so idle clients could use up all
@@ -19,6 +20,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import os
 import resource
 import signal
@@ -39,7 +41,7 @@ from router.api import AVAILABLE, internal_app
 from router.api.responses import ResponseService
 from router.fleet import MAX_DISCOVERED
 from router.generation import SEND_GRACE_S, RouterState
-from router.server.http_connection import ConnectionSlots, HTTPBounds, HTTPConnection
+from router.server.http_connection import IDLE_S, ConnectionSlots, HTTPBounds, HTTPConnection
 
 if TYPE_CHECKING:  # loaded where there is a store, or several processes
     from router.api.batches import BatchService
@@ -47,6 +49,9 @@ if TYPE_CHECKING:  # loaded where there is a store, or several processes
 
 log = logging.getLogger(__name__)
 
+NOTICE_S = 5.0
+"""Time after SIGTERM during which idle connections stay open, in seconds. Load balancers notice `/ready` or the removed
+endpoint, and clients with pooled connections learn from `Connection: close`, so that few requests meet a close."""
 UVICORN_CLOSE_S = 1
 """Maximum time, in seconds, that uvicorn waits for remaining connections after the drain."""
 STARTED_POLL_S = 0.01
@@ -202,7 +207,9 @@ class Server(_Server):
         reject = router_state.metrics.count_rejected
         slots = ConnectionSlots(connections_possible(settings), lambda: reject("evicted"), time.monotonic)
         answer_s = settings.request_timeout_s + SEND_GRACE_S
-        self._bounds = HTTPBounds(slots, settings.header_timeout_s, answer_s, reject)
+        self._bounds = HTTPBounds(
+            slots, settings.header_timeout_s, answer_s, reject, is_draining=lambda: router_state.draining
+        )
         certificate = router_state.access.certificate
         self._tls: ssl.SSLContext | None = None if certificate is None else certificate.context
         self._accepting: list[asyncio.Task[None]] = []
@@ -260,6 +267,10 @@ class Server(_Server):
         self._check(self._listed[turn::TICKS_A_CHECK])
         return await super().on_tick(counter)
 
+    def close_idle(self, idle_s: float) -> bool:
+        """Close the connections that have been idle for `idle_s` seconds. Returns whether any connection is left."""
+        return self._bounds.slots.close_idle(idle_s)
+
     def check_connections(self) -> None:
         """Close all connections whose clients exceeded a timeout."""
         self._check(list(self.server_state.connections))
@@ -315,7 +326,7 @@ async def serve(
     try:
         if batches is not None:
             batches.drain()
-        await _drain(router_state)
+        await _drain(router_state, server.close_idle)
         if batches is not None:
             await batches.stop()
         await kept.stop()
@@ -396,13 +407,23 @@ def _other_files(config: RouterConfig) -> int:
     return FILES_A_WORKER * num_workers + OTHER_FILES
 
 
-async def _drain(router_state: RouterState) -> None:
-    """Refuse new requests and wait for the running ones, for at most `drain_timeout_s`."""
+async def _drain(router_state: RouterState, close_idle: Callable[[float], bool]) -> None:
+    """Wait until no request and no connection is left, for at most `drain_timeout_s`.
+
+    New requests are served during the first half of it, since clients do not stop at once. `close_idle` closes
+    connections that have been idle for the given seconds, and returns whether any connection is left.
+    """
     router_state.draining = True
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + router_state.config.drain_timeout_s
-    while router_state.num_active and loop.time() < deadline:  # noqa: ASYNC110 (polls a counter for a short time)
+    loop, timeout_s = asyncio.get_running_loop(), router_state.config.drain_timeout_s
+    began, served_s = loop.time(), timeout_s / 2
+    notice_s = min(NOTICE_S, served_s)
+    while (elapsed_s := loop.time() - began) < timeout_s:
+        router_state.refusing |= elapsed_s >= served_s
+        has_clients = close_idle(math.inf if elapsed_s < notice_s else min(IDLE_S, notice_s))
+        if not router_state.num_active and not has_clients:
+            break
         await asyncio.sleep(POLL_S)
+    router_state.refusing = True
     log.info("stopping", extra={"unfinished": router_state.num_active})
 
 

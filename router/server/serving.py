@@ -154,6 +154,7 @@ class Serving:
         for fleet in fleets.values():
             fleet.on_stranger = census.on_stranger
             fleet.registry.explain, fleet.is_listed = census.explain, census.is_listed
+            fleet.num_unassigned = census.num_unassigned
         if census.source is not None:
             labels = {"model_name": NO_MODEL, "engine": ENGINE}
             metrics.registry.register(DiscoveryCollector(census.source.status, labels))

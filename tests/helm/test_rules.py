@@ -185,9 +185,9 @@ CASES = {
         labels={"namespace": "llm", "diptych_release": "demo", "worker": "d-0"},
     ),
     "DiptychUnpairedWorkers": Case(
-        {f'diptych_unpaired_workers{{{ROUTER},role="prefill"}}': "1x60"},
-        {f'diptych_unpaired_workers{{{ROUTER},role="prefill"}}': "1x20 0x40"},
-        labels=OF_MODEL | {"role": "prefill"},
+        {f'diptych_unpaired_workers{{{ROUTER},role="prefill",reason="dtype"}}': "1x60"},
+        {f'diptych_unpaired_workers{{{ROUTER},role="prefill",reason="dtype"}}': "1x20 0x40"},
+        labels=OF_MODEL | {"role": "prefill", "reason": "dtype"},
         at=45,
     ),
     "DiptychDiscoveryStale": Case(

@@ -38,7 +38,6 @@ from common.model_files import (
     served_task,
     weights_fingerprint,
 )
-from common.wire.messages import PROTOCOL_VERSION
 from kernels import Linear, has_device_kernels, share_cores
 from kernels.interface import pinned
 
@@ -295,7 +294,6 @@ def fingerprint_of(
         kv_dtype=kv_dtype,
         quantization=model.quantization,
         block_size=kv.block_size,
-        protocol_version=PROTOCOL_VERSION,
         latent_dim=shape.latent_dim,
         batch_invariant=batch_invariant,
         draft_head=shape.draft_head,

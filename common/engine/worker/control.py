@@ -24,6 +24,7 @@ from common.engine.kv import BlockLog
 from common.errors import WireError
 from common.wire import MAX_MESSAGES_PER_TURN, Curve, DropLog, bind, decode, encode, inherited
 from common.wire.messages import (
+    OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     AnyMessage,
     BlockSnapshotRequest,
@@ -33,6 +34,8 @@ from common.wire.messages import (
     ToWorker,
     WorkerHeartbeat,
     WorkerHello,
+    common_version,
+    version_names,
 )
 
 log = logging.getLogger(__name__)
@@ -52,6 +55,8 @@ class RouterPeer:
     epoch: int
     last_heard: float
     changes_roles: bool = False
+    protocol: int = OLDEST_PROTOCOL_VERSION
+    """Newest protocol version that it speaks."""
     num_cut: int = 0
     """Consecutive heartbeats without a connection."""
     wants_snapshot: bool = False
@@ -115,7 +120,10 @@ class ControlServer:
 
     def send(self, router: bytes, message: Message) -> int:
         """Queue a message for a router. Returns 0, or the errno if the router is gone or its queue is full."""
-        future = self._socket.send_multipart([router, encode(message)], zmq.NOBLOCK)
+        peer = self._routers.get(router)
+        # Hellos are readable by all versions, and tell a router of another version which ones this worker speaks.
+        protocol = PROTOCOL_VERSION if isinstance(message, WorkerHello) or peer is None else peer.protocol
+        future = self._socket.send_multipart([router, encode(message, protocol)], zmq.NOBLOCK)
         sent = cast("asyncio.Future[object]", future)
         # With NOBLOCK the future completes at once: ROUTER rejects peers that are gone or past the high-water mark.
         if sent.done() and (error := sent.exception()) is not None:
@@ -192,12 +200,13 @@ class ControlServer:
             self.send(router, replace(self._hello(), lost_router=True))
 
     def _greet(self, router: bytes, peer: RouterPeer | None, message: RouterHello, now: float) -> None:
-        if message.protocol != PROTOCOL_VERSION:
+        oldest, newest = message.oldest_protocol, message.protocol or message.oldest_protocol
+        if not common_version(oldest, newest):
             log.warning(
-                "rejected router %s: protocol version %d, this worker has %d",
+                "rejected router %s: it speaks protocol %s, this worker %s: upgrade one release at a time",
                 message.router_id,
-                message.protocol,
-                PROTOCOL_VERSION,
+                version_names(oldest, newest),
+                version_names(OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION),
             )
             self.send(router, self._hello())
             return
@@ -207,7 +216,7 @@ class ControlServer:
             self._on_router_lost(router)
         if peer is None:
             log.info("router %s connected", message.router_id)
-        self._routers[router] = RouterPeer(message.router_id, message.epoch, now, message.changes_roles)
+        self._routers[router] = RouterPeer(message.router_id, message.epoch, now, message.changes_roles, newest)
         self.send(router, self._hello())
         self.send(router, self._heartbeat(router))
 

@@ -7,6 +7,7 @@ import secrets
 import socket
 import time
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from common import __version__
@@ -14,7 +15,13 @@ from common.config import WorkerConfig
 from common.engine.worker.engine import Engine, EngineStatus
 from common.engine.worker.probes import ProbeStatus
 from common.engine.worker.step_times import LONGEST_S
-from common.wire.messages import AdapterState, WorkerHeartbeat, WorkerHello
+from common.wire.messages import (
+    OLDEST_PROTOCOL_VERSION,
+    PROTOCOL_VERSION,
+    AdapterState,
+    WorkerHeartbeat,
+    WorkerHello,
+)
 
 if TYPE_CHECKING:
     from common.engine.run import LoadedModel
@@ -72,6 +79,22 @@ def hello_of(
         max_loras=config.lora_places,
         lend_address=lend_address,
         window=loaded.window if loaded else 0,
+        oldest_protocol=OLDEST_PROTOCOL_VERSION,
+        protocol=PROTOCOL_VERSION,
+        layout=layout_of(loaded, config) if loaded else (),
+    )
+
+
+def layout_of(loaded: LoadedModel, config: WorkerConfig) -> tuple[tuple[str, str], ...]:
+    """Return the names and values of the settings that the layout fingerprint covers, besides the model."""
+    kv = loaded.kv
+    return (
+        ("dtype", loaded.dtype),
+        ("kv_cache_dtype", loaded.kv_dtype),
+        ("quantization", loaded.quantization),
+        ("batch_invariant", str(config.batch_invariant).lower()),
+        ("draft_head", kv.config.draft_head or "none"),
+        ("kv_scales", blake2b(repr(kv.scales).encode(), digest_size=4).hexdigest() if kv.is_scaled else "none"),
     )
 
 

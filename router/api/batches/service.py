@@ -67,7 +67,7 @@ class BatchService:
 
     async def upload(self, request: Request, owner: str) -> StoredFile:
         """Store the file in the request's form. Raises RequestError."""
-        self._router_state.check_open()
+        self._router_state.check_stays()
         with self._uploads.place(owner):
             now = time.time()
             file = StoredFile(new_file_id(), owner, BATCH_INPUT, "", now, now + self.store.max_age_s)
@@ -92,7 +92,7 @@ class BatchService:
 
     async def create(self, fields: NewBatch, owner: str) -> StoredBatch:
         """Create a batch and start processing it. Raises RequestError."""
-        self._router_state.check_open()
+        self._router_state.check_stays()
         file = await self.file(fields.input_file_id, owner, param="input_file_id")
         if file.purpose != BATCH_INPUT:
             raise InvalidRequest(

@@ -18,7 +18,6 @@ FIELDS: dict[str, Any] = {
     "kv_dtype": "bfloat16",
     "quantization": "none",
     "block_size": 16,
-    "protocol_version": 1,
     "latent_dim": 0,
     "batch_invariant": False,
     "draft_head": "",

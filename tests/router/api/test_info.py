@@ -28,8 +28,8 @@ async def test_a_router_that_cannot_go_on_is_not_healthy(running: Any) -> None:
     assert (await running.http.get("/ping")).status_code == 503
 
 
-async def test_a_draining_router_takes_nothing_new(running: Any) -> None:
-    running.app.state.router_state.draining = True
+async def test_a_router_that_ends_takes_nothing_new(running: Any) -> None:
+    running.app.state.router_state.draining = running.app.state.router_state.refusing = True
     assert (await running.http.get("/ready")).status_code == 503
     reply = await running.completion()
     assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.latency.step_model import StepModel
+from common.wire.messages import PROTOCOL_VERSION
 from router.fleet.discovery import DiscoveryStatus, Endpoint
 from router.observe.collectors import PoolCollector
 from router.observe.slo import SLOWindow
@@ -138,12 +139,22 @@ async def test_a_full_decode_pool_asks_for_no_prefill_worker(cluster: Any, tools
     task.cancel()
 
 
-async def test_version_skew_shows(cluster: Any, tools: Any) -> None:
-    cluster.add("prefill", fingerprint="new")
-    dispatcher = await cluster.start(1, 1)
+async def test_an_unpaired_worker_shows_with_its_reason(cluster: Any, tools: Any) -> None:
+    layout = (("dtype", "float32"), ("kv_cache_dtype", "fp8"))
+    cluster.add("prefill", fingerprint="a", block_size=64, layout=layout)
+    cluster.add("prefill", fingerprint="b", layout=(("dtype", "bfloat16"), ("kv_cache_dtype", "float32")))
+    cluster.add("prefill", fingerprint="c")
+    newer = cluster.add("decode", oldest_protocol=PROTOCOL_VERSION + 1, protocol=PROTOCOL_VERSION + 2)
+    cluster.add("decode", layout=(("dtype", "float32"), ("kv_cache_dtype", "float32")))
+    dispatcher = await cluster.start(1, 0, wait=False)
     scrape = Scraper(dispatcher)
-    await tools.until(lambda: scrape()["unpaired_workers prefill"] == 1)
-    assert scrape()["unpaired_workers decode"] == 0
+    reasons = ("block_size prefill", "dtype prefill", "unknown prefill", "protocol decode")
+    await tools.until(lambda: all(scrape().get(f"unpaired_workers {reason}") == 1 for reason in reasons))
+    assert scrape()["unpaired_workers  decode"] == 0
+    shown = {worker.address: worker.reason for worker in dispatcher.load().workers}
+    assert shown[newer.address] == "protocol: it speaks versions 14 to 15, this router versions 12 to 13"
+    assert "block_size 64 instead of 4, kv_cache_dtype fp8 instead of float32" in shown[cluster.workers[0].address]
+    assert shown[cluster.workers[-1].address] == ""
 
 
 async def test_what_discovery_sees(cluster: Any, tools: Any) -> None:

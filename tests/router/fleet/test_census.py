@@ -25,6 +25,7 @@ class TwoFleets:
         for one in self.of.values():
             one.fleet.on_stranger = self.census.on_stranger
             one.fleet.registry.explain = self.census.explain
+            one.fleet.num_unassigned = self.census.num_unassigned
 
     async def start(self) -> None:
         for one in self.of.values():
@@ -128,6 +129,20 @@ async def test_discovery_adds_and_withholds_workers_of_each_model(
     file.write_text(json.dumps({"decode": [second.address]}))
     await tools.until(lambda: not found.of["a"].fleet.registry.workers)
     assert found.ready("b") == {second.address}
+
+
+async def test_a_new_router_waits_for_workers_that_may_serve_its_models(
+    cluster: Any, two: Any, tools: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "workers.json"
+    known = cluster.add("decode", model="org/a")
+    file.write_text(json.dumps({"decode": [known.address, "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"]}))
+    found = await two(prefill=(), decode=(), discovery="file", discovery_file=str(file))
+    await tools.until(lambda: found.ready("a") == {known.address})
+    is_ready, why = found.of["a"].ready
+    assert not is_ready and why.startswith("1 of 3 decode workers have answered")
+    file.write_text(json.dumps({"decode": [known.address]}))
+    await tools.until(lambda: found.of["a"].ready[0])
 
 
 async def test_a_model_at_zero_whose_fallback_answers_is_woken(cluster: Any, two: Any, tools: Any) -> None:

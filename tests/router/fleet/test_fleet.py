@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from common.wire.messages import AbortRequest, DecodeRequest
+from router.dispatch.dispatcher import Dispatcher
+from router.fleet import fleet
 from router.fleet.discovery import Endpoint
 from router.fleet.fleet import MAX_DISCOVERED
 
@@ -262,10 +266,9 @@ async def test_pools_that_do_not_fit_are_said_once(cluster: Any, tools: Any, cap
     cluster.add("prefill", fingerprint="new", version="2.0")
     cluster.add("prefill", fingerprint="old", version="1.0")
     dispatcher = await cluster.start(0, 1)
-    (decode,) = cluster.decode
     assert dispatcher.ready[0]
     await tools.until(lambda: dispatcher.fleet.pairing.impossible)
-    assert len(dispatcher.fleet.pairing.prefill) == 2 and dispatcher.fleet.pairing.decode == (decode.worker_id,)
+    assert dispatcher.fleet.pairing.unpaired.keys() == {worker.address for worker in cluster.workers}
     is_ready, note = dispatcher.ready
     assert is_ready and "no prefill worker can serve a decode worker" in note and "layout new" in note
     await asyncio.sleep(0.1)
@@ -274,8 +277,45 @@ async def test_pools_that_do_not_fit_are_said_once(cluster: Any, tools: Any, cap
     cluster.prefill[0].tasks = []
     cluster.add("prefill")
     dispatcher.fleet.reconcile(listed(*cluster.workers[1:]))
-    await tools.until(lambda: len(dispatcher.fleet.pairing.prefill) == 1 and not dispatcher.fleet.pairing.impossible)
+    await tools.until(lambda: len(dispatcher.fleet.pairing.unpaired) == 1 and not dispatcher.fleet.pairing.impossible)
     assert dispatcher.ready == (True, "")
+
+
+async def discovering(cluster: Any, folder: Path, *decode: str) -> Any:
+    """A dispatcher that has just started and finds these workers in a file."""
+    file = folder / "workers.json"
+    file.write_text(json.dumps({"prefill": [], "decode": decode}))
+    config = cluster.config(prefill=(), decode=(), discovery="file", discovery_file=str(file))
+    cluster.dispatcher = Dispatcher(config)
+    await cluster.dispatcher.start()
+    return cluster.dispatcher
+
+
+async def test_a_new_router_waits_until_it_knows_most_of_the_discovered_workers(
+    cluster: Any, tools: Any, tmp_path: Path
+) -> None:
+    known, deaf = cluster.add("decode"), [cluster.add("decode") for _ in range(4)]
+    for worker in deaf:
+        worker.die()
+        worker.tasks = []
+    dispatcher = await discovering(cluster, tmp_path, *(worker.address for worker in cluster.workers))
+    await tools.until(lambda: dispatcher.fleet.registry.ready("decode"))
+    assert dispatcher.ready == (
+        False, "1 of 5 decode workers have answered, waiting for 80% of them for up to 15 s after the start",
+    )  # fmt: skip
+    for worker in deaf[:3]:
+        await worker.restart()
+    await tools.until(lambda: dispatcher.ready[0])
+    dispatcher.fleet.reconcile(listed(known, *deaf, *(cluster.add("decode") for _ in range(9))))
+    assert dispatcher.ready[0]
+
+
+async def test_a_new_router_does_not_wait_for_ever(
+    cluster: Any, tools: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(fleet, "INTRODUCTION_S", 0.1)
+    dispatcher = await discovering(cluster, tmp_path, cluster.add("decode").address, "tcp://127.0.0.1:1")
+    await tools.until(lambda: dispatcher.ready[0])
 
 
 @pytest.mark.slow_except("0")

@@ -453,3 +453,9 @@ def test_a_lease_is_given_back_whatever_happens() -> None:
         lease.take(500)
         raise ValueError
     assert budget.num_bytes == 0
+
+
+async def test_a_draining_router_answers_what_was_pipelined_before_it_closes(running: Any, connect: Connect) -> None:
+    running.app.state.router_state.draining = True
+    answers = (await raw(running, connect, GET + GET)).lower()
+    assert (answers.count(b"http/1.1 200"), answers.count(b"connection: close")) == (2, 1)

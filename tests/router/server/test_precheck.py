@@ -175,7 +175,7 @@ async def test_keys_and_counters_are_right(start: Any, tools: Any, tmp_path: Pat
 
 
 async def test_a_router_that_ends_reads_nothing_more(running: Any, connect: Connect) -> None:
-    running.app.state.router_state.draining = True
+    running.app.state.router_state.refusing = True
     reader, writer = await connect(running)
     writer.write(post(len(NO_JSON)))
     assert (await answer(reader))[0] == 503

@@ -65,12 +65,33 @@ async def ask(served: Served, tools: Any) -> asyncio.Task[httpx.Response]:
     return request
 
 
-async def test_running_answers_finish(served: Served, tools: Any) -> None:
+async def test_running_answers_finish_and_every_connection_closes(
+    served: Served, tools: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subject, "NOTICE_S", 0.1)
+    router_state = served.app.state.router_state
     request = await ask(served, tools)
+    idle = await asyncio.open_connection(*served.listener.getsockname())
     os.kill(os.getpid(), signal.SIGTERM)
-    await tools.until(lambda: served.app.state.router_state.draining)
-    assert (await served.http.get("/ready")).status_code == 503
-    assert (await served.http.post("/v1/completions", json={"prompt": "a"})).status_code == 503
+    await tools.until(lambda: router_state.draining)
+    served.engine.hold_after = -1
+    new = await served.http.post("/v1/completions", json={"prompt": "a"})
+    streamed = await served.http.post("/v1/completions", json={"prompt": "a", "stream": True})
+    probes = [await served.http.get(path) for path in ("/health", "/metrics", "/none", "/v1/completions")]
+    assert [new.status_code, streamed.status_code, *(one.status_code for one in probes)] == [
+        200,
+        200,
+        200,
+        200,
+        404,
+        405,
+    ]
+    router_state.refusing = True
+    refused = [await served.http.get("/ready"), await served.http.post("/v1/completions", json={"prompt": "a"})]
+    assert [(one.status_code, one.headers["retry-after"]) for one in refused] == [(503, "1")] * 2
+    assert {one.headers.get("connection") for one in (new, streamed, *probes, *refused)} == {"close"}
+    assert await idle[0].read() == b""
+    idle[1].close()
     assert not served.closed
     served.engine.go.set()
     assert (await request).text.endswith("data: [DONE]\n\n")

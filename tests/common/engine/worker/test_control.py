@@ -16,12 +16,15 @@ from common.engine.kv.block_log import BlockLog
 from common.engine.worker.control import ControlServer, bind_control
 from common.wire.codec import MAX_MESSAGES_PER_TURN, decode, encode
 from common.wire.messages import (
+    OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     AbortRequest,
     AnyMessage,
     BlockEvents,
     BlockSnapshot,
     BlockSnapshotRequest,
+    HandOver,
+    KVTarget,
     Message,
     RouterHeartbeat,
     RouterHello,
@@ -48,8 +51,10 @@ class Router:
     async def send(self, message: Message | bytes, *more: bytes) -> None:
         await self.socket.send_multipart([encode(message) if isinstance(message, Message) else message, *more])
 
-    async def hello(self, epoch: int = 1, protocol: int = PROTOCOL_VERSION) -> None:
-        await self.send(RouterHello(router_id=self.name, epoch=epoch, protocol=protocol))
+    async def hello(
+        self, epoch: int = 1, oldest: int = OLDEST_PROTOCOL_VERSION, newest: int = PROTOCOL_VERSION
+    ) -> None:
+        await self.send(RouterHello(router_id=self.name, epoch=epoch, oldest_protocol=oldest, protocol=newest))
 
     async def read(self) -> AnyMessage:
         async with asyncio.timeout(WAIT_S):
@@ -294,11 +299,25 @@ async def test_the_router_with_the_least_id_plans_of_those_that_would(rig: Rig) 
 
 async def test_another_protocol_is_told_ours_and_refused(rig: Rig) -> None:
     router = rig.router()
-    await router.hello(protocol=PROTOCOL_VERSION + 1)
+    await router.hello(oldest=PROTOCOL_VERSION + 1, newest=PROTOCOL_VERSION + 2)
     assert await router.read() == rig.worker_hello()
     await router.send(ABORT)
     await rig.wait(lambda: rig.server.num_dropped_frames)
     assert rig.server.num_routers == 0
+
+
+async def test_a_router_of_the_version_before_is_served(rig: Rig) -> None:
+    router = rig.router()
+    await router.hello(oldest=PROTOCOL_VERSION - 1, newest=0)
+    assert await router.read() == rig.worker_hello()
+    target = KVTarget("d", 1, "tcp://h:1", PROTOCOL_VERSION)
+    order = HandOver(
+        request_id="a", attempt=0, new_attempt=1, target=target, num_output_tokens=0, num_reserved_tokens=0
+    )
+    await asyncio.to_thread(rig.server.send_threadsafe, [(router.name.encode(), order)])
+    while not isinstance(message := await router.read(), HandOver):
+        pass
+    assert message.target.protocol == PROTOCOL_VERSION - 1
 
 
 async def test_a_loaded_model_is_announced(rig: Rig) -> None:

@@ -23,8 +23,11 @@ def test_prompts_that_a_long_step_computes_become_less_between_two_snapshots() -
 def test_a_router_is_told_of_as_many_rows_as_the_cache_has_room_for() -> None:
     """Before the model is loaded, of the bound."""
     identity, config = WorkerIdentity.create("decode", "d"), DecodeWorkerConfig(device="cuda")
-    kv = SimpleNamespace(num_blocks=100, block_size=64)
-    loaded: Any = SimpleNamespace(fingerprint="f", model_id="m", kv=kv, max_model_len=1000, weights="w", window=0)
+    kv = SimpleNamespace(num_blocks=100, block_size=64, config=SimpleNamespace(draft_head=""), is_scaled=False)
+    loaded: Any = SimpleNamespace(
+        fingerprint="f", model_id="m", kv=kv, max_model_len=1000, weights="w", window=0, dtype="float32",
+        kv_dtype="float32", quantization="none",
+    )  # fmt: skip
     assert hello_of(identity, config, None, "", "").max_num_seqs == 256
     assert hello_of(identity, config, loaded, "", "").max_num_seqs == 12
 
