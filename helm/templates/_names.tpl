@@ -104,6 +104,9 @@ Merged image values, as YAML: (root, kind), for a worker also `vendor` of its ac
 {{- end }}
 {{- $_ := set $image "repository" $whole }}
 {{- end }}
+{{- if not (regexMatch "^(\\[[0-9a-fA-F:]+\\]|[a-zA-Z0-9.-]+)(:[0-9]+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)+$" $image.repository) }}
+{{- fail (printf "%q is not an image name: images.registry and repository are HOST[:PORT]/PATH, with a path in lower case and without https://, for example ghcr.io/acme" $image.repository) }}
+{{- end }}
 {{- toYaml $image }}
 {{- end }}
 

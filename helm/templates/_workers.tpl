@@ -20,6 +20,11 @@ matchExpressions:
 {{- end }}
 {{- end }}
 
+{{/* Devices of a pod: one for each of its ranks: (pool). */}}
+{{- define "diptych.devices" -}}
+{{- div (int .pool.tensorParallelSize) (int .pool.rankHosts) }}
+{{- end }}
+
 {{/* Refuses a number of hosts that does not divide the ranks evenly: (pool, for). */}}
 {{- define "diptych.checkRankHosts" -}}
 {{- $size := int .pool.tensorParallelSize }}
@@ -128,7 +133,7 @@ spec:
       resources:
         {{- $resources := mustDeepCopy $pool.resources }}
         {{- if and (ne $pool.accelerator.vendor "none") (gt (int $pool.accelerator.count) 0) }}
-        {{- $limits := mustMerge (dict (include "diptych.acceleratorResource" $pool.accelerator) (div (int $pool.tensorParallelSize) (int $pool.rankHosts))) ($resources.limits | default dict) }}
+        {{- $limits := mustMerge (dict (include "diptych.acceleratorResource" $pool.accelerator) (include "diptych.devices" (dict "pool" $pool) | int)) ($resources.limits | default dict) }}
         {{- $_ := set $resources "limits" $limits }}
         {{- end }}
         {{- toYaml $resources | nindent 8 }}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from .chart import Object, Refused, Rendered, containers, render, settings_of
+from .chart import LAYOUT, Object, Refused, Rendered, containers, render, settings_of
 from .test_render import check_schemas
 
 pytestmark = [pytest.mark.helm, pytest.mark.slow]
@@ -157,13 +157,13 @@ def test_a_worker_asks_for_one_device_or_none(helm4: Path) -> None:
     with pytest.raises(Refused, match="count is 8, .* set count 1, and replicas 16 or tensorParallelSize 8"):
         render(helm4, over={"decode": {"pools": {"default": eight}}})
     claimed = {"accelerator": {"vendor": "nvidia", "count": 0}}
-    rendered = render(helm4, over={"decode": {"pools": {"default": claimed}}})
+    rendered = render(helm4, over={"workers": LAYOUT, "decode": {"pools": {"default": claimed}}})
     assert "nvidia.com/gpu" not in spec_of(rendered, DECODE)["containers"][0]["resources"]["limits"]
 
 
 def test_a_worker_of_several_ranks_asks_for_as_many_devices(helm4: Path) -> None:
     ranks = {"tensorParallelSize": 4, "accelerator": {"vendor": "nvidia"}}
-    rendered = render(helm4, over={"decode": {"pools": {"default": ranks}}})
+    rendered = render(helm4, over={"workers": LAYOUT, "decode": {"pools": {"default": ranks}}})
     assert spec_of(rendered, DECODE)["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 4
     decode, prefill = (settings_of(rendered, rendered.named("Deployment", name)) for name in (DECODE, PREFILL))
     assert decode["tensor_parallel_size"] == 4

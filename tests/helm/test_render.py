@@ -19,7 +19,7 @@ pytestmark = pytest.mark.helm
 GOLDEN = Path(__file__).with_name("golden")
 # What these examples ask for by name cannot be had without the operator: the chart says so instead of leaving it out.
 NEEDS = {
-    "many-nodes": "cert-manager.io/v1|gateway.networking.k8s.io/v1|keda.sh/v1alpha1",
+    "many-nodes": "ValidatingAdmissionPolicy|cert-manager.io/v1|gateway.networking.k8s.io/v1|keda.sh/v1alpha1",
     "several-models": "keda.sh/v1alpha1",
     "shared-router": "keda.sh/v1alpha1",
 }
