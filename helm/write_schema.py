@@ -87,7 +87,9 @@ def router() -> Schema:
                     "type": text("ClusterIP", "NodePort", "LoadBalancer"),
                     "port": whole(1, 65535),
                     "annotations": MAP,
+                    "nodePort": whole(0, 65535),
                     "loadBalancerClass": TEXT,
+                    "loadBalancerSourceRanges": many(CIDR),
                     "externalTrafficPolicy": text("", "Cluster", "Local"),
                     "ipFamilyPolicy": text("", "SingleStack", "PreferDualStack", "RequireDualStack"),
                 }
@@ -155,6 +157,7 @@ def pool(role: str, *, of_its_own: bool) -> Schema:
         "livenessSeconds": whole(10, 3600),
         "shm": closed({"enabled": FLAG, "size": BYTES}),
         "kvDisk": closed({"enabled": FLAG, "gib": whole(1, 1_048_576)}),
+        "hostPID": FLAG,
         "autoscaling": scaling,
         **placement(),
     }
@@ -174,7 +177,14 @@ def sources(**of_hub: Schema) -> Schema:
         "path": TEXT,
         **cache,
     }
-    return {"oneOf": [closed(hub, ("id",)), closed(volume, ("claimName",)), closed(image, ("reference",))]}
+    place = {"type": {"const": "path"}, "path": text(pattern="^/.+"), **cache}
+    kinds = (
+        closed(hub, ("id",)),
+        closed(volume, ("claimName",)),
+        closed(image, ("reference",)),
+        closed(place, ("path",)),
+    )
+    return {"oneOf": list(kinds)}
 
 
 def model() -> Schema:
@@ -239,6 +249,8 @@ def network() -> Schema:
             "apiServerPorts": many(whole(1, 65535)) | {"minItems": 1},
             "hubCIDRs": many(CIDR),
             "hubPorts": many(whole(1, 65535)) | {"minItems": 1},
+            "extraIngress": LIST_OF_OBJECTS,
+            "extraEgress": LIST_OF_OBJECTS,
         }
     )
 

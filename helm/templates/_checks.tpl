@@ -139,8 +139,8 @@ as a worker does; `auto` counts as what it is for an unquantized checkpoint, and
 {{- if and (eq $transport "nixl") .root.Values.curve.existingSecret }}
 {{- fail (printf "%s: settings.kv_transport is nixl, which curve.existingSecret does not encrypt, so its workers would not start: use auto or tcp, or no key pair" .for) }}
 {{- end }}
-{{- if and (eq $transport "shm") .pool.shm.enabled }}
-{{- fail (printf "%s: settings.kv_transport is shm, but with shm.enabled each pod has its own /dev/shm: use auto or tcp, or shm.enabled false and a hostPath volume at /dev/shm" .for) }}
+{{- if and (eq $transport "shm") (not .pool.hostPID) }}
+{{- fail (printf "%s: settings.kv_transport is shm, but pods do not share a process namespace, so no KV would arrive: use auto or tcp, or hostPID" .for) }}
 {{- end }}
 {{- $model := include "diptych.model" (dict "root" .root "name" .pool.model "for" .for) | fromYaml }}
 {{- $adapters := 0 }}
@@ -198,7 +198,13 @@ as a worker does; `auto` counts as what it is for an unquantized checkpoint, and
 {{- end }}
 {{- include "diptych.checkCacheMode" (dict "root" $ "model" .) }}
 {{- end }}
+{{- $nodePorts := dict }}
 {{- range (include "diptych.routers" (dict "root" $) | fromYaml).routers }}
+{{- include "diptych.checkService" (dict "service" .spec.service "for" .for) }}
+{{- with .spec.service.nodePort | int | toString }}
+{{- if and (ne . "0") (hasKey $nodePorts .) }}{{ fail (printf "service.nodePort %s is set for two routers: set models.NAME.router.service.nodePort, or sharedRouter.enabled" .) }}{{ end }}
+{{- $_ := set $nodePorts . true }}
+{{- end }}
 {{- include "diptych.checkStrategy" (dict "spec" .spec "for" .for) }}
 {{- include "diptych.checkStore" (dict "router" .spec "for" .for) }}
 {{- include "diptych.checkPod" (dict "spec" .spec "for" .for) }}
@@ -231,6 +237,16 @@ as a worker does; `auto` counts as what it is for an unquantized checkpoint, and
 {{- end }}
 {{- if and .Values.tls.certManager.enabled (not .Values.tls.certManager.issuerRef.name) }}
 {{- fail "tls.certManager.enabled needs tls.certManager.issuerRef.name" }}
+{{- end }}
+{{- end }}
+
+{{/* Refuses fields that the type of a Service does not have: (service, for). */}}
+{{- define "diptych.checkService" -}}
+{{- if and .service.loadBalancerSourceRanges (ne .service.type "LoadBalancer") }}
+{{- fail (printf "%s: service.loadBalancerSourceRanges needs service.type LoadBalancer, not %s" .for .service.type) }}
+{{- end }}
+{{- if and .service.nodePort (eq .service.type "ClusterIP") }}
+{{- fail (printf "%s: service.nodePort %d needs service.type NodePort or LoadBalancer" .for (int .service.nodePort)) }}
 {{- end }}
 {{- end }}
 

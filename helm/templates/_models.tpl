@@ -9,7 +9,7 @@
 
 {{/* Type of a model's source, derived from its keys: (source). */}}
 {{- define "diptych.sourceType" -}}
-{{- .source.type | default (ternary "pvc" (ternary "image" "hub" (hasKey .source "reference")) (hasKey .source "claimName")) }}
+{{- .source.type | default (ternary "pvc" (ternary "image" (ternary "hub" "path" (hasKey .source "id")) (hasKey .source "reference")) (hasKey .source "claimName")) }}
 {{- end }}
 
 {{/*

@@ -26,6 +26,8 @@
 {{- define "diptych.modelSetting" -}}
 {{- if eq .model.source.type "hub" }}
 {{- .model.source.id }}
+{{- else if eq .model.source.type "path" }}
+{{- trimSuffix "/" .model.source.path }}
 {{- else }}
 {{- printf "%s/%s" (include "diptych.modelFolder" .) (.model.source.path | default "") | trimSuffix "/" }}
 {{- end }}

@@ -99,6 +99,10 @@ spec:
         {{- with $pool.env }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
+      {{- with $pool.envFrom }}
+      envFrom:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
       {{- if not $isRankHost }}
       ports:
         - {name: control, containerPort: 7001, protocol: TCP}

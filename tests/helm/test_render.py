@@ -99,6 +99,12 @@ def test_golden(helm4: Path, example: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("example", ("object-store",))
+def test_further_examples_are_what_kubernetes_defines(either_helm: Path, example: str) -> None:
+    assert check_schemas(render(either_helm, example), KUBERNETES[-1]) >= 15
+
+
+@pytest.mark.slow
 def test_sources_are_tidy_yaml() -> None:
     rules = "{extends: relaxed, rules: {line-length: {max: 160}, key-duplicates: enable, truthy: enable}}"
     files = [

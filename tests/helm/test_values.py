@@ -260,7 +260,21 @@ RWO = {"source": {"id": "m", "cacheVolume": {"size": "50Gi", "accessMode": "Read
             {"workers": {"settings": {"kv_transport": "nixl"}}, "curve": {"existingSecret": "curve"}},
             "kv_transport is nixl, which curve.existingSecret does not encrypt",
         ),
-        ({"workers": {"settings": {"kv_transport": "shm"}}}, "each pod has its own /dev/shm"),
+        ({"workers": {"settings": {"kv_transport": "shm"}}}, "pods do not share a process namespace"),
+        ({"router": {"service": {"nodePort": 30080}}}, "nodePort 30080 needs service.type NodePort or LoadBalancer"),
+        (
+            {"router": {"service": {"type": "NodePort", "loadBalancerSourceRanges": ["10.0.0.0/8"]}}},
+            "loadBalancerSourceRanges needs service.type LoadBalancer, not NodePort",
+        ),
+        (
+            {
+                "models": {"one": {"source": {"id": "one"}}, "two": {"source": {"id": "two"}}},
+                "router": {"service": {"type": "NodePort", "nodePort": 30080}},
+                "prefill": {"pools": {"default": None}},
+                "decode": {"pools": {"default": None, "one": {}, "two": {}}},
+            },
+            "nodePort 30080 is set for two routers",
+        ),
         (
             {"models": {"smollm2-135m": {"source": {"id": "m"}, "adapters": {"sql": {"path": "/a"}, "old": None}}}},
             "max_loras is 0, but models.smollm2-135m.adapters has 1: set workers.settings.max_loras to 1 or more",
