@@ -74,13 +74,15 @@ overridden. Pods (`pod`) get no label with the chart version, so that a new char
 {{- if and (contains "/" .) (or (contains "." $first) (contains ":" $first) (eq $first "localhost")) }}true{{ end }}
 {{- end }}
 
-{{/* Worker image of an accelerator: cpu, cuda or rocm; none for intel: (vendor). */}}
+{{/* Worker image of a pool: cpu, cuda or rocm, and cpu-nixl or cuda-nixl; "" if there is none: (vendor, transport). */}}
 {{- define "diptych.imageVariant" -}}
-{{- get (dict "none" "cpu" "nvidia" "cuda" "amd" "rocm") (.vendor | default "none") }}
+{{- $images := dict "none" "cpu" "nvidia" "cuda" "amd" "rocm" }}
+{{- if eq (.transport | default "") "nixl" }}{{ $images = dict "none" "cpu-nixl" "nvidia" "cuda-nixl" }}{{ end }}
+{{- get $images (.vendor | default "none") }}
 {{- end }}
 
 {{/*
-Merged image values, as YAML: (root, kind), for a worker also `vendor` of its accelerator, and for a pool
+Merged image values, as YAML: (root, kind), for a worker also `vendor` of its accelerator and `transport` of KV, and for a pool
 `image`.
 */}}
 {{- define "diptych.imageValues" -}}
@@ -92,7 +94,7 @@ Merged image values, as YAML: (root, kind), for a worker also `vendor` of its ac
 {{- end }}
 {{- if not $image.tag }}
 {{- if and (eq .kind "worker") (not $variant) (not $image.digest) }}
-{{- fail (printf "no worker image is built for accelerator.vendor %s: set image.repository and image.tag of its pool to your own" .vendor) }}
+{{- fail (printf "no worker image is built for accelerator.vendor %s%s: set image.repository and image.tag of its pool to your own" .vendor (ternary " with kv_transport nixl" "" (eq (.transport | default "") "nixl"))) }}
 {{- end }}
 {{- $tag := .root.Values.images.tag | default .root.Chart.AppVersion }}
 {{- $_ := set $image "tag" (ternary (printf "%s-%s" $tag $variant) $tag (ne $variant "")) }}

@@ -147,7 +147,7 @@ weights unless `weights` is set.
 */}}
 {{- define "diptych.fetchContainer" -}}
 - name: {{ .container | default "fetch-model" }}
-  {{- include "diptych.imageOf" (dict "root" .root "kind" .kind "image" .spec.image "vendor" (.spec.accelerator | default dict).vendor) | nindent 2 }}
+  {{- include "diptych.imageOf" (dict "root" .root "kind" .kind "image" .spec.image "vendor" (.spec.accelerator | default dict).vendor "transport" .spec.settings.kv_transport) | nindent 2 }}
   command: [diptych, fetch]
   args: [{{ .model.source.id | quote }}{{ if and (eq .kind "router") (not .weights) }}, --no-weights{{ end }}]
   env:

@@ -79,7 +79,7 @@ spec:
   {{- end }}
   containers:
     - name: {{ ternary "rank-host" "worker" $isRankHost }}
-      {{- include "diptych.imageOf" (dict "root" $root "kind" "worker" "image" $pool.image "vendor" $pool.accelerator.vendor) | nindent 6 }}
+      {{- include "diptych.imageOf" (dict "root" $root "kind" "worker" "image" $pool.image "vendor" $pool.accelerator.vendor "transport" $settings.kv_transport) | nindent 6 }}
       {{- if $isRankHost }}
       command: [diptych, rank-host]
       args: [--config, /etc/diptych/config/diptych.toml, "--leader=$(LWS_LEADER_ADDRESS):7005"]

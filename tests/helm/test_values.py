@@ -508,6 +508,12 @@ def test_a_pool_s_image_is_that_of_its_accelerator(helm4: Path) -> None:
     ends = {pool: image_of(render(helm4, over=over), pool) for pool in pools}
     assert ends == {"none": f"@{digests['cpu']}", "nvidia": f"@{digests['cuda']}", "amd": ":0.1.0-rocm"}
 
+    nixl = {"settings": {**LAYOUT["settings"], "kv_transport": "nixl"}}
+    rendered = render(
+        helm4, over=over | {"workers": nixl, "decode": {"pools": {"nvidia": pools["nvidia"], "none": {}}}}
+    )
+    assert [image_of(rendered, pool) for pool in ("nvidia", "none")] == [":0.1.0-cuda-nixl", ":0.1.0-cpu-nixl"]
+
     over["decode"] = {"pools": {"none": {"image": {"tag": "mine"}}}}
     assert image_of(render(helm4, over=over), "none") == ":mine"
 
