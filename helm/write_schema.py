@@ -158,6 +158,7 @@ def pool(role: str, *, of_its_own: bool) -> Schema:
         "shm": closed({"enabled": FLAG, "size": BYTES}),
         "kvDisk": closed({"enabled": FLAG, "gib": whole(1, 1_048_576)}),
         "hostPID": FLAG,
+        "hostPort": whole(0, 65531),
         "autoscaling": scaling,
         **placement(),
     }
@@ -249,6 +250,7 @@ def network() -> Schema:
             "apiServerPorts": many(whole(1, 65535)) | {"minItems": 1},
             "hubCIDRs": many(CIDR),
             "hubPorts": many(whole(1, 65535)) | {"minItems": 1},
+            "nodeCIDRs": many(CIDR),
             "extraIngress": LIST_OF_OBJECTS,
             "extraEgress": LIST_OF_OBJECTS,
         }

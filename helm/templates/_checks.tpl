@@ -224,6 +224,7 @@ as a worker does; `auto` counts as what it is for an unquantized checkpoint, and
 {{- include "diptych.checkBudget" (dict "pdb" .pdb "for" $for "least" (ternary .replicas .autoscaling.minReplicas (eq .autoscaling.type "none"))) }}
 {{- end }}
 {{- end }}
+{{- include "diptych.checkHostPorts" (dict "root" $) }}
 {{- range (include "diptych.models" (dict "root" $) | fromYaml).models }}
 {{- include "diptych.checkPairs" (dict "root" $ "model" .name) }}
 {{- end }}

@@ -99,7 +99,7 @@ def test_golden(helm4: Path, example: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", ("object-store",))
+@pytest.mark.parametrize("example", ("object-store", "rdma-nodes"))
 def test_further_examples_are_what_kubernetes_defines(either_helm: Path, example: str) -> None:
     assert check_schemas(render(either_helm, example), KUBERNETES[-1]) >= 15
 

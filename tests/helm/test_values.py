@@ -528,6 +528,15 @@ def test_an_accelerator_without_an_image_needs_one(helm4: Path) -> None:
 
 
 @pytest.mark.slow
+def test_notes_warn_of_a_capability_without_effect(helm4: Path, tmp_path: Path) -> None:
+    flags = ("--set", "workers.securityContext.capabilities.add={IPC_LOCK}")
+    warning = "decode pool default: the capability IPC_LOCK has no effect for user"
+    assert f"{warning} 10001" in notes_of(helm4, tmp_path, *flags)
+    root = "--set=workers.podSecurityContext.runAsUser=0,workers.podSecurityContext.runAsNonRoot=false"
+    assert warning not in notes_of(helm4, tmp_path, *flags, root, "--set=workers.securityContext.runAsNonRoot=false")
+
+
+@pytest.mark.slow
 def test_notes_say_that_the_test_has_no_key(helm4: Path, tmp_path: Path) -> None:
     flags = ("--set", "apiKeys.existingSecret=keys")
     assert "helm test has none: set test.apiKeySecret" in notes_of(helm4, tmp_path, *flags)
