@@ -3,15 +3,18 @@
 #   docker build --target router -t diptych-router .
 #   docker build --target worker --build-arg ACCELERATOR=cpu --build-arg TORCH_INDEX=... -t diptych-worker .
 # A release names the base by digest (PYTHON_IMAGE=...@sha256:...) and sets SOURCE_DATE_EPOCH to its commit's time. What is
-# installed is pinned: by hash in helm/images/router.txt and worker.txt there, torch by version, in the build that TORCH_INDEX
-# has. pip's own settings (another index) come in as the build secret `pip`, a pip.conf: --secret id=pip,src=pip.conf
+# installed is pinned: by hash in helm/images/*.txt there; torch of another index than PyPI by version, in the build that
+# TORCH_INDEX has. pip's own settings (another index) come in as the build secret `pip`, a pip.conf: --secret id=pip,src=pip.conf
 
 # cpu, cuda (NVIDIA) or rocm (AMD): what the worker computes on. PyPI's torch for Linux on x86-64 is the build for cuda.
 ARG ACCELERATOR=cuda
 # Address of a package index with torch for the accelerator, beside pip's own; empty: the build that pip's own index has.
 ARG TORCH_INDEX=
-# The CUDA version that the node's driver must support at least, for ACCELERATOR=cuda: that of torch's build.
+# The CUDA version that the node's driver must support at least, for ACCELERATOR=cuda: that of torch's build. 13.0 needs driver
+# 580; for older drivers use 12.8 and a TORCH_INDEX with builds for it.
 ARG CUDA_VERSION=13.0
+# yes: with NIXL, for --kv-transport nixl (RDMA).
+ARG NIXL=no
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
 # ------------------------------------------------------------------ wheel: Diptych itself, the same bytes for the same tree
@@ -91,15 +94,21 @@ RUN apt-get update \
 FROM system-${ACCELERATOR} AS worker
 ARG ACCELERATOR
 ARG TORCH_INDEX
+ARG CUDA_VERSION
+ARG NIXL
 LABEL diptych.accelerator="${ACCELERATOR}"
-# The linter does not see PIP_NO_CACHE_DIR of the stage `base`.
-# hadolint ignore=DL3042
+# The linter does not see PIP_NO_CACHE_DIR of the stage `base`, and that "$@" is pinned.
+# hadolint ignore=DL3013,DL3042
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     --mount=type=secret,id=pip,target=/etc/pip.conf \
     python -m pip install --compile --require-hashes -r /etc/diptych/worker.txt \
-    && python -m pip install --compile ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -c /etc/diptych/constraints.txt torch \
+    && if [ "${ACCELERATOR}" = cuda ] && [ -z "${TORCH_INDEX}" ]; then set -- --require-hashes -r /etc/diptych/cuda.txt; \
+else set -- ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -c /etc/diptych/constraints.txt torch; fi \
+    && python -m pip install --compile "$@" \
     && python -c "import sys, torch; build = 'rocm' if torch.version.hip else 'cuda' if torch.version.cuda else 'cpu'; \
-build == '${ACCELERATOR}' or sys.exit(f'torch is built for {build}, not for ${ACCELERATOR}: set TORCH_INDEX to an index with that')" \
+build == '${ACCELERATOR}' or sys.exit(f'torch is built for {build}, not for ${ACCELERATOR}: set TORCH_INDEX to an index with that'); \
+torch.version.cuda in (None, '${CUDA_VERSION}') or sys.exit(f'torch is built for CUDA {torch.version.cuda}, not for ${CUDA_VERSION}')" \
+    && if [ "${NIXL}" = yes ]; then python -m pip install --compile --no-deps --require-hashes -r /etc/diptych/nixl.txt; fi \
     && python -m pip install --compile --no-deps --no-index /wheels/diptych-*.whl \
     && python -m pip check
 ENV TRITON_CACHE_DIR=/var/cache/diptych/triton

@@ -7,6 +7,7 @@ from helm.schema_types import (
     COUNT_OR_SHARE,
     FLAG,
     FREE,
+    LABELS_OR_NOTHING,
     MAP,
     MAP_OR_NOTHING,
     TEXT,
@@ -34,10 +35,25 @@ TOLERATION = closed(
         "tolerationSeconds": whole(0),
     }
 )
+_POLICY = text("Honor", "Ignore")
 SPREAD = closed(
-    {"topologyKey": TEXT, "maxSkew": whole(1), "whenUnsatisfiable": text("DoNotSchedule", "ScheduleAnyway")},
+    {
+        "topologyKey": TEXT,
+        "maxSkew": whole(1),
+        "whenUnsatisfiable": text("DoNotSchedule", "ScheduleAnyway"),
+        "minDomains": whole(1),
+        "nodeAffinityPolicy": _POLICY,
+        "nodeTaintsPolicy": _POLICY,
+    },
     ("topologyKey",),
-)
+) | {
+    "dependencies": {
+        "minDomains": {
+            "required": ["whenUnsatisfiable"],
+            "properties": {"whenUnsatisfiable": {"const": "DoNotSchedule"}},
+        }
+    }
+}
 
 
 def affinity() -> Schema:
@@ -78,10 +94,13 @@ def placement() -> Schema:
     """Scheduling, metadata and additional containers of pods."""
     claim = closed({"name": TEXT, "resourceClaimName": TEXT, "resourceClaimTemplateName": TEXT}, ("name",))
     uses = closed({"name": TEXT, "request": TEXT}, ("name",))
+    source = closed({"name": TEXT, "optional": FLAG}, ("name",))
     return {
         "env": many(closed({"name": TEXT, "value": TEXT, "valueFrom": FREE}, ("name",))),
+        "envFrom": many(closed({"prefix": TEXT, "configMapRef": source, "secretRef": source})),
+        "labels": LABELS_OR_NOTHING,
         "annotations": MAP_OR_NOTHING,
-        "podLabels": MAP_OR_NOTHING,
+        "podLabels": LABELS_OR_NOTHING,
         "podAnnotations": MAP_OR_NOTHING,
         "podSecurityContext": FREE,
         "securityContext": FREE,
@@ -92,8 +111,9 @@ def placement() -> Schema:
         "schedulerName": TEXT,
         "resourceClaims": many(claim),
         "hostNetwork": FLAG,
+        "hostAliases": many(closed({"ip": TEXT, "hostnames": many(TEXT)}, ("ip", "hostnames"))),
         "dnsConfig": closed({"nameservers": many(TEXT), "searches": many(TEXT), "options": many(named_object())}),
-        "nodeSelector": MAP_OR_NOTHING,
+        "nodeSelector": LABELS_OR_NOTHING,
         "tolerations": many(TOLERATION),
         "affinity": affinity(),
         "topologySpread": many(SPREAD),

@@ -57,7 +57,25 @@ MAP_OR_NOTHING: Schema = {"type": "object", "additionalProperties": {"type": ["s
 """Texts by key; null drops a key that would be inherited."""
 COUNT_OR_SHARE: Schema = {"anyOf": [whole(0), text(pattern=r"^[0-9]+%$")]}
 LIST_OF_OBJECTS = many(FREE)
-AMOUNTS: Schema = {"type": "object", "additionalProperties": {"type": ["string", "number", "null"]}}
+
+# Formats that the API server demands.
+LABEL_VALUE = text(pattern=r"^([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?$")
+LABELS: Schema = {"type": "object", "additionalProperties": LABEL_VALUE}
+LABELS_OR_NOTHING: Schema = {"type": "object", "additionalProperties": LABEL_VALUE | {"type": ["string", "null"]}}
+SIZE = r"[0-9]+(\.[0-9]+)?([KMGTPE]i|[kMGTPE]|[eE][0-9]+)?"
+BYTES = text(pattern=f"^{SIZE}$")
+BYTES_OR_NOTHING = text(pattern=f"^({SIZE})?$")
+_AMOUNT: Schema = {"type": ["string", "number", "null"], "minimum": 0}
+AMOUNTS: Schema = {
+    "type": "object",
+    # `8m` of memory is eight thousandths of a byte.
+    "patternProperties": {"^(memory|ephemeral-storage|hugepages-.*)$": _AMOUNT | {"pattern": f"^{SIZE}$"}},
+    "additionalProperties": _AMOUNT | {"pattern": rf"^{SIZE}$|^[0-9]+m$"},
+}
+_OCTET = "(25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])"
+CIDR = text(
+    pattern=rf"^({_OCTET}(\.{_OCTET}){{3}}/(3[0-2]|[12]?[0-9])|[0-9a-fA-F:]*:[0-9a-fA-F:.]*/(12[0-8]|1[01][0-9]|[1-9]?[0-9]))$"
+)
 
 
 def of_field(field: Field) -> Schema:

@@ -27,7 +27,7 @@ The chart needs Kubernetes 1.27; everything else is optional. Example values are
 | feature | needs at least | otherwise |
 |---|---|---|
 | an OCI image as a model | Kubernetes 1.33 (before 1.35 the feature gate `ImageVolume`) | refused |
-| `podDeletionCost.admissionPolicy` | Kubernetes 1.30 | left out |
+| `podDeletionCost.admissionPolicy` | Kubernetes 1.30 | refused |
 | `autoscaling.type: keda` | KEDA 2.17 (`fallback.behavior`) | absent: refused; older: a lost metric scales down |
 | the same, `metrics-api`, several routers | KEDA 2.20, pods with IPv4 | 2.18 may scale down under load |
 | `httpRoute` | Gateway API 1.2 (`timeouts`); 1.0 with an empty `requestTimeout` | absent: refused |

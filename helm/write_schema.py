@@ -11,8 +11,12 @@ from common.config.worker import ADAPTER_NAME
 from common.wire.adapter_messages import MAX_ADAPTERS, MAX_PATH
 from helm.pod_types import SELECTOR, placement
 from helm.schema_types import (
+    BYTES,
+    BYTES_OR_NOTHING,
+    CIDR,
     FLAG,
     FREE,
+    LABELS,
     LIST_OF_OBJECTS,
     MAP,
     NAME,
@@ -58,7 +62,6 @@ CHART_SETS = frozenset(
     )
 )
 
-QUANTITY = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$"
 DIGEST = text(pattern="^(sha256:[0-9a-f]{64})?$")
 
 
@@ -77,14 +80,16 @@ def router() -> Schema:
             "preStopSeconds": whole(0, 3600),
             "startupSeconds": whole(1, 86400),
             "responseStore": closed(
-                {"type": text("none", "memory", "emptyDir", "claim"), "claimName": TEXT, "size": TEXT}
+                {"type": text("none", "memory", "emptyDir", "claim"), "claimName": TEXT, "size": BYTES}
             ),
             "service": closed(
                 {
                     "type": text("ClusterIP", "NodePort", "LoadBalancer"),
                     "port": whole(1, 65535),
                     "annotations": MAP,
+                    "nodePort": whole(0, 65535),
                     "loadBalancerClass": TEXT,
+                    "loadBalancerSourceRanges": many(CIDR),
                     "externalTrafficPolicy": text("", "Cluster", "Local"),
                     "ipFamilyPolicy": text("", "SingleStack", "PreferDualStack", "RequireDualStack"),
                 }
@@ -150,8 +155,10 @@ def pool(role: str, *, of_its_own: bool) -> Schema:
         "preStopSeconds": whole(0, 3600),
         "startupSeconds": whole(1, 86400),
         "livenessSeconds": whole(10, 3600),
-        "shm": closed({"enabled": FLAG, "size": TEXT}),
+        "shm": closed({"enabled": FLAG, "size": BYTES}),
         "kvDisk": closed({"enabled": FLAG, "gib": whole(1, 1_048_576)}),
+        "hostPID": FLAG,
+        "hostPort": whole(0, 65531),
         "autoscaling": scaling,
         **placement(),
     }
@@ -160,7 +167,7 @@ def pool(role: str, *, of_its_own: bool) -> Schema:
 
 def sources(**of_hub: Schema) -> Schema:
     """Schema of a model source. `of_hub` are additional keys of sources of type hub."""
-    cache = {"cacheClaim": TEXT, "cacheSize": TEXT}
+    cache = {"cacheClaim": TEXT, "cacheSize": BYTES_OR_NOTHING}
     secret = closed({"name": TEXT, "key": TEXT}, ("name", "key"))
     hub = {"type": {"const": "hub"}, "id": text(pattern=".+"), "tokenSecret": secret, **of_hub, **cache}
     volume = {"type": {"const": "pvc"}, "claimName": text(pattern=".+"), "path": TEXT, **cache}
@@ -171,14 +178,19 @@ def sources(**of_hub: Schema) -> Schema:
         "path": TEXT,
         **cache,
     }
-    return {"oneOf": [closed(hub, ("id",)), closed(volume, ("claimName",)), closed(image, ("reference",))]}
+    place = {"type": {"const": "path"}, "path": text(pattern="^/.+"), **cache}
+    kinds = (
+        closed(hub, ("id",)),
+        closed(volume, ("claimName",)),
+        closed(image, ("reference",)),
+        closed(place, ("path",)),
+    )
+    return {"oneOf": list(kinds)}
 
 
 def model() -> Schema:
     modes = text("ReadWriteMany", "ReadWriteOnce", "ReadWriteOncePod")
-    volume = closed(
-        {"size": text(pattern=QUANTITY), "storageClass": TEXT, "accessMode": modes, "keep": FLAG}, ("size",)
-    )
+    volume = closed({"size": BYTES, "storageClass": TEXT, "accessMode": modes, "keep": FLAG}, ("size",))
     goal = {"type": "number", "minimum": 0}
     names = many(SERVED)
     adapter = closed({"path": TEXT | {"minLength": 1, "maxLength": MAX_PATH}, "revision": TEXT}, ("path",))
@@ -223,7 +235,7 @@ def shared_router() -> Schema:
 
 
 def network() -> Schema:
-    block = closed({"cidr": TEXT, "except": many(TEXT)}, ("cidr",))
+    block = closed({"cidr": CIDR, "except": many(CIDR)}, ("cidr",))
     peers = many(closed({"podSelector": SELECTOR, "namespaceSelector": SELECTOR, "ipBlock": block}))
     return closed(
         {
@@ -234,10 +246,13 @@ def network() -> Schema:
             "collectors": peers,
             "collectorPorts": many(whole(1, 65535)) | {"minItems": 1},
             "dnsPorts": many(whole(1, 65535)) | {"minItems": 1},
-            "apiServerCIDRs": many(TEXT),
+            "apiServerCIDRs": many(CIDR),
             "apiServerPorts": many(whole(1, 65535)) | {"minItems": 1},
-            "hubCIDRs": many(TEXT),
+            "hubCIDRs": many(CIDR),
             "hubPorts": many(whole(1, 65535)) | {"minItems": 1},
+            "nodeCIDRs": many(CIDR),
+            "extraIngress": LIST_OF_OBJECTS,
+            "extraEgress": LIST_OF_OBJECTS,
         }
     )
 
@@ -274,7 +289,7 @@ def monitoring() -> Schema:
             "scrapeAnnotations": FLAG,
             "rules": rules,
             "dashboards": closed({"enabled": FLAG, "labels": MAP, "annotations": MAP}),
-            "prometheusAddress": TEXT,
+            "prometheusAddress": text(pattern="^https?://.+"),
         }
     )
 
@@ -349,7 +364,7 @@ def values() -> Schema:
             "global": FREE,
             "nameOverride": TEXT,
             "fullnameOverride": TEXT,
-            "commonLabels": MAP,
+            "commonLabels": LABELS,
             "imagePullSecrets": many(closed({"name": TEXT}, ("name",))),
             "clusterDomain": text(pattern=r"^[a-z0-9.-]+$"),
             "trustedCA": closed({"configMap": TEXT, "key": text(pattern=".+")}),

@@ -26,21 +26,32 @@ class ReleaseError(Exception):
 
 @dataclass(frozen=True)
 class Image:
-    """An image: a target of the Dockerfile and, for a worker, its accelerator."""
+    """An image: a target of the Dockerfile and, for a worker, its accelerator and its variant with build arguments."""
 
     target: str
     accelerator: str = ""
+    variant: str = ""
+    arguments: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def build(self) -> str:
+        """Accelerator and variant: the suffix of the tag, and the key in TORCH_INDEX."""
+        return "-".join(filter(None, (self.accelerator, self.variant)))
 
     @property
     def name(self) -> str:
-        return f"{self.target}-{self.accelerator}" if self.accelerator else self.target
+        return "-".join(filter(None, (self.target, self.build)))
 
     def reference(self, registry: str, tag: str) -> str:
-        tag = f"{tag}-{self.accelerator}" if self.accelerator else tag
+        tag = "-".join(filter(None, (tag, self.build)))
         return f"{registry}/diptych-{self.target}:{tag}"
 
 
 IMAGES = (Image("router"), *(Image("worker", accelerator) for accelerator in ("cpu", "cuda", "rocm")))
+OLDER_CUDA = Image("worker", "cuda", "12.8", (("CUDA_VERSION", "12.8"),))
+"""For drivers below 580. PyPI has no torch for it."""
+VARIANTS = (*(Image("worker", accelerator, "nixl", (("NIXL", "yes"),)) for accelerator in ("cpu", "cuda")), OLDER_CUDA)
+"""Images that are built only if they are named."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +63,7 @@ class Options:
     push: bool = False
     python_image: str = ""
     torch_index: tuple[tuple[str, str], ...] = ()
-    """Pairs of an accelerator and the address of its package index."""
+    """Pairs of an accelerator, or accelerator and variant, and the address of its package index."""
     cuda_version: str = ""
     pip_conf: str = ""
 
@@ -70,9 +81,9 @@ def checked_registry(registry: str) -> str:
 
 
 def chosen_images(names: str) -> tuple[Image, ...]:
-    """Return the images of a comma-separated list, or all of them for "". Raises ReleaseError."""
-    known = {image.name: image for image in IMAGES}
-    wanted = [name.strip() for name in names.split(",") if name.strip()] or list(known)
+    """Return the images of a comma-separated list, or those without a variant for "". Raises ReleaseError."""
+    known = {image.name: image for image in (*IMAGES, *VARIANTS)}
+    wanted = [name.strip() for name in names.split(",") if name.strip()] or [image.name for image in IMAGES]
     if unknown := [name for name in wanted if name not in known]:
         raise ReleaseError(f"IMAGES: {unknown[0]!r} is unknown; available: {', '.join(known)}")
     return tuple(known[name] for name in wanted)
@@ -94,10 +105,11 @@ def build_command(
         arguments["PYTHON_IMAGE"] = options.python_image
     if image.accelerator:
         arguments["ACCELERATOR"] = image.accelerator
-        if index := dict(options.torch_index).get(image.accelerator):
+        if index := index_of(image, options):
             arguments["TORCH_INDEX"] = index
     if image.accelerator == "cuda" and options.cuda_version:
         arguments["CUDA_VERSION"] = options.cuda_version
+    arguments |= dict(image.arguments)
     reference = image.reference(options.registry, tag_of(version))
     command = [options.engine, "build", "--target", image.target, "--tag", reference]
     command += [part for key, value in arguments.items() for part in ("--build-arg", f"{key}={value}")]
@@ -110,6 +122,16 @@ def tag_of(version: str = __version__) -> str:
     """Return the tag of a version's images. It ends in "-dirty" if the tree has uncommitted changes."""
     changed = subprocess.run(("git", "status", "--porcelain"), cwd=ROOT, capture_output=True, check=False).stdout
     return version.replace("+", "-") + ("-dirty" if changed else "")
+
+
+def index_of(image: Image, options: Options) -> str:
+    """Return the package index with torch for an image; "" for pip's own. Raises ReleaseError."""
+    indexes = dict(options.torch_index)
+    if image == OLDER_CUDA:
+        if index := indexes.get(image.build):
+            return index
+        raise ReleaseError(f"TORCH_INDEX: {image.name} needs {image.build}=ADDRESS, PyTorch's index for CUDA 12.8")
+    return indexes.get(image.accelerator, "")
 
 
 def run(*command: str) -> str:
@@ -149,8 +171,8 @@ def build(images: Sequence[Image], options: Options) -> dict[str, str]:
     """Build the images, then push them if requested. Return a digest by image name, "" if it was not pushed."""
     revision, epoch = revision_and_epoch()
     digests = {}
-    for image in images:
-        run(*build_command(image, options, revision=revision, epoch=epoch))
+    for command in [build_command(image, options, revision=revision, epoch=epoch) for image in images]:
+        run(*command)
     for image in images:  # publish nothing unless all images were built
         digests[image.name] = push(options.engine, image.reference(options.registry, tag_of())) if options.push else ""
     return digests
@@ -170,7 +192,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def options_of(arguments: argparse.Namespace) -> Options:
     """Validate the arguments. Raises ReleaseError."""
     pairs = [pair.partition("=") for pair in arguments.torch_index.split(",") if pair]
-    variants = {image.accelerator for image in IMAGES} - {""}
+    variants = {*(image.accelerator for image in IMAGES), OLDER_CUDA.build} - {""}
     if wrong := next((key for key, _, address in pairs if key not in variants or not address), ""):
         raise ReleaseError(
             f"TORCH_INDEX: {wrong!r}: write ACCELERATOR=ADDRESS for one of {', '.join(sorted(variants))}"

@@ -25,13 +25,20 @@ from helm.images.build import (
     build,
     checked_registry,
     chosen_images,
+    index_of,
     options_of,
     revision_and_epoch,
     run,
     tag_of,
 )
 
-BILLS = ("router", "worker")
+BILLS = {
+    "router": ("router",),
+    "worker": ("worker", "torch"),
+    "worker-cuda": ("worker", "cuda"),
+    "worker-cuda-nixl": ("worker", "cuda", "nixl"),
+}
+"""Requirements in each bill of materials. `worker` is for images with torch from TORCH_INDEX, whose libraries vary."""
 
 
 def make_packages(dist: Path, kernels: str) -> None:
@@ -42,22 +49,28 @@ def make_packages(dist: Path, kernels: str) -> None:
 
 
 def make_bill(image: str, dist: Path) -> Path:
-    """Write the bill of materials of an image, without Debian, as CycloneDX JSON from its pip requirements."""
+    """Write a bill of materials, without Debian, as CycloneDX JSON from pip requirements."""
     target = dist / f"diptych-{image}-{__version__}.cdx.json"
     with tempfile.TemporaryDirectory() as scratch:
         held = Path(scratch) / "requirements.txt"
-        packages = (Path(__file__).parent / f"{image}.txt").read_text()
-        held.write_text(packages + (torch_pin() if image == "worker" else ""))
+        held.write_text("".join(requirements(name) for name in BILLS[image]))
         command = (sys.executable, "-P", "-m", "cyclonedx_py", "requirements", str(held))
         options = ("--pyproject", str(ROOT / "pyproject.toml"), "--output-reproducible", "--output-format", "JSON")
         run(*command, *options, "--output-file", str(target))
     return target
 
 
-def torch_pin() -> str:
-    """Return the requirement of torch, which the Dockerfile installs separately."""
+def requirements(name: str) -> str:
+    """Return a file of pinned requirements. For `torch`, return only the version: each index has other files."""
+    if name != "torch":
+        return (Path(__file__).parent / f"{name}.txt").read_text()
     lines = (Path(__file__).parent / "constraints.txt").read_text().splitlines()
     return next(f"{line}\n" for line in lines if line.startswith("torch=="))
+
+
+def bill_of(image: Image, options: Options) -> str:
+    """Return the name of the bill of materials of an image."""
+    return image.name if image.name in BILLS and not index_of(image, options) else image.target
 
 
 def pinned(values: str, registry: str, digests: Mapping[str, str]) -> str:
@@ -131,7 +144,7 @@ def release(images: Sequence[Image], options: Options | None, registry: str, ker
         (dist / "images.txt").write_text("".join(f"{name}\n" for name in names))
         pushed_chart = push_chart(chart, registry)
         if shutil.which("cosign"):
-            sign([*names, pushed_chart], {name: bills[image.target] for name, image in names.items()})
+            sign([*names, pushed_chart], {name: bills[bill_of(image, options)] for name, image in names.items()})
         else:
             print("cosign is not installed: nothing was signed")
     write_sums(dist)

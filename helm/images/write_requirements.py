@@ -1,7 +1,8 @@
-"""Writes router.txt and worker.txt, the requirements of the images with file hashes: `make lock`.
+"""Writes the requirements of the images with file hashes: `make lock`.
 
-Versions come from constraints.txt. torch is excluded because its build depends on the accelerator: the Dockerfile
-installs it by version, and the build pins its own dependencies (CUDA libraries, Triton).
+router.txt and worker.txt exclude torch, because its build depends on the accelerator. cuda.txt is PyPI's torch, the
+CUDA build, with the CUDA libraries and Triton that it needs. nixl.txt is the optional KV transport. Versions come from
+constraints.txt.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 EXTRAS = {"router": ("router", "tracing", "hub"), "worker": ("worker", "hub")}
 OF_TORCH = re.compile(r"^(torch|triton|nvidia-|cuda-)")
-HEADER = "# Packages of the {name} image, except Diptych and torch. `make lock` writes it from constraints.txt.\n"
+OF_NIXL = re.compile(r"^nixl")
+HEADER = "# {what}. `make lock` writes it from constraints.txt.\n"
 
 
 def entries(text: str) -> Iterator[tuple[str, str]]:
@@ -26,21 +28,38 @@ def entries(text: str) -> Iterator[tuple[str, str]]:
             yield re.split(r"[=\s;\[]", entry, maxsplit=1)[0], entry
 
 
+def selected(text: str, pattern: re.Pattern[str]) -> str:
+    """Return the packages whose names match."""
+    return "".join(f"{lines}\n" for name, lines in entries(text) if pattern.match(name))
+
+
 def without_torch(text: str) -> str:
     return "".join(f"{lines}\n" for name, lines in entries(text) if not OF_TORCH.match(name))
 
 
-def resolve(name: str) -> str:
-    """Resolve the packages of an image on Linux with uv, using the index that its environment configures."""
+def resolve(*extras: str) -> str:
+    """Resolve the packages of extras on Linux with uv, using the index that its environment configures."""
     uv = shutil.which("uv") or sys.exit("write_requirements needs uv: pip install uv")
-    extras = [flag for extra in EXTRAS[name] for flag in ("--extra", extra)]
-    command = [uv, "pip", "compile", "--quiet", str(FOLDER.parents[1] / "pyproject.toml"), *extras, "--generate-hashes"]
+    flags = [flag for extra in extras for flag in ("--extra", extra)]
+    command = [uv, "pip", "compile", "--quiet", str(FOLDER.parents[1] / "pyproject.toml"), *flags, "--generate-hashes"]
     command += ["-c", str(FOLDER / "constraints.txt"), "--python-version", "3.11", "--python-platform", "linux"]
     command += ["--no-header", "--no-annotate", "--no-emit-index-url"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     return done.stdout if done.returncode == 0 else sys.exit(done.stderr)
 
 
+def files() -> dict[str, str]:
+    """Return the contents of all files by name."""
+    router, worker, nixl = resolve(*EXTRAS["router"]), resolve(*EXTRAS["worker"]), resolve("worker", "nixl")
+    what = "Packages of the {} image, except Diptych and torch"
+    return {
+        "router": HEADER.format(what=what.format("router")) + without_torch(router),
+        "worker": HEADER.format(what=what.format("worker")) + without_torch(worker),
+        "cuda": HEADER.format(what="torch of PyPI and the CUDA libraries that it pins") + selected(worker, OF_TORCH),
+        "nixl": HEADER.format(what="NIXL, for images built with NIXL=yes") + selected(nixl, OF_NIXL),
+    }
+
+
 if __name__ == "__main__":
-    for image in EXTRAS:
-        (FOLDER / f"{image}.txt").write_text(HEADER.format(name=image) + without_torch(resolve(image)))
+    for name, text in files().items():
+        (FOLDER / f"{name}.txt").write_text(text)

@@ -9,7 +9,7 @@
 
 {{/* Type of a model's source, derived from its keys: (source). */}}
 {{- define "diptych.sourceType" -}}
-{{- .source.type | default (ternary "pvc" (ternary "image" "hub" (hasKey .source "reference")) (hasKey .source "claimName")) }}
+{{- .source.type | default (ternary "pvc" (ternary "image" (ternary "hub" "path" (hasKey .source "id")) (hasKey .source "reference")) (hasKey .source "claimName")) }}
 {{- end }}
 
 {{/*
@@ -158,81 +158,4 @@ the root, because many templates use it.
 {{- end }}
 {{- end }}
 {{- $longest }}
-{{- end }}
-
-{{/* Refuses an update that can neither add nor remove a pod: (spec, for). */}}
-{{- define "diptych.checkStrategy" -}}
-{{- if and (has (toString .spec.strategy.maxSurge) (list "0" "0%")) (has (toString .spec.strategy.maxUnavailable) (list "0" "0%")) }}
-{{- fail (printf "%s: strategy.maxSurge and strategy.maxUnavailable are both 0, so no update could start" .for) }}
-{{- end }}
-{{- end }}
-
-{{/* Refuses more devices than a worker can use: (pool, for). */}}
-{{- define "diptych.checkDevices" -}}
-{{- if gt (int .pool.accelerator.count) 1 }}
-{{- fail (printf "%s: accelerator.count is %d, but each rank of a worker uses one device, so the others would be idle: set count 1, and replicas %d or tensorParallelSize %d" .for (int .pool.accelerator.count) (mul (int .pool.accelerator.count) (int .pool.replicas)) (int .pool.accelerator.count)) }}
-{{- end }}
-{{- end }}
-
-{{/* Refuses a disruption budget that blocks every eviction: (pdb, least, for). */}}
-{{- define "diptych.checkBudget" -}}
-{{- $none := false }}
-{{- $key := ternary "minAvailable" "maxUnavailable" (hasKey .pdb "minAvailable") }}
-{{- if and .pdb.enabled (gt (int .least) 0) }}
-{{- if hasKey .pdb "minAvailable" }}
-{{- $share := toString .pdb.minAvailable }}
-{{- $none = ternary (eq $share "100%") (ge (int .pdb.minAvailable) (int .least)) (hasSuffix "%" $share) }}
-{{- else }}
-{{- $none = has (toString .pdb.maxUnavailable) (list "0" "0%") }}
-{{- end }}
-{{- end }}
-{{- if $none }}
-{{- fail (printf "%s: with %d pods, pdb.%s %v allows no eviction, so no node with one of them could ever be drained: set maxUnavailable 1, or pdb.enabled false" .for (int .least) $key (get .pdb $key)) }}
-{{- end }}
-{{- end }}
-
-{{/* Checks that the schema cannot express. Rendered once, by the routers' template. */}}
-{{- define "diptych.check" -}}
-{{- range (include "diptych.models" (dict "root" $) | fromYaml).models }}
-{{- if not (include "diptych.pools" (dict "root" $ "role" "decode" "model" .name) | fromYaml).pools }}
-{{- fail (printf "model %s has no decode pool: add decode.pools.NAME.model=%s" .name .name) }}
-{{- end }}
-{{- if and (or (eq .source.type "image") (eq (.tokenizer | default dict).type "image")) (semverCompare "<1.33-0" $.Capabilities.KubeVersion.Version) }}
-{{- fail (printf "model %s is an OCI image volume, which needs Kubernetes 1.33 (here %s); before 1.35 also the feature gate ImageVolume" .name $.Capabilities.KubeVersion.Version) }}
-{{- end }}
-{{- end }}
-{{- range (include "diptych.routers" (dict "root" $) | fromYaml).routers }}
-{{- include "diptych.checkStrategy" (dict "spec" .spec "for" .for) }}
-{{- include "diptych.checkStore" (dict "router" .spec "for" .for) }}
-{{- include "diptych.checkBudget" (dict "pdb" .spec.pdb "for" .for "least" (ternary .spec.autoscaling.minReplicas .spec.replicas .spec.autoscaling.enabled)) }}
-{{- end }}
-{{- include "diptych.checkShared" (dict "root" $) }}
-{{- range $role := list "prefill" "decode" }}
-{{- range (include "diptych.pools" (dict "root" $ "role" $role) | fromYaml).pools }}
-{{- $for := printf "%s pool %s" $role .name }}
-{{- include "diptych.checkStrategy" (dict "spec" . "for" $for) }}
-{{- include "diptych.checkDevices" (dict "pool" . "for" $for) }}
-{{- include "diptych.checkRankHosts" (dict "pool" . "for" $for) }}
-{{- include "diptych.checkBudget" (dict "pdb" .pdb "for" $for "least" (ternary .replicas .autoscaling.minReplicas (eq .autoscaling.type "none"))) }}
-{{- end }}
-{{- end }}
-{{- if and .Values.monitoring.podMonitor.enabled .Values.monitoring.serviceMonitor.enabled }}
-{{- fail "monitoring.podMonitor and monitoring.serviceMonitor are both enabled: every pod would be scraped twice" }}
-{{- end }}
-{{- if and .Values.tls.certManager.enabled (not .Values.tls.certManager.issuerRef.name) }}
-{{- fail "tls.certManager.enabled needs tls.certManager.issuerRef.name" }}
-{{- end }}
-{{- end }}
-
-{{/* Refuses a response store with several routers, because they do not share stored responses: (router, for). */}}
-{{- define "diptych.checkStore" -}}
-{{- $store := .router.responseStore }}
-{{- if ne $store.type "none" }}
-{{- if or .router.autoscaling.enabled (gt (int .router.replicas) 1) }}
-{{- fail (printf "%s: responseStore.type %s needs one replica and no autoscaling, because routers do not share stored responses" .for $store.type) }}
-{{- end }}
-{{- if and (eq $store.type "claim") (not $store.claimName) }}
-{{- fail (printf "%s: responseStore.type claim needs responseStore.claimName" .for) }}
-{{- end }}
-{{- end }}
 {{- end }}

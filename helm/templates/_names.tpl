@@ -74,13 +74,15 @@ overridden. Pods (`pod`) get no label with the chart version, so that a new char
 {{- if and (contains "/" .) (or (contains "." $first) (contains ":" $first) (eq $first "localhost")) }}true{{ end }}
 {{- end }}
 
-{{/* Worker image of an accelerator: cpu, cuda or rocm; none for intel: (vendor). */}}
+{{/* Worker image of a pool: cpu, cuda or rocm, and cpu-nixl or cuda-nixl; "" if there is none: (vendor, transport). */}}
 {{- define "diptych.imageVariant" -}}
-{{- get (dict "none" "cpu" "nvidia" "cuda" "amd" "rocm") (.vendor | default "none") }}
+{{- $images := dict "none" "cpu" "nvidia" "cuda" "amd" "rocm" }}
+{{- if eq (.transport | default "") "nixl" }}{{ $images = dict "none" "cpu-nixl" "nvidia" "cuda-nixl" }}{{ end }}
+{{- get $images (.vendor | default "none") }}
 {{- end }}
 
 {{/*
-Merged image values, as YAML: (root, kind), for a worker also `vendor` of its accelerator, and for a pool
+Merged image values, as YAML: (root, kind), for a worker also `vendor` of its accelerator and `transport` of KV, and for a pool
 `image`.
 */}}
 {{- define "diptych.imageValues" -}}
@@ -92,7 +94,7 @@ Merged image values, as YAML: (root, kind), for a worker also `vendor` of its ac
 {{- end }}
 {{- if not $image.tag }}
 {{- if and (eq .kind "worker") (not $variant) (not $image.digest) }}
-{{- fail (printf "no worker image is built for accelerator.vendor %s: set image.repository and image.tag of its pool to your own" .vendor) }}
+{{- fail (printf "no worker image is built for accelerator.vendor %s%s: set image.repository and image.tag of its pool to your own" .vendor (ternary " with kv_transport nixl" "" (eq (.transport | default "") "nixl"))) }}
 {{- end }}
 {{- $tag := .root.Values.images.tag | default .root.Chart.AppVersion }}
 {{- $_ := set $image "tag" (ternary (printf "%s-%s" $tag $variant) $tag (ne $variant "")) }}
@@ -103,6 +105,9 @@ Merged image values, as YAML: (root, kind), for a worker also `vendor` of its ac
 {{- fail (printf "no image is published, and %q contains no host: build and push your own (make images REGISTRY=...), and set images.registry, for example --set images.registry=ghcr.io/acme (images loaded into kind or minikube: docker.io/library)" (trimPrefix "/" $whole)) }}
 {{- end }}
 {{- $_ := set $image "repository" $whole }}
+{{- end }}
+{{- if not (regexMatch "^(\\[[0-9a-fA-F:]+\\]|[a-zA-Z0-9.-]+)(:[0-9]+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)+$" $image.repository) }}
+{{- fail (printf "%q is not an image name: images.registry and repository are HOST[:PORT]/PATH, with a path in lower case and without https://, for example ghcr.io/acme" $image.repository) }}
 {{- end }}
 {{- toYaml $image }}
 {{- end }}

@@ -43,7 +43,7 @@ lifecycle:
 {{- define "diptych.modelMounts" -}}
 - {name: cache, mountPath: /var/cache/diptych}
 - {name: tmp, mountPath: /tmp}
-{{- if ne .model.source.type "hub" }}
+{{- if has .model.source.type (list "pvc" "image") }}
 - {name: model, mountPath: {{ include "diptych.modelFolder" . }}, readOnly: true}
 {{- end }}
 {{- end }}
@@ -56,7 +56,7 @@ lifecycle:
 - {name: cache, mountPath: /var/cache/diptych}
 - {name: tmp, mountPath: /tmp}
 {{- range .models }}
-{{- if ne .source.type "hub" }}
+{{- if has .source.type (list "pvc" "image") }}
 - {name: model-{{ .name }}, mountPath: {{ include "diptych.modelFolder" (dict "root" $.root "model" .) }}, readOnly: true}
 {{- end }}
 {{- end }}
@@ -147,7 +147,7 @@ weights unless `weights` is set.
 */}}
 {{- define "diptych.fetchContainer" -}}
 - name: {{ .container | default "fetch-model" }}
-  {{- include "diptych.imageOf" (dict "root" .root "kind" .kind "image" .spec.image "vendor" (.spec.accelerator | default dict).vendor) | nindent 2 }}
+  {{- include "diptych.imageOf" (dict "root" .root "kind" .kind "image" .spec.image "vendor" (.spec.accelerator | default dict).vendor "transport" .spec.settings.kv_transport) | nindent 2 }}
   command: [diptych, fetch]
   args: [{{ .model.source.id | quote }}{{ if and (eq .kind "router") (not .weights) }}, --no-weights{{ end }}]
   env:
@@ -159,6 +159,10 @@ weights unless `weights` is set.
     {{- with .model.source.tokenSecret }}
     - {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ .name | quote }}, key: {{ .key | quote }}}}}
     {{- end }}
+  {{- with .spec.envFrom }}
+  envFrom:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
   resources:
     {{- toYaml .spec.resources | nindent 4 }}
   {{- with .spec.securityContext }}
@@ -189,6 +193,13 @@ resourceClaims:
 hostNetwork: true
 dnsPolicy: ClusterFirstWithHostNet
 {{- end }}
+{{- if .spec.hostPID }}
+hostPID: true
+{{- end }}
+{{- with .spec.hostAliases }}
+hostAliases:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- with .spec.dnsConfig }}
 dnsConfig:
   {{- toYaml . | nindent 2 }}
@@ -211,6 +222,9 @@ topologySpreadConstraints:
   - topologyKey: {{ .topologyKey }}
     maxSkew: {{ int (.maxSkew | default 1) }}
     whenUnsatisfiable: {{ .whenUnsatisfiable | default "ScheduleAnyway" }}
+    {{- range $name, $value := pick . "minDomains" "nodeAffinityPolicy" "nodeTaintsPolicy" }}
+    {{ $name }}: {{ $value }}
+    {{- end }}
     # Spreads the pods of each revision separately, so that they are evenly spread after an update.
     matchLabelKeys: [pod-template-hash]
     labelSelector:

@@ -26,6 +26,8 @@
 {{- define "diptych.modelSetting" -}}
 {{- if eq .model.source.type "hub" }}
 {{- .model.source.id }}
+{{- else if eq .model.source.type "path" }}
+{{- trimSuffix "/" .model.source.path }}
 {{- else }}
 {{- printf "%s/%s" (include "diptych.modelFolder" .) (.model.source.path | default "") | trimSuffix "/" }}
 {{- end }}
@@ -56,13 +58,14 @@ allow_remote: true
 {{- $settings := mustMergeOverwrite (dict "log_json" true) (mustDeepCopy .pool.settings) }}
 {{- $_ := set $settings "model" (include "diptych.modelSetting" (dict "root" .root "model" $model)) }}
 {{- $_ := set $settings "host" "::" }}
-{{- $_ := set $settings "port" 7001 }}
-{{- $_ := set $settings "http_port" 7003 }}
-{{- $_ := set $settings "lend_port" 7004 }}
+{{- $ports := include "diptych.ports" . | fromYaml }}
+{{- $_ := set $settings "port" (int $ports.control) }}
+{{- $_ := set $settings "http_port" (int $ports.http) }}
+{{- $_ := set $settings "lend_port" (int $ports.lend) }}
 {{- $_ := set $settings "device" (include "diptych.device" .pool.accelerator) }}
 {{- $_ := set $settings "drain_timeout_s" (int .pool.drainSeconds) }}
 {{- if eq .role "decode" }}
-{{- $_ := set $settings "kv_port" 7002 }}
+{{- $_ := set $settings "kv_port" (int $ports.kv) }}
 {{- with $model.slo }}{{ if .tpotMs }}{{ $_ := set $settings "slo_tpot_ms" .tpotMs }}{{ end }}{{ end }}
 {{- end }}
 {{- if gt (int .pool.tensorParallelSize) 1 }}
@@ -70,7 +73,7 @@ allow_remote: true
 {{- end }}
 {{- if gt (int .pool.rankHosts) 1 }}
 {{- $_ := set $settings "rank_hosts" (int .pool.rankHosts) }}
-{{- $_ := set $settings "rank_port" 7005 }}
+{{- $_ := set $settings "rank_port" (int $ports.ranks) }}
 {{- end }}
 {{- if .pool.kvDisk.enabled }}
 {{- $_ := set $settings "kv_disk_path" "/var/lib/diptych/kv/blocks" }}
@@ -86,7 +89,8 @@ allow_remote: true
 {{/* TOML section of the role to which a pool's workers may change, from the defaults of that role: (root, role, pool). */}}
 {{- define "diptych.otherRole" -}}
 {{- $other := ternary "decode" "prefill" (eq .role "prefill") }}
-{{- $pool := mustMergeOverwrite (dict) (mustDeepCopy .root.Values.workers) (mustDeepCopy (index .root.Values $other).defaults) (dict "name" .pool.name "model" .pool.model "kvDisk" .pool.kvDisk "tensorParallelSize" .pool.tensorParallelSize "rankHosts" .pool.rankHosts) }}
+{{- $ports := include "diptych.ports" . | fromYaml }}
+{{- $pool := mustMergeOverwrite (dict) (mustDeepCopy .root.Values.workers) (mustDeepCopy (index .root.Values $other).defaults) (dict "name" .pool.name "model" .pool.model "kvDisk" .pool.kvDisk "tensorParallelSize" .pool.tensorParallelSize "rankHosts" .pool.rankHosts "hostNetwork" .pool.hostNetwork "hostPort" (int $ports.control)) }}
 {{- $settings := include "diptych.workerSettings" (dict "root" .root "role" $other "pool" $pool) | fromYaml }}
 {{- include "diptych.toml" (dict "section" (printf "%s_worker" $other) "settings" $settings) }}
 {{- end }}
@@ -143,7 +147,7 @@ allow_remote: true
 {{- range (include "diptych.pools" (dict "root" $root "role" $role "model" $.router.model) | fromYaml).pools }}
 {{- $service := include "diptych.objectName" (dict "root" $root "role" $role "name" .name) }}
 {{- if eq $root.Values.discovery.type "dns" }}
-{{- $service = printf "%s.%s.svc:7001" $service $root.Release.Namespace }}
+{{- $service = printf "%s.%s.svc:%d" $service $root.Release.Namespace (int (include "diptych.ports" (dict "root" $root "role" $role "pool" .) | fromYaml).control) }}
 {{- end }}
 {{- $services = append $services $service }}
 {{- end }}

@@ -20,6 +20,42 @@ matchExpressions:
 {{- end }}
 {{- end }}
 
+{{/*
+Ports of a worker, as YAML {control, kv, http, lend, ranks}. On the host network each pool has its own, because pods of several
+pools may share a node: (root, role, pool).
+*/}}
+{{- define "diptych.ports" -}}
+{{- $first := 7001 }}
+{{- if .pool.hostNetwork }}
+{{- $hash := printf "%s/%s-%s-%s" .root.Release.Namespace (include "diptych.fullname" .root) .role .pool.name | adler32sum | int64 }}
+{{- $first = .pool.hostPort | default (add 20000 (mul 5 (mod $hash 2000))) }}
+{{- end }}
+{{- range $i, $name := list "control" "kv" "http" "lend" "ranks" }}
+{{ $name }}: {{ add $first $i }}
+{{- end }}
+{{- end }}
+
+{{/* Refuses equal ports of two pools on the host network: (root). */}}
+{{- define "diptych.checkHostPorts" -}}
+{{- $taken := dict }}
+{{- range $role := list "prefill" "decode" }}
+{{- range $pool := (include "diptych.pools" (dict "root" $.root "role" $role) | fromYaml).pools }}
+{{- $for := printf "%s pool %s" $role $pool.name }}
+{{- if and $pool.hostPort (not $pool.hostNetwork) }}{{ fail (printf "%s: hostPort %d needs hostNetwork" $for (int $pool.hostPort)) }}{{ end }}
+{{- range $_, $port := ternary (include "diptych.ports" (dict "root" $.root "role" $role "pool" $pool) | fromYaml) dict (eq (toString $pool.hostNetwork) "true") }}
+{{- $port = int $port | toString }}
+{{- if hasKey $taken $port }}{{ fail (printf "%s and %s both use port %s of their nodes: set hostPort of one of them, the first of five free ports" (get $taken $port) $for $port) }}{{ end }}
+{{- $_ := set $taken $port $for }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Devices of a pod: one for each of its ranks: (pool). */}}
+{{- define "diptych.devices" -}}
+{{- div (int .pool.tensorParallelSize) (int .pool.rankHosts) }}
+{{- end }}
+
 {{/* Refuses a number of hosts that does not divide the ranks evenly: (pool, for). */}}
 {{- define "diptych.checkRankHosts" -}}
 {{- $size := int .pool.tensorParallelSize }}
@@ -44,6 +80,7 @@ scope, settings, toml, isRankHost).
 {{- $settings := .settings }}
 {{- $toml := .toml }}
 {{- $isRankHost := .isRankHost }}
+{{- $ports := include "diptych.ports" (dict "root" $root "role" $role "pool" $pool) | fromYaml }}
 {{- $model := include "diptych.model" (dict "root" $root "name" $pool.model "for" $pool.name) | fromYaml }}
 metadata:
   labels:
@@ -51,7 +88,7 @@ metadata:
   annotations:
     {{- $annotations := dict "checksum/config" (sha256sum $toml) }}
     {{- if and $root.Values.monitoring.scrapeAnnotations (not $isRankHost) }}
-    {{- $scrape := dict "prometheus.io/scrape" "true" "prometheus.io/port" "7003" "prometheus.io/path" "/metrics" }}
+    {{- $scrape := dict "prometheus.io/scrape" "true" "prometheus.io/port" (int $ports.http | toString) "prometheus.io/path" "/metrics" }}
     {{- $annotations = merge $annotations $scrape }}
     {{- end }}
     {{- toYaml (mustMergeOverwrite $annotations (mustDeepCopy $pool.podAnnotations)) | nindent 4 }}
@@ -74,10 +111,10 @@ spec:
   {{- end }}
   containers:
     - name: {{ ternary "rank-host" "worker" $isRankHost }}
-      {{- include "diptych.imageOf" (dict "root" $root "kind" "worker" "image" $pool.image "vendor" $pool.accelerator.vendor) | nindent 6 }}
+      {{- include "diptych.imageOf" (dict "root" $root "kind" "worker" "image" $pool.image "vendor" $pool.accelerator.vendor "transport" $settings.kv_transport) | nindent 6 }}
       {{- if $isRankHost }}
       command: [diptych, rank-host]
-      args: [--config, /etc/diptych/config/diptych.toml, "--leader=$(LWS_LEADER_ADDRESS):7005"]
+      args: [--config, /etc/diptych/config/diptych.toml, "--leader=$(LWS_LEADER_ADDRESS):{{ int $ports.ranks }}"]
       {{- else }}
       command: [diptych, {{ $role }}-worker]
       args: [--config, /etc/diptych/config/diptych.toml]
@@ -94,16 +131,20 @@ spec:
         {{- with $pool.env }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
+      {{- with $pool.envFrom }}
+      envFrom:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
       {{- if not $isRankHost }}
       ports:
-        - {name: control, containerPort: 7001, protocol: TCP}
+        - {name: control, containerPort: {{ int $ports.control }}, protocol: TCP}
         {{- if or (eq $role "decode") $settings.role_change }}
-        - {name: kv, containerPort: 7002, protocol: TCP}
+        - {name: kv, containerPort: {{ int $ports.kv }}, protocol: TCP}
         {{- end }}
-        - {name: http, containerPort: 7003, protocol: TCP}
-        - {name: lend, containerPort: 7004, protocol: TCP}
+        - {name: http, containerPort: {{ int $ports.http }}, protocol: TCP}
+        - {name: lend, containerPort: {{ int $ports.lend }}, protocol: TCP}
         {{- if gt (int $pool.rankHosts) 1 }}
-        - {name: ranks, containerPort: 7005, protocol: TCP}
+        - {name: ranks, containerPort: {{ int $ports.ranks }}, protocol: TCP}
         {{- end }}
       # Startup: the model is loaded. Readiness: routers may send work. Liveness: the engine loop makes progress.
       startupProbe:
@@ -128,7 +169,7 @@ spec:
       resources:
         {{- $resources := mustDeepCopy $pool.resources }}
         {{- if and (ne $pool.accelerator.vendor "none") (gt (int $pool.accelerator.count) 0) }}
-        {{- $limits := mustMerge (dict (include "diptych.acceleratorResource" $pool.accelerator) (div (int $pool.tensorParallelSize) (int $pool.rankHosts))) ($resources.limits | default dict) }}
+        {{- $limits := mustMerge (dict (include "diptych.acceleratorResource" $pool.accelerator) (include "diptych.devices" (dict "pool" $pool) | int)) ($resources.limits | default dict) }}
         {{- $_ := set $resources "limits" $limits }}
         {{- end }}
         {{- toYaml $resources | nindent 8 }}

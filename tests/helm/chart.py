@@ -37,6 +37,10 @@ CONTROL, KV, HTTP, LEND = 7001, 7002, 7003, 7004
 """Ports of workers."""
 
 
+LAYOUT: Object = {"settings": {"block_size": 64, "dtype": "bfloat16"}}
+"""Values of `workers` with which pools of CPUs and of GPUs pair."""
+
+
 class Refused(Exception):
     """helm rendered nothing; its message."""
 

@@ -119,6 +119,22 @@ def test_what_an_image_installs_is_pinned_by_hash(repository: Path, image: str) 
     assert "://" not in "".join(entries)  # no index is named
 
 
+def test_libraries_of_cuda_and_nixl_are_pinned_by_hash(repository: Path) -> None:
+    """The CUDA build of the same torch, and NIXL within its range; neither repeats a package of worker.txt."""
+    known, worker = pins(repository), pins(repository, "worker")
+    cuda, nixl = pins(repository, "cuda"), pins(repository, "nixl")
+    assert cuda["torch"] == known["torch"] and "triton" in cuda and "nvidia-cublas" in cuda
+    assert nixl == {name: known[name] for name in ("nixl", "nixl-cu12", "nixl-cu13")}
+    project = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (wanted,) = project["optional-dependencies"]["nixl"]
+    assert Requirement(wanted).specifier.contains(nixl["nixl"])
+    assert not worker.keys() & (cuda.keys() | nixl.keys())
+    for name in ("cuda", "nixl"):
+        text = (repository / "helm" / "images" / f"{name}.txt").read_text(encoding="utf-8")
+        entries = re.split(r"\n(?=\w)", text)[1:]
+        assert all(re.search(r"--hash=sha256:[0-9a-f]{64}", entry) for entry in entries) and "://" not in text
+
+
 def pip_command(stages: dict[str, list[tuple[str, str]]], target: str) -> str:
     """The shell command of the stage that calls pip, without what BuildKit mounts."""
     (command,) = [rest for instruction, rest in stages[target] if instruction == "RUN" and "pip " in rest]
@@ -136,7 +152,7 @@ def build(command: str, environment: Path, source: Path, wheels: Path) -> None:
     }
     for place, here in places.items():
         command = command.replace(place, here)
-    settings = os.environ | {"ACCELERATOR": "cpu", "TORCH_INDEX": "", "DIPTYCH_KERNELS": ""}
+    settings = os.environ | {"ACCELERATOR": "cpu", "TORCH_INDEX": "", "DIPTYCH_KERNELS": "", "NIXL": "no"}
     done = subprocess.run(
         ["sh", "-ec", command],
         cwd=source,

@@ -110,6 +110,16 @@ def test_network_policies_know_the_cluster_s_ports(helm4: Path) -> None:
     ]
 
 
+def test_rules_may_be_added(helm4: Path) -> None:
+    rule = {"ports": [{"port": 9000, "protocol": "TCP"}]}
+    rendered = render(helm4, over={"networkPolicy": {"extraIngress": [rule], "extraEgress": [rule]}})
+    found = {
+        item["metadata"]["name"].rpartition("-")[2]: [rule in item["spec"][way] for way in ("ingress", "egress")]
+        for item in rendered.of("NetworkPolicy")
+    }
+    assert found == {**dict.fromkeys(("router", "prefill", "decode"), [True, True]), "test": [False, False]}
+
+
 def test_routers_may_send_traces_where_they_are_told_to(helm4: Path) -> None:
     """The chart opens the port of the traces only for routers, and only if their endpoint is set."""
 

@@ -12,7 +12,7 @@ from common.config import CONFIG_CLASSES, RouterConfig
 from common.config.field import fields_of
 from common.config.sources import Sources
 
-from .chart import CONTROL, HTTP, KV, LEND, Rendered, containers, matched, ports_of, render, settings_of
+from .chart import CONTROL, HTTP, KV, LAYOUT, LEND, Rendered, containers, matched, ports_of, render, settings_of
 
 pytestmark = pytest.mark.helm
 
@@ -290,7 +290,9 @@ def test_routes_end_at_routers(rendered: Rendered) -> None:
 @pytest.mark.slow
 def test_a_gpu_pod_asks_for_its_device_and_computes_on_it(helm4: Path) -> None:
     for vendor, resource in (("nvidia", "nvidia.com/gpu"), ("amd", "amd.com/gpu")):
-        rendered = render(helm4, over={"decode": {"pools": {"gpu": {"accelerator": {"vendor": vendor}}}}})
+        rendered = render(
+            helm4, over={"workers": LAYOUT, "decode": {"pools": {"gpu": {"accelerator": {"vendor": vendor}}}}}
+        )
         deployment = rendered.named("Deployment", "demo-diptych-decode-gpu")
         assert deployment["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"][resource] == 1
         assert settings_of(rendered, deployment)["device"] == "cuda"
@@ -302,6 +304,7 @@ def test_a_gpu_pod_asks_for_its_device_and_computes_on_it(helm4: Path) -> None:
 def test_pools_inherit_and_override(helm4: Path) -> None:
     over = {
         "workers": {"settings": {"block_size": 32, "enable_prefix_caching": True}, "drainSeconds": 100},
+        "prefill": {"pools": {"default": {}, "b": {"settings": {"block_size": 64}}}},
         "decode": {
             "defaults": {"settings": {"max_num_seqs": 1000000 // 1000}, "drainSeconds": 200},
             "pools": {

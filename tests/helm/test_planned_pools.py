@@ -11,7 +11,7 @@ import pytest
 from common.config import RouterConfig
 from common.config.sources import Sources
 
-from .chart import OPERATORS, Refused, Rendered, render, settings_of
+from .chart import LAYOUT, OPERATORS, Refused, Rendered, render, settings_of
 from .test_shared_router import NAME, checksum, model, values
 
 pytestmark = pytest.mark.helm
@@ -137,7 +137,9 @@ def test_a_changed_plan_rolls_the_shared_router(helm4: Path) -> None:
 def test_a_worker_over_several_pods_is_scaled_as_a_set(helm4: Path) -> None:
     spread = {"tensorParallelSize": 4, "rankHosts": 2, "accelerator": {"vendor": "nvidia"}}
     rendered = render(
-        helm4, over=two_models(decode=scaled() | spread), apis=(*OPERATORS, "leaderworkerset.x-k8s.io/v1")
+        helm4,
+        over=two_models(decode=scaled() | spread, workers=LAYOUT),
+        apis=(*OPERATORS, "leaderworkerset.x-k8s.io/v1"),
     )
     table = tables(rendered)["a"]
     assert table["decode_deployment"] == "leaderworkersets/demo-diptych-decode-a"

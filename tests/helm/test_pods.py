@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from .chart import Object, Refused, Rendered, containers, render, settings_of
+from .chart import LAYOUT, Object, Refused, Rendered, containers, render, settings_of
 from .test_render import check_schemas
 
 pytestmark = [pytest.mark.helm, pytest.mark.slow]
@@ -18,6 +18,9 @@ ROUTER, PREFILL, DECODE = (
 NO_IDS = dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup", "fsGroupChangePolicy"))
 EXTRA: dict[str, Any] = {
     "annotations": {"reloader.example.com/auto": "true"},
+    "labels": {"kueue.x-k8s.io/queue-name": "llm", "app.kubernetes.io/name": "other"},
+    "envFrom": [{"prefix": "HUB_", "secretRef": {"name": "proxy"}}],
+    "hostAliases": [{"ip": "10.1.2.3", "hostnames": ["hub.example.com"]}],
     "extraVolumes": [{"name": "rdma", "hostPath": {"path": "/dev/infiniband"}}],
     "extraVolumeMounts": [{"name": "rdma", "mountPath": "/dev/infiniband"}],
     "initContainers": [{"name": "before", "image": "registry.example.com/before:1"}],
@@ -64,11 +67,16 @@ def test_pods_take_what_operators_add(helm4: Path, role: str) -> None:
     for name in names:
         deployment, spec = rendered.named("Deployment", name), spec_of(rendered, name)
         assert deployment["metadata"]["annotations"] == EXTRA["annotations"]
+        labels = deployment["metadata"]["labels"], deployment["spec"]["template"]["metadata"]["labels"]
+        assert [each.get("kueue.x-k8s.io/queue-name") for each in labels] == ["llm", None]
+        assert {each["app.kubernetes.io/name"] for each in labels} == {"diptych"}, "a selector label was overridden"
+        assert spec["hostAliases"] == EXTRA["hostAliases"]
         assert EXTRA["extraVolumes"][0] in spec["volumes"]
         assert [each["name"] for each in spec["initContainers"]] == ["before", "fetch-model"]
         assert [each["name"] for each in spec["containers"]][1:] == ["beside"]
         for container in (spec["initContainers"][1], spec["containers"][0]):
             assert EXTRA["extraVolumeMounts"][0] in container["volumeMounts"]
+            assert container["envFrom"] == EXTRA["envFrom"]
         assert spec["containers"][0]["resources"]["claims"] == [{"name": "gpu"}]
         assert (spec["schedulerName"], spec["resourceClaims"]) == ("kueue", EXTRA["resourceClaims"])
         assert (spec["hostNetwork"], spec["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
@@ -78,10 +86,31 @@ def test_pods_take_what_operators_add(helm4: Path, role: str) -> None:
 
 
 def test_a_load_balancer_has_its_class_and_policy(helm4: Path) -> None:
-    service = {"type": "LoadBalancer", "loadBalancerClass": "eks.amazonaws.com/nlb", "externalTrafficPolicy": "Local"}
-    rendered = render(helm4, over={"router": {"service": service}})
+    service = {
+        "type": "LoadBalancer",
+        "loadBalancerClass": "eks.amazonaws.com/nlb",
+        "externalTrafficPolicy": "Local",
+        "loadBalancerSourceRanges": ["10.0.0.0/8", "fd00::/8"],
+    }
+    rendered = render(helm4, over={"router": {"service": {**service, "nodePort": 30080}}})
     found = rendered.named("Service", ROUTER)["spec"]
     assert {key: found[key] for key in service} == service and check_schemas(rendered, "1.37") >= 15
+    assert [port["nodePort"] for port in found["ports"]] == [30080]
+
+
+def test_a_spread_over_domains_keeps_its_policies(helm4: Path) -> None:
+    spread = {
+        "topologyKey": "zone",
+        "maxSkew": 2,
+        "whenUnsatisfiable": "DoNotSchedule",
+        "minDomains": 3,
+        "nodeTaintsPolicy": "Honor",
+    }
+    rendered = render(helm4, over={"workers": {"topologySpread": [spread]}})
+    (found,) = spec_of(rendered, DECODE)["topologySpreadConstraints"]
+    assert spread.items() <= found.items() and check_schemas(rendered, "1.37") >= 15
+    with pytest.raises(Refused, match="whenUnsatisfiable"):
+        render(helm4, over={"workers": {"topologySpread": [{"topologyKey": "zone", "minDomains": 3}]}})
 
 
 def test_every_process_trusts_the_authorities_it_is_given(helm4: Path) -> None:
@@ -157,13 +186,13 @@ def test_a_worker_asks_for_one_device_or_none(helm4: Path) -> None:
     with pytest.raises(Refused, match="count is 8, .* set count 1, and replicas 16 or tensorParallelSize 8"):
         render(helm4, over={"decode": {"pools": {"default": eight}}})
     claimed = {"accelerator": {"vendor": "nvidia", "count": 0}}
-    rendered = render(helm4, over={"decode": {"pools": {"default": claimed}}})
+    rendered = render(helm4, over={"workers": LAYOUT, "decode": {"pools": {"default": claimed}}})
     assert "nvidia.com/gpu" not in spec_of(rendered, DECODE)["containers"][0]["resources"]["limits"]
 
 
 def test_a_worker_of_several_ranks_asks_for_as_many_devices(helm4: Path) -> None:
     ranks = {"tensorParallelSize": 4, "accelerator": {"vendor": "nvidia"}}
-    rendered = render(helm4, over={"decode": {"pools": {"default": ranks}}})
+    rendered = render(helm4, over={"workers": LAYOUT, "decode": {"pools": {"default": ranks}}})
     assert spec_of(rendered, DECODE)["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 4
     decode, prefill = (settings_of(rendered, rendered.named("Deployment", name)) for name in (DECODE, PREFILL))
     assert decode["tensor_parallel_size"] == 4

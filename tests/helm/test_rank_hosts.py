@@ -15,7 +15,7 @@ import yaml
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig, RankHostConfig
 from common.config.sources import Sources
 
-from .chart import KUBERNETES, OPERATORS, Object, Refused, Rendered, containers, ports_of, render
+from .chart import KUBERNETES, LAYOUT, OPERATORS, Object, Refused, Rendered, containers, ports_of, render
 from .test_network_policies import allowed
 from .test_render import GOLDEN, check_schemas
 
@@ -95,7 +95,7 @@ SPREAD: dict[str, Any] = {
 
 
 def spread(helm: Path, **more: Any) -> Rendered:
-    return render(helm, over={"decode": {"pools": {"default": SPREAD | more}}}, apis=APIS)
+    return render(helm, over={"workers": LAYOUT, "decode": {"pools": {"default": SPREAD | more}}}, apis=APIS)
 
 
 def templates(item: Object) -> tuple[Object, Object]:
@@ -233,7 +233,7 @@ def test_what_cannot_be_spread_is_refused(helm4: Path) -> None:
 
 @pytest.mark.slow
 def test_a_prefill_pool_is_spread_too(helm4: Path, tmp_path: Path) -> None:
-    rendered = render(helm4, over={"prefill": {"pools": {"default": SPREAD}}}, apis=APIS)
+    rendered = render(helm4, over={"workers": LAYOUT, "prefill": {"pools": {"default": SPREAD}}}, apis=APIS)
     leader, other = templates(rendered.named("LeaderWorkerSet", "demo-diptych-prefill-default"))
     assert leader["spec"]["containers"][0]["command"] == ["diptych", "prefill-worker"]
     assert other["metadata"]["labels"]["app.kubernetes.io/component"] == "prefill-ranks"

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.helm
 GOLDEN = Path(__file__).with_name("golden")
 # What these examples ask for by name cannot be had without the operator: the chart says so instead of leaving it out.
 NEEDS = {
-    "many-nodes": "cert-manager.io/v1|gateway.networking.k8s.io/v1|keda.sh/v1alpha1",
+    "many-nodes": "ValidatingAdmissionPolicy|cert-manager.io/v1|gateway.networking.k8s.io/v1|keda.sh/v1alpha1",
     "several-models": "keda.sh/v1alpha1",
     "shared-router": "keda.sh/v1alpha1",
 }
@@ -96,6 +96,12 @@ def test_golden(helm4: Path, example: str) -> None:
         file.write_text(text, encoding="utf-8")
     lines = difflib.unified_diff(file.read_text(encoding="utf-8").splitlines(), text.splitlines(), lineterm="", n=2)
     assert not (changed := list(lines)), "\n".join(changed[:60])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", ("object-store", "rdma-nodes"))
+def test_further_examples_are_what_kubernetes_defines(either_helm: Path, example: str) -> None:
+    assert check_schemas(render(either_helm, example), KUBERNETES[-1]) >= 15
 
 
 @pytest.mark.slow

@@ -285,12 +285,14 @@ def test_the_rendered_router_serves_all_models_and_takes_a_changed_file(
 
 # ---------------------------------------------------------------- LoRA adapters of a model
 
+LORAS: dict[str, Any] = {"workers": {"settings": {"max_loras": 2}}}
+
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_router_follows_the_adapters_of_its_models(helm4: Path, shared: bool) -> None:
     adapters = {"sql": {"path": "/models/sql", "revision": "2"}, "Poems": {"path": "/models/poems"}, "gone": None}
     models = model("small", adapters=adapters, servedName="fast"), model("large")
-    given = values(*models) | ({} if shared else {"sharedRouter": {"enabled": False}})
+    given = values(*models, **LORAS) | ({} if shared else {"sharedRouter": {"enabled": False}})
     rendered = render(helm4, over=given)
     name = NAME if shared else "demo-diptych-router-small"
     text = rendered.named("ConfigMap", name)["data"]["adapters.toml"]
@@ -302,7 +304,7 @@ def test_a_router_follows_the_adapters_of_its_models(helm4: Path, shared: bool) 
 
 def test_a_change_of_adapters_restarts_no_router(helm4: Path) -> None:
     def annotation(**adapters: Any) -> tuple[str, str]:
-        rendered = render(helm4, over=values(model("small", adapters=adapters)))
+        rendered = render(helm4, over=values(model("small", adapters=adapters), **LORAS))
         return checksum(rendered), rendered.named("ConfigMap", NAME)["data"]["adapters.toml"]
 
     (before, some), (after, none) = annotation(sql={"path": "/models/sql"}), annotation()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from .chart import Object, Refused, Rendered, containers, matched, render
+from .chart import Object, Refused, Rendered, containers, matched, render, settings_of
 from .test_render import check_schemas
 
 pytestmark = pytest.mark.helm
@@ -120,6 +120,22 @@ def test_a_tokenizer_has_no_volume_of_its_own(helm4: Path) -> None:
     tokenizer = {"id": "Qwen/Qwen3-8B", "cacheVolume": {"size": "1Gi"}}
     with pytest.raises(Refused, match="tokenizer"):
         render(helm4, over={"models": {"smollm2-135m": {"source": {"id": "x"}, "tokenizer": tokenizer}}})
+
+
+def test_a_path_is_served_from_what_operators_mount(helm4: Path) -> None:
+    """The example copies a bucket: nothing of the chart's mounts or downloads weights."""
+    rendered = render(helm4, "object-store")
+    for pool in ("prefill", "decode"):
+        deployment = rendered.named("Deployment", f"demo-diptych-{pool}-default")
+        spec = deployment["spec"]["template"]["spec"]
+        assert settings_of(rendered, deployment)["model"] == "/weights/qwen3-8b"
+        assert [each["name"] for each in spec["initContainers"]] == ["copy-weights"]
+        assert {"name": "weights", "mountPath": "/weights"} in spec["containers"][0]["volumeMounts"]
+        assert "model" not in {volume["name"] for volume in spec["volumes"]}
+    router = rendered.named("Deployment", "demo-diptych-router-qwen3-8b")["spec"]["template"]["spec"]
+    assert router["initContainers"][0]["args"] == ["Qwen/Qwen3-8B", "--no-weights"]
+    egress = rendered.named("NetworkPolicy", "demo-diptych-decode")["spec"]["egress"]
+    assert {"ports": [{"port": 443, "protocol": "TCP"}]} in egress
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ipaddress
 import json
 import re
 import runpy
@@ -14,9 +15,11 @@ from typing import Any
 import pytest
 import yaml
 
-from common.config import RouterConfig
+from common.config import PrefillWorkerConfig, RouterConfig
+from common.config.field import fields_of
+from common.config.worker import CPU_BLOCK, GPU_BLOCK
 
-from .chart import CHART, NEEDED, Refused, Rendered, render
+from .chart import CHART, LAYOUT, NEEDED, Refused, Rendered, render
 
 pytestmark = pytest.mark.helm
 
@@ -88,6 +91,15 @@ BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"models": {"m": {**MODEL, "limits": {"requestsPerHour": 1}}}}, "requestsPerHour"),
     ({"models": {"m": {**MODEL, "toolParser": "lama3"}}}, "toolParser"),
     ({"router": {"settings": {"models_file": "/x"}}}, "models_file"),
+    ({"workers": {"resources": {"limits": {"memory": "8GB"}}}}, "limits[./]memory"),
+    ({"workers": {"resources": {"limits": {"memory": "8m"}}}}, "limits[./]memory"),
+    ({"workers": {"resources": {"requests": {"cpu": "two"}}}}, "requests[./]cpu"),
+    ({"workers": {"shm": {"size": "lots"}}}, "shm[./]size"),
+    ({"networkPolicy": {"apiServerCIDRs": ["10.96.0.1"]}}, r"apiServerCIDRs[./]0"),
+    ({"networkPolicy": {"hubCIDRs": ["10.0.0.300/8"]}}, r"hubCIDRs[./]0"),
+    ({"networkPolicy": {"clients": [{"ipBlock": {"cidr": "fd00::/129"}}]}}, "ipBlock[./]cidr"),
+    ({"commonLabels": {"team": "a b"}}, "commonLabels[./]team"),
+    ({"monitoring": {"prometheusAddress": "prometheus:9090"}}, "prometheusAddress"),
     ({"workers": {"autoscaling": {"price": 0}}}, r"autoscaling[./]price"),
     ({"decode": {"pools": {"default": {"autoscaling": {"price": -1}}}}}, r"autoscaling[./]price"),
 )
@@ -107,6 +119,11 @@ def test_bad_values_are_refused_by_the_schema() -> None:
     validator = jsonschema.Draft7Validator(json.loads((CHART / "values.schema.json").read_text(encoding="utf-8")))
     needed = overlaid(VALUES, NEEDED)
     assert validator.is_valid(needed)
+    good = {
+        "networkPolicy": {"hubCIDRs": ["0.0.0.0/0", "fd00::1/128", "::/0", "::ffff:10.0.0.1/120"]},
+        "workers": {"resources": {"limits": {"cpu": 1.5, "memory": "1e9", "hugepages-2Mi": "1Gi", "rdma/hca": 1}}},
+    }
+    assert validator.is_valid(overlaid(needed, good))
     for over, message in BAD:
         errors = [*validator.iter_errors(overlaid(needed, over))]
         said = [f"{'/'.join(map(str, error.absolute_path))}: {error.message}" for error in errors]
@@ -143,6 +160,9 @@ TWO_MODELS = {name: {"source": {"id": name}} for name in ("one", "two")}
 KEDA = {"type": "keda", "kedaTrigger": "metrics-api"}
 FOLLOWS = {"type": "keda", "kedaTrigger": "prometheus", "slo": True}
 ROUTE = {"enabled": True, "parentRefs": [{"name": "public"}]}
+
+
+RWO = {"source": {"id": "m", "cacheVolume": {"size": "50Gi", "accessMode": "ReadWriteOnce"}}}
 
 
 @pytest.mark.slow_except(
@@ -214,12 +234,138 @@ ROUTE = {"enabled": True, "parentRefs": [{"name": "public"}]}
             },
             "its router plans them as one; use autoscaling.signal load",
         ),
+        (
+            {"images": {"registry": "https://ghcr.io/acme"}},
+            '"https://ghcr.io/acme/diptych-router" is not an image name',
+        ),
+        ({"workers": {"resources": {"limits": {"nvidia.com/gpu": 1}}}}, "accelerator.vendor none runs the CPU image"),
+        (
+            {"workers": {"accelerator": {"vendor": "nvidia"}, "resources": {"limits": {"nvidia.com/gpu": "2"}}}},
+            "has nvidia.com/gpu 2, but its pods use 1",
+        ),
+        (
+            {"workers": {"resources": {"requests": {"cpu": "4100m"}}}},
+            "requests.cpu 4100m is above resources.limits.cpu",
+        ),
+        ({"router": {"resources": {"requests": {"memory": "2049Mi"}}}}, "2049Mi is above resources.limits.memory 2Gi"),
+        ({"workers": {"settings": {"kv_memory_gib": 8}}}, "leaves nothing of resources.limits.memory 8Gi"),
+        (
+            {"workers": {"kvDisk": {"enabled": True}, "resources": {"limits": {"ephemeral-storage": "10Gi"}}}},
+            "kvDisk.gib 32 is above resources.limits.ephemeral-storage 10Gi",
+        ),
+        ({"workers": {"podSecurityContext": {"runAsUser": 0}}}, "runAsUser 0 with runAsNonRoot true never starts"),
+        ({"workers": {"extraVolumes": [{"name": "cache"}]}}, "extraVolumes has cache, a volume of the chart"),
+        ({"router": {"sidecars": [{"name": "router", "image": "a/b:1"}]}}, "router is a container of the chart"),
+        (
+            {"workers": {"settings": {"kv_transport": "nixl"}}, "curve": {"existingSecret": "curve"}},
+            "kv_transport is nixl, which curve.existingSecret does not encrypt",
+        ),
+        ({"workers": {"settings": {"kv_transport": "shm"}}}, "pods do not share a process namespace"),
+        ({"router": {"service": {"nodePort": 30080}}}, "nodePort 30080 needs service.type NodePort or LoadBalancer"),
+        (
+            {"router": {"service": {"type": "NodePort", "loadBalancerSourceRanges": ["10.0.0.0/8"]}}},
+            "loadBalancerSourceRanges needs service.type LoadBalancer, not NodePort",
+        ),
+        (
+            {
+                "models": {"one": {"source": {"id": "one"}}, "two": {"source": {"id": "two"}}},
+                "router": {"service": {"type": "NodePort", "nodePort": 30080}},
+                "prefill": {"pools": {"default": None}},
+                "decode": {"pools": {"default": None, "one": {}, "two": {}}},
+            },
+            "nodePort 30080 is set for two routers",
+        ),
+        (
+            {"models": {"smollm2-135m": {"source": {"id": "m"}, "adapters": {"sql": {"path": "/a"}, "old": None}}}},
+            "max_loras is 0, but models.smollm2-135m.adapters has 1: set workers.settings.max_loras to 1 or more",
+        ),
+        (
+            {"models": {"smollm2-135m": RWO}, "workers": {"replicas": 2}},
+            "accessMode ReadWriteOnce is for one node, but decode pool default has up to 2: use ReadWriteMany",
+        ),
     ),
 )
 def test_what_does_not_fit_together_is_refused_with_a_sentence(helm4: Path, over: dict[str, Any], message: str) -> None:
     with pytest.raises(Refused) as refused:
         render(helm4, over=over)
     assert message in str(refused.value)
+
+
+def test_pools_that_cannot_exchange_kv_are_refused(helm4: Path) -> None:
+    """All differences are in one message, with the defaults of the hardware."""
+    over = {"prefill": {"pools": {"default": {"accelerator": {"vendor": "nvidia"}}}}}
+    with pytest.raises(Refused) as refused:
+        render(helm4, over=over)
+    assert (
+        "model smollm2-135m: decode pool default and prefill pool default cannot exchange KV, because they have "
+        f"block_size {CPU_BLOCK} (the default on cpu) and {GPU_BLOCK} (the default on cuda), "
+        "dtype auto (the default on cpu) and bfloat16 (the default on cuda): "
+        "set the same settings.block_size and settings.dtype in both"
+    ) in str(refused.value)
+
+
+SHARED = {
+    "dtype": ("float32", "bfloat16"),
+    "quantization": ("int8", "none"),
+    "block_size": (32, 16),
+    "kv_cache_dtype": ("fp8", "auto"),
+    "batch_invariant": (True, False),
+    "draft_head": ("mtp", ""),
+}
+
+
+def test_the_layout_has_every_setting_that_workers_must_share() -> None:
+    shared = {field.name for field in fields_of(PrefillWorkerConfig) if "need the same value" in field.rule.details}
+    assert shared | {"dtype", "quantization"} == SHARED.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARED)
+def test_each_setting_of_the_layout_must_be_equal(helm4: Path, name: str) -> None:
+    one, other = SHARED[name]
+    over = {"prefill": {"defaults": {"settings": {name: one}}}, "decode": {"defaults": {"settings": {name: other}}}}
+    with pytest.raises(Refused, match=f"cannot exchange KV, because they have {name} "):
+        render(helm4, over=over)
+
+
+def test_pools_that_can_exchange_kv_are_accepted(helm4: Path) -> None:
+    """Ranks, lengths and defaults may differ, a pool needs one partner, and a decode pool without pods needs none."""
+    gpu = {"accelerator": {"vendor": "nvidia"}}
+    embedding = {"prefill": {"embed": {**gpu, "model": "embed"}}, "decode": {"embed": {"replicas": 0}}}
+    prefill = {
+        "auto": {**gpu, "model": "m", "settings": {"max_model_len": 4096, "kv_cache_dtype": "native"}},
+        "cpu": {"model": "m", "settings": {"quantization": "none"}},
+    }
+    decode = {
+        "given": {**gpu, "model": "m", "tensorParallelSize": 2, "settings": {"block_size": 64, "dtype": "bfloat16"}},
+        "cpu": {"model": "m"},
+    }
+    models = {"m": {"source": {"id": "m"}}, "embed": {"source": {"id": "embed"}}}
+    over = {
+        "models": models,
+        "prefill": {"pools": {"default": None, **prefill, **embedding["prefill"]}},
+        "decode": {"pools": {"default": None, **decode, **embedding["decode"]}},
+    }
+    assert len(render(helm4, over=over).of("Deployment")) == 8
+
+
+def test_the_deletion_cost_needs_its_policy(helm4: Path) -> None:
+    over = {"podDeletionCost": {"enabled": True}}
+    with pytest.raises(
+        Refused, match=r"admissionPolicy, without which a worker could change every pod of the namespace"
+    ):
+        render(helm4, over=over, apis=())
+    given = render(helm4, over={"podDeletionCost": {"enabled": True, "admissionPolicy": False}}, apis=())
+    assert not given.of("ValidatingAdmissionPolicy")
+
+
+def test_no_example_takes_the_api_server_for_its_service() -> None:
+    """Policies apply after the Service's address was translated. 10.96.0.0/12 is kubeadm's range for Services."""
+    services = ipaddress.ip_network("10.96.0.0/12")
+    for file in (CHART / "examples").glob("*.yaml"):
+        policy = yaml.safe_load(file.read_text(encoding="utf-8")).get("networkPolicy", {})
+        found = [ipaddress.ip_network(cidr) for cidr in policy.get("apiServerCIDRs", ())]
+        assert not [str(cidr) for cidr in found if cidr.overlaps(services)], file.name
 
 
 def test_the_schema_is_what_make_docs_writes() -> None:
@@ -353,7 +499,7 @@ def image_of(rendered: Rendered, pool: str) -> str:
 @pytest.mark.slow
 def test_a_pool_s_image_is_that_of_its_accelerator(helm4: Path) -> None:
     pools = {vendor: {"accelerator": {"vendor": vendor}} for vendor in ("none", "nvidia", "amd")}
-    over: dict[str, Any] = {"decode": {"pools": pools}}
+    over: dict[str, Any] = {"workers": LAYOUT, "decode": {"pools": pools}}
     ends = {pool: image_of(render(helm4, over=over), pool) for pool in pools}
     assert ends == {"none": ":0.1.0-cpu", "nvidia": ":0.1.0-cuda", "amd": ":0.1.0-rocm"}
 
@@ -361,6 +507,12 @@ def test_a_pool_s_image_is_that_of_its_accelerator(helm4: Path) -> None:
     over["images"] = {"worker": {"digests": digests}}
     ends = {pool: image_of(render(helm4, over=over), pool) for pool in pools}
     assert ends == {"none": f"@{digests['cpu']}", "nvidia": f"@{digests['cuda']}", "amd": ":0.1.0-rocm"}
+
+    nixl = {"settings": {**LAYOUT["settings"], "kv_transport": "nixl"}}
+    rendered = render(
+        helm4, over=over | {"workers": nixl, "decode": {"pools": {"nvidia": pools["nvidia"], "none": {}}}}
+    )
+    assert [image_of(rendered, pool) for pool in ("nvidia", "none")] == [":0.1.0-cuda-nixl", ":0.1.0-cpu-nixl"]
 
     over["decode"] = {"pools": {"none": {"image": {"tag": "mine"}}}}
     assert image_of(render(helm4, over=over), "none") == ":mine"
@@ -373,6 +525,15 @@ def test_an_accelerator_without_an_image_needs_one(helm4: Path) -> None:
         render(helm4, over={"decode": {"pools": {"default": pool}}})
     pool["image"] = {"tag": "xpu"}
     assert image_of(render(helm4, over={"decode": {"pools": {"default": pool}}}), "default") == ":xpu"
+
+
+@pytest.mark.slow
+def test_notes_warn_of_a_capability_without_effect(helm4: Path, tmp_path: Path) -> None:
+    flags = ("--set", "workers.securityContext.capabilities.add={IPC_LOCK}")
+    warning = "decode pool default: the capability IPC_LOCK has no effect for user"
+    assert f"{warning} 10001" in notes_of(helm4, tmp_path, *flags)
+    root = "--set=workers.podSecurityContext.runAsUser=0,workers.podSecurityContext.runAsNonRoot=false"
+    assert warning not in notes_of(helm4, tmp_path, *flags, root, "--set=workers.securityContext.runAsNonRoot=false")
 
 
 @pytest.mark.slow

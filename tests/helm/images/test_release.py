@@ -15,8 +15,8 @@ import yaml
 
 from common import __version__
 from helm.images import release as module
-from helm.images.build import IMAGES, Options, ReleaseError
-from helm.images.release import make_bill, make_chart, pinned, references, release
+from helm.images.build import IMAGES, VARIANTS, Options, ReleaseError
+from helm.images.release import BILLS, bill_of, make_bill, make_chart, pinned, references, release
 
 from ..chart import CHART
 from ..programs import NotAvailable, helm
@@ -132,7 +132,7 @@ def test_without_an_engine_all_else_is_made(programs: Path, tmp_path: Path, monk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("image", ("router", "worker"))
+@pytest.mark.parametrize("image", BILLS)
 def test_a_bill_of_materials_names_every_package_with_its_hashes(image: str, tmp_path: Path) -> None:
     pytest.importorskip("cyclonedx_py", reason="the extra `release` is not installed")
     bill: dict[str, Any] = json.loads(make_bill(image, tmp_path).read_text())
@@ -140,7 +140,23 @@ def test_a_bill_of_materials_names_every_package_with_its_hashes(image: str, tmp
     found = {one["name"]: one for one in bill["components"]}
     assert found["pyzmq"]["purl"].startswith("pkg:pypi/pyzmq@")
     assert found["pyzmq"]["externalReferences"][0]["hashes"]
-    assert ("torch" in found) == (image == "worker")
+    assert ("torch" in found) == (image != "router")
+    assert ("nvidia-cublas" in found) == ("triton" in found) == image.startswith("worker-cuda")
+    assert ("nixl-cu13" in found) == image.endswith("nixl")
+
+
+def test_an_image_has_the_bill_of_what_it_installs() -> None:
+    """With another index the Dockerfile installs other libraries than cuda.txt."""
+    images = (*IMAGES, *VARIANTS)
+    indexes = (("cuda", "https://index/cuda"), ("cuda-12.8", "https://index/12.8"))
+    plain = {image.name: bill_of(image, Options(REGISTRY, "docker", torch_index=indexes[1:])) for image in images}
+    assert plain == {
+        "router": "router",
+        **dict.fromkeys(("worker-cpu", "worker-rocm", "worker-cpu-nixl", "worker-cuda-12.8"), "worker"),
+        "worker-cuda": "worker-cuda",
+        "worker-cuda-nixl": "worker-cuda-nixl",
+    }
+    assert bill_of(IMAGES[2], Options(REGISTRY, "docker", torch_index=indexes)) == "worker"
 
 
 @pytest.mark.parametrize(
