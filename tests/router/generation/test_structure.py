@@ -105,7 +105,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [  # fields, param, part of the
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "invalid JSON"),
     ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json", "must be a JSON schema"),
     ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed"),
-    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "must not be empty"),
     ({"structured_outputs": {"grammar": "start: none"}}, "structured_outputs.grammar", "none"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice", "only one"),
     ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "not supported"),

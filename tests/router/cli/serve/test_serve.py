@@ -477,6 +477,7 @@ def refused_before_any_process(argv: Sequence[str], monkeypatch: pytest.MonkeyPa
         raise AssertionError("a process would start before the files of the router are validated")
 
     monkeypatch.setattr(serve_module, "Supervisor", started)
+    monkeypatch.setattr(serve_module, "setup_logging", lambda *_: None)  # its handler would outlive the test's stderr
     with pytest.raises(SystemExit) as caught:
         main(["--port=0", "--response-store=off", *argv])
     assert caught.value.code == 2
