@@ -10,13 +10,26 @@ from common.model_files.task import GENERATES, ServedTask, Task, served_task
 from common.model_files.template import ChatTemplate, ContentForm
 from common.model_files.tokenizer import BYTE_TOKEN, Tokenizer
 from common.model_files.weight_paths import weight_files
+from common.model_files.weight_scheme import (
+    AWQ_BITS,
+    INTEGER_BITS,
+    FormatName,
+    KVScheme,
+    WeightScheme,
+    read_kv_scheme,
+    read_weight_scheme,
+)
 
 __all__ = [
+    "AWQ_BITS",
     "BYTE_TOKEN",
     "ChatTemplate",
     "ContentForm",
+    "FormatName",
     "GENERATES",
     "HFReader",
+    "INTEGER_BITS",
+    "KVScheme",
     "ModelConfig",
     "ModelFiles",
     "Quantization",
@@ -24,11 +37,14 @@ __all__ = [
     "Task",
     "TensorFacts",
     "Tokenizer",
+    "WeightScheme",
     "from_gguf",
     "from_hf",
     "hash_weights",
     "layout_fingerprint",
     "read_json",
+    "read_kv_scheme",
+    "read_weight_scheme",
     "resolve_model",
     "served_task",
     "weight_files",

@@ -21,6 +21,7 @@ from common.model_files.json_file import read_json, read_text, refuse_pointer
 from common.model_files.stamp import hash_weights
 from common.model_files.tokenizer import Tokenizer
 from common.model_files.weight_paths import check_safetensors, weight_files
+from common.model_files.weight_scheme import read_weight_scheme
 
 log = logging.getLogger(__name__)
 EMBEDDING = "token_embd.weight"
@@ -106,7 +107,8 @@ def describe_folder(folder: Path, model_id: str, *, progress: bool, weights: boo
     path, tokenizer_path = folder / "config.json", folder / "tokenizer.json"
     fields = read_json(path, required=True)
     config = from_hf(path)  # refuses unsupported models before the weights are hashed
-    fields = {**fields, **FieldReader(fields, path).mapping("text_config")}
+    read_weight_scheme(path)  # and unsupported formats, also for a router
+    text = FieldReader(fields, path).mapping("text_config")
     if read_text(tokenizer_path) is None:
         raise ModelError(
             f"{folder} has no tokenizer.json: create it with transformers, "
@@ -118,8 +120,9 @@ def describe_folder(folder: Path, model_id: str, *, progress: bool, weights: boo
         check_safetensors(shard)
     tokenizer_config = read_json(folder / "tokenizer_config.json")
     eos_token = _token_text(tokenizer_config.get("eos_token"))
-    listed = read_json(folder / "generation_config.json").get("eos_token_id", fields.get("eos_token_id"))
-    listed = listed if isinstance(listed, list) else [listed]
+    sources = (read_json(folder / "generation_config.json"), fields, text)
+    given = next((ids for source in sources if (ids := source.get("eos_token_id")) is not None), None)
+    listed = given if isinstance(given, list) else [given]
     own = tokenizer.token_to_id(eos_token) if eos_token else None
     return ModelFiles(
         model_id=model_id,
@@ -133,7 +136,7 @@ def describe_folder(folder: Path, model_id: str, *, progress: bool, weights: boo
         eos_token_ids=_end_tokens([own, *listed], config.vocab_size, folder),
         max_model_len=config.max_model_len,
         vocab_size=config.vocab_size,
-        weights_hash=hash_weights(shards, progress=progress, also=_computation(fields)) if weights else "",
+        weights_hash=hash_weights(shards, progress=progress, also=_computation({**fields, **text})) if weights else "",
     )
 
 

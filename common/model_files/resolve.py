@@ -27,10 +27,10 @@ from common.observe import in_bytes
 
 log = logging.getLogger(__name__)
 
-DESCRIPTION_VERSION = 4  # increment when descriptions or tokenizer conversion change, to invalidate caches
+DESCRIPTION_VERSION = 5  # increment when descriptions or tokenizer conversion change, to invalidate caches
 DESCRIBED = (
     *("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"),
-    *("chat_template.jinja", "chat_template.json"),
+    *("chat_template.jinja", "chat_template.json", "hf_quant_config.json"),
 )
 """Files other than weights that the description of a folder depends on."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

@@ -203,12 +203,18 @@ def _count_gguf_experts(reader: FieldReader) -> tuple[int, int] | None:
 
 
 def _sparse_layers(reader: FieldReader, num_layers: int) -> tuple[bool, ...]:
-    """Return which layers have experts: those of a list (GLM-4.7-Flash), or all after the first few."""
+    """Return which layers have experts: those of a list (GLM-4.7-Flash, K-EXAONE), or all after the first few."""
     kinds = reader.fields.get("mlp_layer_types")
     if isinstance(kinds, list):
         if len(kinds) != num_layers or not all(kind in ("dense", "sparse") for kind in kinds):
             raise reader.refuse(f"mlp_layer_types {shown(kinds)} of {num_layers} layers", "dense or sparse layers")
         return tuple(kind == "sparse" for kind in kinds)
+    if (flags := reader.fields.get("is_moe_layer")) is not None:
+        if not isinstance(flags, list) or not all(isinstance(flag, bool) for flag in flags):
+            raise reader.refuse(f"is_moe_layer {shown(flags)}", "a list of true and false")
+        if len(flags) != num_layers:
+            raise reader.refuse(f"is_moe_layer of {len(flags)} layers", f"one of {num_layers}")
+        return tuple(flags)
     num_dense = reader.whole("first_k_dense_replace")
     return tuple(i >= num_dense for i in range(num_layers))
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from common.model_files.families.family import Family
 
 KINDS = {"sliding_attention", "full_attention"}
+LETTERS = {"L": "sliding_attention", "G": "full_attention"}
+"""Letters of EXAONE's `sliding_window_pattern`: local and global attention."""
 
 
 class LayerReader(FieldReader):
@@ -31,6 +33,9 @@ class LayerReader(FieldReader):
 
     def windows(self) -> tuple[int, ...]:
         """Return the window of each layer in tokens, including the current one (0: full attention)."""
+        kinds = self.fields.get("layer_types")
+        if self.family.windows is None and isinstance(kinds, list) and "sliding_attention" in kinds:
+            raise self.refuse(f"layer_types sliding_attention of {self.family.model_type}", "full attention")
         if not self._slides():
             return (0,) * self.num_layers
         window = self.count("sliding_window")
@@ -94,6 +99,8 @@ class LayerReader(FieldReader):
         windows = self.family.windows
         period = 0 if windows is None else windows.period
         if isinstance(period, str):
+            if isinstance(pattern := self.fields.get(period), str):
+                return self._by_letters(period, pattern)
             period = self.count(period)
         if period:
             return ["full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(layers)]
@@ -102,3 +109,9 @@ class LayerReader(FieldReader):
         first = self.whole("max_window_layers")
         slides = [windows is None or windows.slides(i, first) for i in range(layers)]
         return ["sliding_attention" if each else "full_attention" for each in slides]
+
+    def _by_letters(self, name: str, pattern: str) -> list[str]:
+        """Return the attention of each layer from a repeated pattern of letters, such as LLLG."""
+        if not pattern or set(pattern) - LETTERS.keys():
+            raise self.refuse(f"{name} {shown(pattern)}", f"a {name} of the letters L and G")
+        return [LETTERS[pattern[i % len(pattern)]] for i in range(self.num_layers)]

@@ -13,33 +13,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import torch
 from torch import Tensor
 
 from common.engine.weights.formats.float8 import Float8, ScaledFloats
-from common.engine.weights.formats.format import SCALE_TYPES, CheckpointTensors, ConfigReader, WeightFormat, expect
+from common.engine.weights.formats.format import SCALE_TYPES, CheckpointTensors, WeightFormat, expect
 from common.engine.weights.formats.gptq import activation_order
-from common.engine.weights.formats.integers import BITS, WORD_BITS, GroupedIntegers, bit_fields, centred
+from common.engine.weights.formats.integers import WORD_BITS, GroupedIntegers, bit_fields, centred
 from common.engine.weights.formats.stored import KERNEL_GROUP, StoredForm, StoredTensor, bytes_of
 from common.errors import ModelError
+from common.model_files import INTEGER_BITS, WeightScheme
 
 PACKED, INT8 = "weight_packed", "I8"
 ZERO_TYPES: Final = ("I32", "I8")
-
-FORMATS: Final = (
-    *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense"),
-)
-INT_STRATEGIES: Final = ("tensor", "channel", "group")
-FLOAT_STRATEGIES: Final = ("tensor", "channel", "block")
 
 
 @dataclass(frozen=True)
 class CompressedTensors(WeightFormat):
     """Determines each module's format by its tensors, because a checkpoint may mix formats. `block`: see `Float8`."""
 
-    name, methods = "compressed-tensors", ("compressed-tensors",)
+    name = "compressed-tensors"
     block: tuple[int, int] | None = None
 
     @property
@@ -47,21 +42,8 @@ class CompressedTensors(WeightFormat):
         return Float8(self.block)
 
     @classmethod
-    def configured(cls, reader: ConfigReader) -> Self:
-        reader.allow("format", (None, *FORMATS))
-        sparsity = reader.object_at("sparsity_config")
-        if sparsity.get("format", "dense") != "dense":
-            raise reader.refusal("sparsity_config.format", sparsity["format"], ("dense",))
-        if transforms := reader.object_at("transform_config").get("config_groups"):
-            named = list(transforms) if isinstance(transforms, dict) else transforms
-            raise reader.refusal("transform_config.config_groups", named, ("none",))
-        groups = reader.fields.get("config_groups")
-        if not isinstance(groups, dict) or not groups:
-            raise reader.refusal("config_groups", groups, ("an object with at least one group of weights",))
-        blocks = {_group_block(reader, f"config_groups.{name}", group) for name, group in groups.items()} - {None}
-        if len(blocks) > 1:
-            raise reader.refusal("block_structure", sorted(blocks, key=str), ("one for all groups",))
-        return cls(block=blocks.pop() if blocks else None)
+    def of(cls, scheme: WeightScheme) -> Self:
+        return cls(scheme.block)
 
     def holds(self, tensors: CheckpointTensors, module: str) -> bool:
         if tensors.has(f"{module}.{PACKED}") or self.float8.holds(tensors, module):
@@ -126,8 +108,8 @@ class CompressedTensors(WeightFormat):
         expect(tensors, f"{module}.weight_shape", ("I64", "I32"), (2,))
         rows, columns = tensors.tensor(f"{module}.weight_shape").tolist()
         found = expect(tensors, f"{module}.{PACKED}", ("I32",)).shape
-        words = {bits: -(-columns * bits // WORD_BITS) for bits in BITS}
-        for bits in BITS:
+        words = {bits: -(-columns * bits // WORD_BITS) for bits in INTEGER_BITS}
+        for bits in INTEGER_BITS:
             if found == (rows, words[bits]):
                 return rows, columns, bits
         raise ModelError(
@@ -153,17 +135,3 @@ class CompressedTensors(WeightFormat):
         if values.dim() < 2 or values.shape[0] == 1:
             values = values.reshape(-1, 1)
         return values.expand(rows, -1).contiguous()
-
-
-def _group_block(reader: ConfigReader, name: str, group: Any) -> tuple[int, int] | None:
-    """Check a group of modules and return the block of its scales, or None."""
-    weights = group.get("weights") if isinstance(group, dict) else None
-    if not isinstance(weights, dict):
-        raise reader.refusal(f"{name}.weights", weights, ("an object",))
-    inner = reader.of(f"{name}.weights", weights)
-    if group.get("format") is not None:
-        reader.of(name, group).allow("format", FORMATS)
-    kind = inner.allow("type", ("int", "float"))
-    inner.allow("num_bits", BITS if kind == "int" else (8,))
-    strategy = inner.allow("strategy", INT_STRATEGIES if kind == "int" else FLOAT_STRATEGIES)
-    return inner.block("block_structure", weights.get("block_structure")) if strategy == "block" else None

@@ -13,8 +13,9 @@ from typing import Final, Self
 import torch
 from torch import Tensor
 
-from common.engine.weights.formats.format import CheckpointTensors, ConfigReader, WeightFormat, expect
+from common.engine.weights.formats.format import CheckpointTensors, WeightFormat, expect
 from common.engine.weights.formats.stored import StoredForm, StoredTensor, bytes_of
+from common.model_files import WeightScheme
 from kernels import QuantisedWeight
 
 WEIGHT_TYPE: Final = "F8_E4M3"
@@ -50,14 +51,12 @@ class ScaledFloats:
 class Float8(WeightFormat):
     """`block`: outputs and inputs that share a scale; None for one scale per output."""
 
-    name, methods = "fp8", ("fp8", "fbgemm_fp8")
+    name = "fp8"
     block: tuple[int, int] | None = None
 
     @classmethod
-    def configured(cls, reader: ConfigReader) -> Self:
-        reader.allow("fmt", (None, "e4m3", "float8_e4m3fn"))
-        block = reader.fields.get("weight_block_size")
-        return cls() if block is None else cls(reader.block("weight_block_size", block))
+    def of(cls, scheme: WeightScheme) -> Self:
+        return cls(scheme.block)
 
     def holds(self, tensors: CheckpointTensors, module: str) -> bool:
         return tensors.has(f"{module}.weight") and tensors.head(f"{module}.weight").dtype == WEIGHT_TYPE

@@ -1,21 +1,20 @@
 """Interface of a weight format: how a safetensors checkpoint describes and stores its quantised matrices.
 
-A format is a file in this folder and an entry in `registry.FORMATS`. The configuration names the format, and the
-tensors of each matrix determine bits and groups. A format rejects configurations that it would misinterpret.
+A format is a file in this folder and an entry in `registry.FORMATS`. `common/model_files/weight_scheme.py` reads its
+configuration and refuses those that it would misinterpret; the tensors of each matrix determine bits and groups.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, ClassVar, Final, Protocol, Self
+from collections.abc import Sequence
+from typing import ClassVar, Final, Protocol, Self
 
 from torch import Tensor
 
 from common.engine.weights.formats.stored import StoredTensor, TensorHead
-from common.errors import ModelError, shown
-from common.model_files import read_json
+from common.errors import ModelError
+from common.model_files import FormatName, WeightScheme
 from kernels import QuantisedWeight
 
 SCALE_TYPES: Final = ("F16", "BF16", "F32")
@@ -66,17 +65,15 @@ class StoredMatrix(Protocol):
 class WeightFormat(ABC):
     """Mapping from the tensors of a module to its matrix. One instance reads one checkpoint.
 
-    name      name in messages
-    methods   values of `quant_method` for this format
+    name   name in `WeightScheme.format` and in messages
     """
 
-    name: ClassVar[str]
-    methods: ClassVar[tuple[str, ...]]
+    name: ClassVar[FormatName]
 
     @classmethod
     @abstractmethod
-    def configured(cls, reader: ConfigReader) -> Self:
-        """Create the format described by a `quantization_config`. Raises ModelError if it is not supported."""
+    def of(cls, scheme: WeightScheme) -> Self:
+        """Create the format of a checkpoint."""
 
     def module(self, name: str) -> str:
         """Return the module that a tensor of the file may belong to."""
@@ -101,55 +98,3 @@ class WeightFormat(ABC):
     @abstractmethod
     def read(self, tensors: CheckpointTensors, module: str) -> StoredMatrix:
         """Read the matrix, or the stack of matrices."""
-
-
-class ConfigReader:
-    """Reader of a `quantization_config`. Errors name the file, field, value and allowed values."""
-
-    def __init__(self, fields: Any, path: Path, prefix: str) -> None:
-        if not isinstance(fields, dict):
-            raise ModelError(f"{path}: {prefix} is {shown(fields)}, must be an object: download the file again")
-        self.fields: Mapping[str, Any] = fields
-        self.path, self.prefix = path, prefix
-
-    def of(self, name: str, fields: Any) -> ConfigReader:
-        """Return a reader of a nested object."""
-        return ConfigReader(fields, self.path, f"{self.prefix}.{name}")
-
-    def object_at(self, name: str) -> Mapping[str, Any]:
-        """Return an object; empty if the field is null or missing."""
-        value = self.fields.get(name)
-        if value is not None and not isinstance(value, dict):
-            raise self.refusal(name, value, ("an object",))
-        return value or {}
-
-    def block(self, name: str, value: Any) -> tuple[int, int]:
-        """Return the number of outputs and inputs that share a scale."""
-        if isinstance(value, Sequence) and len(value) == 2 and all(isinstance(n, int) and n > 0 for n in value):
-            return int(value[0]), int(value[1])
-        raise self.refusal(name, value, ("two positive integers, such as [128, 128]",))
-
-    def allow(self, name: str, allowed: Sequence[Any]) -> Any:
-        """Return the value of a field. Raises ModelError if it is not in `allowed`. None allows a missing field."""
-        value = self.fields.get(name)
-        if value not in allowed or (isinstance(value, bool) and not any(value is one for one in allowed)):
-            raise self.refusal(name, value, allowed)
-        return value
-
-    def refusal(self, name: str, value: Any, allowed: Sequence[Any]) -> ModelError:
-        choices = ", ".join("absent" if one is None else str(one) for one in allowed)
-        return ModelError(
-            f"{self.path}: {self.prefix}.{name} is {shown(value)}, which is not supported (expected {choices}): "
-            "use a checkpoint with float weights, or a GGUF file"
-        )
-
-
-def quantization_fields(path: Path) -> tuple[str, Any]:
-    """Return the name and value of a config.json's quantization section; ("", None) if there is none."""
-    fields = read_json(path, required=True)
-    text = fields.get("text_config")
-    for holder in (fields, text if isinstance(text, dict) else {}):
-        for name in ("quantization_config", "compression_config"):
-            if holder.get(name):
-                return name, holder[name]
-    return "", None

@@ -11,9 +11,8 @@ from typing import Self
 
 import torch
 
-from common.engine.weights.formats.format import SCALE_TYPES, CheckpointTensors, ConfigReader, WeightFormat, expect
+from common.engine.weights.formats.format import SCALE_TYPES, CheckpointTensors, WeightFormat, expect
 from common.engine.weights.formats.integers import (
-    BITS,
     PACKED,
     WORD_BITS,
     GroupedIntegers,
@@ -23,22 +22,19 @@ from common.engine.weights.formats.integers import (
 )
 from common.engine.weights.formats.stored import StoredTensor
 from common.errors import ModelError
+from common.model_files import INTEGER_BITS, WeightScheme
 
 
 @dataclass(frozen=True)
 class GPTQ(WeightFormat):
     """`zero_shift` is added to the stored zero points."""
 
-    name, methods = "gptq", ("gptq",)
+    name = "gptq"
     zero_shift: int = 0
 
     @classmethod
-    def configured(cls, reader: ConfigReader) -> Self:
-        reader.allow("bits", BITS)
-        reader.allow("pack_dtype", (None, "int32"))
-        reader.allow("is_marlin_format", (None, False))
-        layout = reader.allow("checkpoint_format", (None, "", "gptq", "gptq_v2"))
-        return cls(zero_shift=0 if layout == "gptq_v2" else 1)
+    def of(cls, scheme: WeightScheme) -> Self:
+        return cls(zero_shift=scheme.zero_shift)
 
     def holds(self, tensors: CheckpointTensors, module: str) -> bool:
         return tensors.has(module + PACKED)
@@ -69,7 +65,7 @@ class GPTQ(WeightFormat):
         groups = expect(tensors, f"{module}.scales", SCALE_TYPES).shape[0]
         zeros = expect(tensors, f"{module}.qzeros", ("I32",)).shape
         bits = zeros[1] * WORD_BITS // outputs
-        if bits not in BITS or outputs * bits % WORD_BITS:
+        if bits not in INTEGER_BITS or outputs * bits % WORD_BITS:
             raise ModelError(
                 f"{tensors.label}: {module}.qzeros {list(zeros)} has {bits} bits for each of {outputs} outputs: "
                 "only 4 and 8 bits are supported"

@@ -14,8 +14,6 @@ from common.engine.weights.formats.format import CheckpointTensors
 from common.engine.weights.formats.stored import KERNEL_GROUP, StoredForm, StoredTensor, bytes_of
 from kernels import QuantisedWeight
 
-BITS: Final = (4, 8)
-"""Bits per integer in GPTQ and compressed-tensors that the kernels support."""
 PACKED: Final = ".qweight"
 """Suffix of packed weight tensors in AWQ and GPTQ."""
 WORD_BITS: Final = 32

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from torch import Tensor
 
 from common.engine.kv import SMALL_DTYPES
-from common.engine.weights.formats.format import quantization_fields
 from common.errors import ModelError
+from common.model_files import read_kv_scheme
 from kernels import UNSCALED, KVScales
 
 log = logging.getLogger(__name__)
@@ -33,22 +33,6 @@ NAMES: Final = (
 )
 """Names of a layer's scales, after `self_attn.`. The first pair found in the file is used."""
 REMEDY: Final = "download the model again, or use --kv-cache-dtype native"
-
-KV_SCHEME: Final[Mapping[str, Sequence[Any]]] = {
-    "num_bits": (8,),
-    "type": ("float",),
-    "strategy": ("tensor", None),
-    "dynamic": (False, None),
-    "symmetric": (True, None),
-}
-"""Supported values of a `kv_cache_scheme`."""
-
-
-@dataclass(frozen=True, slots=True)
-class KVScheme:
-    """KV cache format that a checkpoint requests: fp8 with scales per layer, or an unsupported one (`unread`)."""
-
-    unread: str = ""
 
 
 class ScaleSource(Protocol):
@@ -83,7 +67,8 @@ class KVCacheFormat:
         is_fp8 = setting == "fp8" or (scheme is not None and not scheme.unread)
         if not is_fp8:
             return cls(setting if setting in SMALL_DTYPES else dtype)
-        return cls("fp8", read_kv_scales(source, num_layers, required=setting == "auto"))
+        required = scheme is not None and scheme.needs_scales
+        return cls("fp8", read_kv_scales(source, num_layers, required=required))
 
     @property
     def in_words(self) -> str:
@@ -103,16 +88,6 @@ class KVCacheFormat:
         if not self.scales:
             return self
         return KVCacheFormat(self.dtype, (*self.scales, *(UNSCALED,) * (num_layers - len(self.scales)))[:num_layers])
-
-
-def read_kv_scheme(path: Path) -> KVScheme | None:
-    """Read the `kv_cache_scheme` of a config.json, or None. The string of old AutoFP8 files is ignored."""
-    _, fields = quantization_fields(path)
-    scheme = fields.get("kv_cache_scheme") if isinstance(fields, dict) else None
-    if not isinstance(scheme, dict):
-        return None
-    others = (f"{name} {scheme.get(name)!r}" for name, read in KV_SCHEME.items() if scheme.get(name) not in read)
-    return KVScheme(next(others, ""))
 
 
 def read_kv_scales(source: ScaleSource, num_layers: int, *, required: bool = False) -> tuple[KVScales, ...]:

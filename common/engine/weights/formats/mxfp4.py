@@ -12,8 +12,9 @@ from typing import Final, Self
 import torch
 from torch import Tensor
 
-from common.engine.weights.formats.format import CheckpointTensors, ConfigReader, WeightFormat, expect
+from common.engine.weights.formats.format import CheckpointTensors, WeightFormat, expect
 from common.engine.weights.formats.stored import StoredForm, StoredTensor, bytes_of
+from common.model_files import WeightScheme
 from kernels import QuantisedWeight
 
 MXFP4_GROUP: Final = 32
@@ -50,10 +51,10 @@ def microscaled(codes: Tensor, exponents: Tensor) -> QuantisedWeight:
 class MXFP4(WeightFormat):
     """MXFP4. A "module" is a stack of experts' matrices, [experts, out, in], whose name has no suffix."""
 
-    name, methods = "mxfp4", ("mxfp4",)
+    name = "mxfp4"
 
     @classmethod
-    def configured(cls, reader: ConfigReader) -> Self:
+    def of(cls, scheme: WeightScheme) -> Self:
         return cls()
 
     def module(self, name: str) -> str:

@@ -14,7 +14,6 @@ import pytest
 from gguf.constants import GGMLQuantizationType
 
 from common.engine.models.load import load_model
-from common.engine.weights.formats.kv_scales import read_kv_scheme
 from common.engine.weights.formats.registry import read_weight_format
 from common.errors import ModelError
 from common.model_files.config import from_hf
@@ -23,6 +22,7 @@ from common.model_files.resolve import resolve_model
 from common.model_files.task import served_task
 from common.model_files.template import ChatTemplate
 from common.model_files.tiny import make_tiny_model
+from common.model_files.weight_scheme import read_kv_scheme
 from kernels import prepare
 
 from ...model_files.test_config import published

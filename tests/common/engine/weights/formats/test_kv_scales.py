@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,10 @@ import pytest
 import torch
 
 from common.engine.models.load import kv_form, load_model, open_model
-from common.engine.weights.formats.kv_scales import NAMES, KVCacheFormat, KVScheme, read_kv_scheme
+from common.engine.weights.formats.kv_scales import NAMES, KVCacheFormat
 from common.engine.weights.formats.registry import read_weight_format
 from common.errors import ModelError
+from common.model_files import KVScheme, read_kv_scheme
 from kernels import UNSCALED, KVScales
 
 from ...models.generation import files_of
@@ -88,6 +91,20 @@ def test_other_schemes_leave_the_cache_in_the_models_type(
     with caplog.at_level(logging.INFO):
         assert form_of(folder) == KVCacheFormat("bfloat16")
     assert f"kv_cache_scheme (unsupported {unread}): KV cache dtype is bfloat16" in caplog.text
+
+
+def test_modelopt_leaves_out_scales_of_one(tiny_folder: Path, tmp_path: Path) -> None:
+    """Its older checkpoints have their configuration in a file next to config.json."""
+    dense = write_checkpoint(tiny_folder, tmp_path / "fp8", FORMATS["fp8 of old"])
+    folder = tmp_path / "fp8"
+    shutil.copy(dense / "config.json", folder / "config.json")
+    told = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(told))
+    name = "model.layers.1.mlp.down_proj.weight"
+    source, floats = (open_model(files_of(one))[1] for one in (folder, dense))
+    assert source.is_quantised(name) and torch.equal(source.read(name), floats.read(name))
+    assert form_of(folder) == KVCacheFormat("fp8")
+    assert form_of(with_kv_scales(folder, tmp_path / "scaled", scale_tensors(SCALES, NAMES[1]), None)).scales == SCALES
 
 
 KEY, VALUE = "model.layers.2.self_attn.k_scale", "model.layers.2.self_attn.v_scale"
