@@ -73,6 +73,9 @@ def resolve_model(name: str, *, download: bool = True, progress: bool = True, we
     if HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
         from common.model_files.hub import hub_folder
 
+        if weights:  # refuse an unsupported model before downloading its weights
+            text = hub_folder(name, download=download, weights=False)
+            _resolve_folder(text, name, progress=progress, weights=False)
         folder = hub_folder(name, download=download, weights=weights)
         return _resolve_folder(folder, name, progress=progress, weights=weights)
     raise ModelError(_unknown(name))

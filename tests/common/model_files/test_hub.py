@@ -165,6 +165,22 @@ def test_a_kind_that_names_no_one_model_is_refused(snapshot: Path, kind: str, me
         hub_gguf(MODEL, kind)
 
 
+def test_an_unsupported_model_is_refused_before_its_weights_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def snapshot_download(*_: object, allow_patterns: list[str], **__: object) -> str:
+        asked.extend(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "quantization_config": {"quant_method": "hqq"}}')
+    with pytest.raises(ModelError, match="quant_method is 'hqq'"):
+        resolve_model(MODEL)
+    assert asked and "*.safetensors" not in asked
+
+
 def test_a_model_of_gguf_files_needs_a_kind() -> None:
     with pytest.raises(ModelError, match="select one, such as org/Tiny-GGUF:Q4_K_M"):
         resolve_model("org/Tiny-GGUF")
