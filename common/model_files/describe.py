@@ -119,7 +119,7 @@ def describe_folder(folder: Path, model_id: str, *, progress: bool, weights: boo
     for shard in shards:
         check_safetensors(shard)
     tokenizer_config = read_json(folder / "tokenizer_config.json")
-    eos_token = _token_text(tokenizer_config.get("eos_token"))
+    bos_token, eos_token = _special_tokens(folder, tokenizer_config)
     sources = (read_json(folder / "generation_config.json"), fields, text)
     given = next((ids for source in sources if (ids := source.get("eos_token_id")) is not None), None)
     listed = given if isinstance(given, list) else [given]
@@ -131,7 +131,7 @@ def describe_folder(folder: Path, model_id: str, *, progress: bool, weights: boo
         tokenizer=tokenizer_path,
         config=path,
         chat_template=_chat_template(folder, tokenizer_config),
-        bos_token=_token_text(tokenizer_config.get("bos_token")),
+        bos_token=bos_token,
         eos_token=eos_token,
         eos_token_ids=_end_tokens([own, *listed], config.vocab_size, folder),
         max_model_len=config.max_model_len,
@@ -172,6 +172,20 @@ def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None
     if not isinstance(template, str | None):
         raise ModelError(f"{path}: chat_template is {shown(template)}, expected a string: fetch it again")
     return template or None
+
+
+def _special_tokens(folder: Path, tokenizer_config: dict[str, Any]) -> tuple[str, str]:
+    """Return the texts of the BOS and EOS tokens ("" if there is none).
+
+    As in transformers, special_tokens_map.json takes precedence if tokenizer_config.json has no `added_tokens_decoder`.
+    """
+    special = read_json(folder / "special_tokens_map.json")
+    is_old = "added_tokens_decoder" not in tokenizer_config
+
+    def text_of(name: str) -> str:
+        return (is_old and _token_text(special.get(name))) or _token_text({**special, **tokenizer_config}.get(name))
+
+    return text_of("bos_token"), text_of("eos_token")
 
 
 def _token_text(token: Any) -> str:

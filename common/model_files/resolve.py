@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 DESCRIPTION_VERSION = 5  # increment when descriptions or tokenizer conversion change, to invalidate caches
 DESCRIBED = (
-    *("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"),
+    *("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json"),
     *("chat_template.jinja", "chat_template.json", "hf_quant_config.json"),
 )
 """Files other than weights that the description of a folder depends on."""

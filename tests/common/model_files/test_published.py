@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from common.errors import ModelError
-from common.model_files import ModelConfig, from_hf
+from common.model_files import ModelConfig, ModelFiles, from_hf
 from common.model_files.describe import describe_folder
 from common.model_files.families import FAMILIES, WRAPPERS
 from common.model_files.tiny import make_tiny_model
@@ -469,9 +469,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("published") / "model")
 
 
-def described(folder: Path, name: str, top: Fields, **files: Any) -> tuple[int, ...]:
-    written(folder, PUBLISHED[name][0] | top, **{"generation_config": {}, "tokenizer_config": {}, **files})
-    return describe_folder(folder, name, progress=False, weights=False).eos_token_ids
+def described(folder: Path, name: str, top: Fields, **files: Any) -> ModelFiles:
+    others = {"generation_config": {}, "tokenizer_config": {}, "special_tokens_map": {}}
+    written(folder, PUBLISHED[name][0] | top, **others | files)
+    return describe_folder(folder, name, progress=False, weights=False)
 
 
 @pytest.mark.parametrize(
@@ -501,7 +502,33 @@ def described(folder: Path, name: str, top: Fields, **files: Any) -> tuple[int, 
 def test_published_end_tokens(
     folder: Path, name: str, top: Fields, generation: Fields, expected: tuple[int, ...]
 ) -> None:
-    assert described(folder, name, top, generation_config=generation) == expected
+    assert described(folder, name, top, generation_config=generation).eos_token_ids == expected
+
+
+def added(content: str) -> Fields:
+    """A special token as an object."""
+    flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+    return {"__type": "AddedToken", "content": content, **flags}
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "special", "expected"),
+    [
+        ({"bos_token": added("<s>"), "eos_token": added("</s>"), "added_tokens_decoder": {}}, {}, ("<s>", "</s>")),
+        (
+            {"bos_token": None, "eos_token": "<|im_end|>", "added_tokens_decoder": {"151645": {}}},
+            {"bos_token": "<s>", "eos_token": added("<|endoftext|>")},
+            ("", "<|im_end|>"),
+        ),
+        ({"added_tokens_decoder": {}}, {"bos_token": "<s>", "eos_token": "</s>"}, ("<s>", "</s>")),
+        ({"eos_token": "</s>"}, {"bos_token": added("<s>"), "eos_token": added("<|end|>")}, ("<s>", "<|end|>")),
+        ({"eos_token": "</s>"}, {"bos_token": None, "eos_token": None}, ("", "</s>")),
+    ],
+)
+def test_published_special_tokens(folder: Path, tokenizer: Fields, special: Fields, expected: tuple[str, str]) -> None:
+    """special_tokens_map.json adds to tokenizer_config.json, and overrules older ones, without added_tokens_decoder."""
+    files = described(folder, "Llama-2-7b", {}, tokenizer_config=tokenizer, special_tokens_map=special)
+    assert (files.bos_token, files.eos_token) == expected
 
 
 def test_a_router_refuses_what_a_worker_cannot_load(folder: Path) -> None:
@@ -509,4 +536,4 @@ def test_a_router_refuses_what_a_worker_cannot_load(folder: Path) -> None:
     with pytest.raises(ModelError, match="quant_method is 'bitsandbytes'"):
         described(folder, "Qwen3-8B", config)
     fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}, "eos_token_id": 151645}
-    assert described(folder, "Qwen3-8B", fp8) == (151645,)
+    assert described(folder, "Qwen3-8B", fp8).eos_token_ids == (151645,)
