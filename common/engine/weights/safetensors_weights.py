@@ -129,7 +129,8 @@ class QuantisedSafetensors(SafetensorsWeights):
         if not self._quantised:
             raise ModelError(
                 f"{self.label}: the configuration specifies {format.name} weights, but none of the {len(self._files)} "
-                "tensors has this format: download the model again"
+                "tensors has this format: download the model again, or delete quantization_config from config.json if "
+                "the weights were converted to floats"
             )
         for module in sorted(self._quantised):
             self.format.check(self.tensors, module)

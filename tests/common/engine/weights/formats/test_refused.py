@@ -110,7 +110,7 @@ TENSORS: dict[str, tuple[str, Damage, str]] = {
     "nothing quantised": (
         "awq",
         lambda t: [t.pop(name) for name in list(t) if name.endswith("qweight")],
-        "specifies awq weights, but none of the",
+        "specifies awq weights, but none of the.*delete quantization_config .* if the weights were converted to floats",
     ),
 }
 
