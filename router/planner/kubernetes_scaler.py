@@ -1,4 +1,4 @@
-"""Sets the replicas of each pool's Deployment through the scale subresource. Only the elected leader does so.
+"""Sets the replicas of pools' Deployments through the scale subresource: the leader all sizes, others wake pools.
 
 Pools whose workers span several pods use a LeaderWorkerSet, named `leaderworkersets/NAME`. Requires permission to get
 and patch `deployments/scale` (or `leaderworkersets/scale`), to list pods, and to use one Lease.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Collection, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -94,6 +94,11 @@ class KubernetesScaler:
         """Set the replicas of pools whose last read size differs. Does nothing unless this router is the leader."""
         if self._lease.is_held and not self._has_resigned:
             await self._attempt("scale", self._scale(wanted))
+
+    async def wake(self, roles: Collection[str]) -> None:
+        """Set the replicas of pools from 0 to 1. The leader adopts that size."""
+        if asleep := {role: 1 for role, num in self._replicas.items() if role in roles and not num}:
+            await self._attempt("wake", self._scale(asleep))
 
     async def resign(self) -> None:
         """Release the lease, so that another router can take over immediately."""

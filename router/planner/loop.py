@@ -122,7 +122,7 @@ class PlanLoop:
             await self._scaler.close()
 
     async def round(self) -> None:
-        """Read the deployed sizes, make a plan, and apply it if this router leads."""
+        """Read the deployed sizes, make a plan, and apply it if this router leads. Other routers only wake pools."""
         scaler = self._scaler
         if scaler is None:
             self.look()
@@ -136,8 +136,12 @@ class PlanLoop:
                 self._planner.restart()  # the leader before has changed the sizes, and may have seen other load
                 self._term = deployed.term
         plan = self.look()
-        if deployed is not None and deployed.term is not None and not plan.held:
+        if deployed is None or plan.held:
+            return
+        if deployed.term is not None:
             await scaler.scale({role: plan.wanted(role) for role in self._roles})
+        else:  # the leader does not know the requests that wait here
+            await scaler.wake([role for role, num in self._held().items() if num and plan.wanted(role)])
 
     def look(self) -> Plan:
         """Make a plan for the current state."""

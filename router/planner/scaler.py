@@ -7,7 +7,7 @@ one machine                  `diptych serve --autoscale` reads the gauges (`rout
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,7 +19,7 @@ class DeployedPools:
     """Deployed size of each pool, by role.
 
     `replicas` are the declared numbers, `unschedulable` of them have no node. `term` numbers this router's current
-    term as leader; None if another router leads. Only the leader may scale.
+    term as leader; None if another router leads. Only the leader may scale, but every router may wake pools.
     """
 
     replicas: Mapping[Role, int] = field(default_factory=dict)
@@ -36,6 +36,10 @@ class Scaler(Protocol):
 
     async def scale(self, wanted: Mapping[Role, int]) -> None:
         """Start and drain workers towards the wanted numbers. Returns within a few seconds."""
+        ...
+
+    async def wake(self, roles: Collection[str]) -> None:
+        """Start the first worker of those of the pools that have none."""
         ...
 
     async def resign(self) -> None:

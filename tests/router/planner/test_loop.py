@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -153,6 +153,9 @@ class Recorder:
 
     async def scale(self, wanted: Mapping[Any, int]) -> None:
         self.asked.append(dict(wanted))
+
+    async def wake(self, roles: Collection[str]) -> None:
+        raise NotImplementedError
 
     async def resign(self) -> None:
         pass

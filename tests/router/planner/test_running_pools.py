@@ -262,6 +262,16 @@ async def test_idle_pools_sleep_after_the_window_and_wake_at_once(cluster: Clust
     assert cluster.api.replicas == {"p": 0, "d": 1}, "a restarted router wakes a pool before its window has passed"
 
 
+async def test_a_router_that_does_not_lead_wakes_a_sleeping_pool(cluster: Cluster) -> None:
+    cluster.api.replicas, cluster.rate = {"p": 0, "d": 0}, 0.0
+    bounds = {"min_prefill": 0, "min_decode": 0}
+    leader, other = cluster.router(share=0.0, **bounds), cluster.router(share=0.0, **bounds)
+    other.held["decode"] = 9
+    await cluster.run(15.0)
+    assert leader.loop.outlook and not leader.loop.outlook.fleet.num_held["decode"], "the leader knows no request"
+    assert cluster.api.patches == [("d", {"spec": {"replicas": 1}})]
+
+
 @pytest.mark.slow
 async def test_a_start_while_the_api_server_is_away(cluster: Cluster) -> None:
     cluster.api.refusal, began = 503, cluster.now
