@@ -110,13 +110,16 @@ class ConnectionSlots:
         self._refused.pop(transport, None)
 
     def close_idle(self, idle_s: float) -> bool:
-        """Close the connections that have been idle for `idle_s` seconds. Returns whether any connection is left."""
+        """Close the connections that have been idle for `idle_s` seconds.
+
+        Returns whether any connection is left, including one whose client still reads its last answer.
+        """
         latest = self._clock() - idle_s
         for transport, since in self._idle.items():
             if since > latest:
                 break
             transport.close()
-        return any(not transport.is_closing() for transport in self._open)
+        return any(not transport.is_closing() or transport.get_write_buffer_size() for transport in self._open)
 
     def _evict(self) -> bool:
         latest = self._clock() - IDLE_S

@@ -49,9 +49,10 @@ if TYPE_CHECKING:  # loaded where there is a store, or several processes
 
 log = logging.getLogger(__name__)
 
-NOTICE_S = 5.0
-"""Time after SIGTERM during which idle connections stay open, in seconds. Load balancers notice `/ready` or the removed
-endpoint, and clients with pooled connections learn from `Connection: close`, so that few requests meet a close."""
+NOTICE_S, NOTICE_SHARE = 5.0, 1 / 6
+"""Time after SIGTERM during which idle connections stay open, in seconds, and its maximum share of the drain time. Load
+balancers notice `/ready` or the removed endpoint, and clients with pooled connections learn from `Connection: close`,
+so that few requests meet a close. `diptych serve` has a short drain time, so that Ctrl-C does not wait for them."""
 UVICORN_CLOSE_S = 1
 """Maximum time, in seconds, that uvicorn waits for remaining connections after the drain."""
 STARTED_POLL_S = 0.01
@@ -415,16 +416,21 @@ async def _drain(router_state: RouterState, close_idle: Callable[[float], bool])
     """
     router_state.draining = True
     loop, timeout_s = asyncio.get_running_loop(), router_state.config.drain_timeout_s
-    began, served_s = loop.time(), timeout_s / 2
-    notice_s = min(NOTICE_S, served_s)
+    began = loop.time()
     while (elapsed_s := loop.time() - began) < timeout_s:
-        router_state.refusing |= elapsed_s >= served_s
-        has_clients = close_idle(math.inf if elapsed_s < notice_s else min(IDLE_S, notice_s))
+        router_state.refusing |= elapsed_s >= timeout_s / 2
+        has_clients = close_idle(idle_limit_s(elapsed_s, timeout_s))
         if not router_state.num_active and not has_clients:
             break
         await asyncio.sleep(POLL_S)
     router_state.refusing = True
     log.info("stopping", extra={"unfinished": router_state.num_active})
+
+
+def idle_limit_s(elapsed_s: float, timeout_s: float) -> float:
+    """Return how long a connection may be idle, in seconds, `elapsed_s` after the begin of a drain of `timeout_s`."""
+    notice_s = min(NOTICE_S, NOTICE_SHARE * timeout_s)
+    return math.inf if elapsed_s < notice_s else min(IDLE_S, notice_s)
 
 
 def _on_signal(stop: asyncio.Event) -> None:

@@ -400,8 +400,21 @@ class Transport:
     def is_closing(self) -> bool:
         return self.closing
 
+    def close(self) -> None:
+        self.closing = True
+
     def abort(self) -> None:
         self.aborted = True
+
+
+def test_a_drain_waits_for_what_clients_still_read() -> None:
+    slots = ConnectionSlots(2, lambda: None, lambda: 0.0)
+    idle, unsent = Transport(), Transport(unsent=1)
+    assert slots.enter(idle) and slots.enter(unsent)  # type: ignore[arg-type]
+    assert slots.close_idle(1.0) and not idle.closing
+    assert slots.close_idle(0.0) and idle.closing and unsent.closing, "the end of an answer is in the buffer"
+    unsent.unsent = 0
+    assert not slots.close_idle(0.0)
 
 
 def test_who_makes_room() -> None:

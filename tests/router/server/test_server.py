@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
 import os
 import signal
 import socket
@@ -97,6 +98,12 @@ async def test_running_answers_finish_and_every_connection_closes(
     assert (await request).text.endswith("data: [DONE]\n\n")
     await served.task
     assert served.closed
+
+
+@pytest.mark.parametrize(("drain_s", "notice_s", "idle_s"), [(600.0, 5.0, 1.0), (3.0, 0.5, 0.5)])
+def test_idle_connections_stay_open_for_a_part_of_the_drain(drain_s: float, notice_s: float, idle_s: float) -> None:
+    assert subject.idle_limit_s(notice_s - 0.1, drain_s) == math.inf
+    assert subject.idle_limit_s(notice_s, drain_s) == idle_s
 
 
 async def test_answers_that_take_too_long_end_with_an_error(served: Served, tools: Any) -> None:
