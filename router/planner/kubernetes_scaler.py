@@ -25,6 +25,10 @@ log = logging.getLogger(__name__)
 
 LWS, LWS_API = "leaderworkersets/", "leaderworkerset.x-k8s.io/v1"
 """Name prefix and API of LeaderWorkerSets, whose workers span several pods."""
+FOREIGN = (
+    "planner: another router or program changed %s from %d to %d replicas, and the plan continues from there. "
+    "If this repeats, look for an HPA or a GitOps tool that sets replicas"
+)
 LEAST_LEASE_S = 15
 """Minimum duration of the lease in seconds. Also at least three planning intervals."""
 
@@ -73,6 +77,7 @@ class KubernetesScaler:
         self._replicas: dict[Role, int] = {}
         self._problems: dict[str, str] = {}
         self._has_resigned = False
+        self._term: int | None = None  # of the last read, None unless this router led
 
     @classmethod
     def of(cls, config: RouterConfig) -> KubernetesScaler:
@@ -88,17 +93,17 @@ class KubernetesScaler:
 
     async def deployed(self) -> DeployedPools | None:
         """Take or renew the lease, and read the replicas and unschedulable pods of all pools."""
-        return await self._attempt("read", self._deployed())
+        return await self._attempt("read the pools", self._deployed())
 
     async def scale(self, wanted: Mapping[Role, int]) -> None:
         """Set the replicas of pools whose last read size differs. Does nothing unless this router is the leader."""
         if self._lease.is_held and not self._has_resigned:
-            await self._attempt("scale", self._scale(wanted))
+            await self._set(wanted)
 
     async def wake(self, roles: Collection[str]) -> None:
         """Set the replicas of pools from 0 to 1. The leader adopts that size."""
         if asleep := {role: 1 for role, num in self._replicas.items() if role in roles and not num}:
-            await self._attempt("wake", self._scale(asleep))
+            await self._set(asleep)
 
     async def resign(self) -> None:
         """Release the lease, so that another router can take over immediately."""
@@ -121,33 +126,41 @@ class KubernetesScaler:
             result = await call
         except KubernetesError as error:
             if str(error) != self._problems.get(verb):
-                log.warning("planner: cannot %s the pools, retrying at the next plan: %s", verb, error)
+                log.warning("planner: cannot %s, retrying at the next plan: %s", verb, error)
             self._problems[verb] = str(error)
             return None
         if self._problems.pop(verb, ""):
-            log.info("planner: can %s the pools again", verb)
+            log.info("planner: can %s again", verb)
         return result
 
     async def _deployed(self) -> DeployedPools:
         is_leader = not self._has_resigned and await self._lease.hold()
+        term = self._lease.term if is_leader else None
+        led, self._term = term is not None and term == self._term, term
         unschedulable: dict[Role, int] = {}
         for role, name in self._deployments.items():
             found = await self._get(self._path(name), {}, _Scale)
-            self._replicas[role] = found.spec.replicas
+            before, self._replicas[role] = self._replicas.get(role), found.spec.replicas
+            if led and before not in (None, found.spec.replicas):
+                log.warning(FOREIGN, name, before, found.spec.replicas)
             selector = {"labelSelector": found.status.selector, "fieldSelector": "status.phase=Pending", "limit": "500"}
             pods = await self._get(f"/api/v1/namespaces/{self._namespace}/pods", selector, _PodList)
             unschedulable[role] = sum(pod.is_unschedulable for pod in pods.items)
-        return DeployedPools(dict(self._replicas), unschedulable, self._lease.term if is_leader else None)
+        return DeployedPools(dict(self._replicas), unschedulable, term)
 
-    async def _scale(self, wanted: Mapping[Role, int]) -> None:
+    async def _set(self, wanted: Mapping[Role, int]) -> None:
+        """Set the replicas of the pools that differ. A failure of one pool does not affect the other."""
         for role, name in self._deployments.items():
             before, num = self._replicas.get(role), wanted.get(role)
-            if before is None or num is None or num == before:
-                continue
-            await self._client.merge_patch(self._path(name), {"spec": {"replicas": num}})
-            self._replicas[role] = num
-            fields = {"replicas": num, "before": before}
-            log.info("planner: scaled %s from %d to %d replicas", name, before, num, extra=fields)
+            if before is not None and num is not None and num != before:
+                await self._attempt(f"scale {name}", self._patch(role, name, before, num))
+
+    async def _patch(self, role: Role, name: str, before: int, num: int) -> None:
+        await self._client.merge_patch(self._path(name), {"spec": {"replicas": num}})
+        self._replicas[role] = num
+        log.info(
+            "planner: scaled %s from %d to %d replicas", name, before, num, extra={"replicas": num, "before": before}
+        )
 
     def _path(self, name: str) -> str:
         """Return the path of a workload's scale subresource."""

@@ -141,16 +141,39 @@ async def test_a_refusal_is_said_once_and_tried_again(
     for _ in range(2):
         await scales.scale({"decode": 5})
         assert await scales.deployed() is None
-    for verb in ("scale", "read"):
-        assert caplog.text.count(f"cannot {verb} the pools") == 1 and "HTTP 403" in caplog.text
+    for verb in ("scale d", "read the pools"):
+        assert caplog.text.count(f"cannot {verb},") == 1 and "HTTP 403" in caplog.text
     api.refusal = 0
     assert await scales.deployed() is not None and "can read the pools again" in caplog.text
     await scales.scale({"decode": 5})
-    assert api.replicas["d"] == 5 and "can scale the pools again" in caplog.text
+    assert api.replicas["d"] == 5 and "can scale d again" in caplog.text
     api.stop()
     assert await scales.deployed() is None
     await scales.scale({"decode": 6})
     await scales.close()
+
+
+async def test_a_pool_that_cannot_be_scaled_does_not_hold_the_other_up(
+    api: KubernetesAPI, lease_of: Callable[[str], Lease], caplog: pytest.LogCaptureFixture
+) -> None:
+    leader = scaler(api, lease_of("a"))
+    await leader.deployed()
+    del api.replicas["p"]
+    await leader.scale({"prefill": 2, "decode": 3})
+    assert api.replicas == {"d": 3} and "cannot scale p, retrying" in caplog.text
+
+
+async def test_sizes_that_another_program_sets_are_logged(
+    api: KubernetesAPI, lease_of: Callable[[str], Lease], caplog: pytest.LogCaptureFixture
+) -> None:
+    leader = scaler(api, lease_of("a"))
+    await leader.deployed()
+    await leader.scale({"prefill": 4, "decode": 2})
+    await leader.deployed()
+    assert "changed" not in caplog.text
+    api.replicas["p"] = 1
+    await leader.deployed()
+    assert "changed p from 4 to 1 replicas" in caplog.text and caplog.text.count("changed") == 1
 
 
 async def test_a_missing_deployment_is_named(api: KubernetesAPI, lease_of: Callable[[str], Lease]) -> None:
