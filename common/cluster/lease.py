@@ -10,6 +10,7 @@ concurrent updates the API server rejects one.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -56,14 +57,17 @@ class Lease:
     ) -> None:
         self._client, self._name, self._holder = client, name, holder
         self._folder = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
-        self._duration_s, self._clock = duration_s, clock
+        self.duration_s, self._clock = duration_s, clock
         self._seen: tuple[str | None, str | None] | None = None
         self._seen_at = 0.0
+        self._resting_until = -math.inf
         self.is_held = False
         self.term: int | None = None
 
     async def hold(self) -> bool:
         """Take or renew the Lease. Returns whether acquired leadership. Raises KubernetesError."""
+        if self._clock() < self._resting_until:
+            return False
         held, self.is_held = self.is_held, False  # a failed renewal ends it
         lease = await self._read()
         if lease is None:
@@ -80,15 +84,19 @@ class Lease:
             log.info("lease %s: %s", self._name, "acquired leadership" if self.is_held else "lost leadership")
         return self.is_held
 
-    async def release(self) -> None:
-        """Release the Lease, so that another process can take it immediately. Raises KubernetesError."""
-        if self.is_held and (lease := await self._read()) is not None and lease.spec.holder_identity == self._holder:
+    async def release(self, rest_s: float = 0.0) -> None:
+        """Release the Lease, so that another process can take it immediately. Raises KubernetesError.
+
+        This process does not try to take it again for `rest_s` seconds.
+        """
+        self._resting_until = self._clock() + rest_s
+        held, self.is_held = self.is_held, False
+        if held and (lease := await self._read()) is not None and lease.spec.holder_identity == self._holder:
             body = {"metadata": {"resourceVersion": lease.metadata.resource_version}, "spec": {"holderIdentity": ""}}
             await self._client.merge_patch(f"{self._folder}/{self._name}", body)
-        self.is_held = False
 
     def _duration_of(self, spec: _Spec) -> int:
-        return spec.lease_duration_seconds or self._duration_s
+        return spec.lease_duration_seconds or self.duration_s
 
     async def _read(self) -> _Lease | None:
         try:
@@ -105,7 +113,7 @@ class Lease:
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         spec = {
             "holderIdentity": self._holder,
-            "leaseDurationSeconds": self._duration_s,
+            "leaseDurationSeconds": self.duration_s,
             "renewTime": now,
             "leaseTransitions": num_transitions,
         }

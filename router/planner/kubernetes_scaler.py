@@ -105,20 +105,26 @@ class KubernetesScaler:
         if asleep := {role: 1 for role, num in self._replicas.items() if role in roles and not num}:
             await self._set(asleep)
 
+    async def yield_lead(self) -> None:
+        """Release the lease, and do not take it again for two of its durations."""
+        await self._release(rest_s=2.0 * self._lease.duration_s)
+
     async def resign(self) -> None:
-        """Release the lease, so that another router can take over immediately."""
-        if self._has_resigned:
-            return
-        self._has_resigned = True
-        try:
-            await self._lease.release()
-        except KubernetesError as error:
-            log.info("planner: cannot release the lease, another router takes over when it expires: %s", error)
+        """Release the lease for good, so that another router can take over immediately."""
+        if not self._has_resigned:
+            self._has_resigned = True
+            await self._release()
 
     async def close(self) -> None:
         """Resign, and close connections."""
         await self.resign()
         await self._client.close()
+
+    async def _release(self, rest_s: float = 0.0) -> None:
+        try:
+            await self._lease.release(rest_s)
+        except KubernetesError as error:
+            log.info("planner: cannot release the lease, another router takes over when it expires: %s", error)
 
     async def _attempt(self, verb: str, call: Awaitable[T]) -> T | None:
         """Return the result of a call; None if it fails. Logs the first of equal failures, and the recovery."""

@@ -31,6 +31,9 @@ from router.planner.scaler import DeployedPools, Scaler
 
 log = logging.getLogger(__name__)
 
+YIELD_S = 60.0
+"""Time without load after which a leader yields to the routers that serve all requests, in seconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
@@ -101,6 +104,7 @@ class PlanLoop:
         self._starts, self._model = StartTimes(), model
         self._startup, self._known_at, self._is_listed = StartupCheck(), 0.0, is_listed
         self._deployed, self._term = DeployedPools(), -1
+        self._loaded_at = clock()  # when this router last served a share of the requests, or there were none
         self.is_leaving: Callable[[], bool] = lambda: False
         self._unmet, self._unmet_at = "", 0.0
         self.outlook: Outlook | None = None
@@ -138,7 +142,11 @@ class PlanLoop:
         plan = self.look()
         if deployed is None or plan.held:
             return
-        if deployed.term is not None:
+        if deployed.term is not None and self._clock() - self._loaded_at > YIELD_S:
+            log.info("planner: yields the lead, because other routers serve nearly all requests")
+            self._loaded_at = self._clock()
+            await scaler.yield_lead()
+        elif deployed.term is not None:
             await scaler.scale({role: plan.wanted(role) for role in self._roles})
         else:  # the leader does not know the requests that wait here
             await scaler.wake([role for role, num in self._held().items() if num and plan.wanted(role)])
@@ -162,6 +170,8 @@ class PlanLoop:
         own = self._window.offered(now, ahead_s)
         if math.isinf(times) or (times > 1.0 and not own.rate):
             missing = missing or "other routers serve nearly all requests"
+        else:
+            self._loaded_at = now
         factor = 1.0 if is_new or math.isinf(times) else times
         load = replace(own, rate=own.rate * factor, rate_ahead=own.rate_ahead * factor)
         fleet = replace(fleet, missing=missing)

@@ -42,6 +42,10 @@ class Scaler(Protocol):
         """Start the first worker of those of the pools that have none."""
         ...
 
+    async def yield_lead(self) -> None:
+        """Let another router lead. This router leads again only if no other does."""
+        ...
+
     async def resign(self) -> None:
         """Let another router lead, for good. The pools keep their size."""
         ...

@@ -157,6 +157,9 @@ class Recorder:
     async def wake(self, roles: Collection[str]) -> None:
         raise NotImplementedError
 
+    async def yield_lead(self) -> None:
+        raise NotImplementedError
+
     async def resign(self) -> None:
         pass
 

@@ -239,6 +239,18 @@ async def test_a_leader_with_a_part_of_the_load_keeps_the_pools(cluster: Cluster
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", (1, 9), ids=("too small", "too large"))
+async def test_a_leader_without_load_lets_a_router_with_load_lead(cluster: Cluster, size: int) -> None:
+    """All clients keep their connections to the other router."""
+    cluster.api.replicas = {"p": size, "d": size}
+    idle, _ = cluster.router(share=0.0), cluster.router()
+    await cluster.run(20.0)
+    assert idle.loop._scaler and idle.loop._deployed.term is not None
+    await cluster.run(WINDOW_S + 200.0)
+    assert idle.loop._deployed.term is None and cluster.api.replicas == NEED
+
+
+@pytest.mark.slow
 async def test_a_router_that_takes_over_keeps_the_pools(cluster: Cluster) -> None:
     """It has run for long, without traffic, and has its own idea of the pools."""
     first, second = cluster.router(share=1.0), cluster.router(share=0.0, min_prefill=1)
