@@ -100,7 +100,7 @@ class KubernetesScaler:
         if self._lease.is_held and not self._has_resigned:
             await self._set(wanted)
 
-    async def wake(self, roles: Collection[str]) -> None:
+    async def wake(self, roles: Collection[Role]) -> None:
         """Set the replicas of pools from 0 to 1. The leader adopts that size."""
         if asleep := {role: 1 for role, num in self._replicas.items() if role in roles and not num}:
             await self._set(asleep)

@@ -149,7 +149,8 @@ class PlanLoop:
         elif deployed.term is not None:
             await scaler.scale({role: plan.wanted(role) for role in self._roles})
         else:  # the leader does not know the requests that wait here
-            await scaler.wake([role for role, num in self._held().items() if num and plan.wanted(role)])
+            held = self._held()
+            await scaler.wake([role for role in self._roles if held.get(role) and plan.wanted(role)])
 
     def look(self) -> Plan:
         """Make a plan for the current state."""

@@ -38,7 +38,7 @@ class Scaler(Protocol):
         """Start and drain workers towards the wanted numbers. Returns within a few seconds."""
         ...
 
-    async def wake(self, roles: Collection[str]) -> None:
+    async def wake(self, roles: Collection[Role]) -> None:
         """Start the first worker of those of the pools that have none."""
         ...
 

@@ -154,7 +154,7 @@ class Recorder:
     async def scale(self, wanted: Mapping[Any, int]) -> None:
         self.asked.append(dict(wanted))
 
-    async def wake(self, roles: Collection[str]) -> None:
+    async def wake(self, roles: Collection[Any]) -> None:
         raise NotImplementedError
 
     async def yield_lead(self) -> None:
