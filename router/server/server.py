@@ -417,6 +417,7 @@ async def _drain(router_state: RouterState, close_idle: Callable[[float], bool])
     router_state.draining = True
     loop, timeout_s = asyncio.get_running_loop(), router_state.config.drain_timeout_s
     began = loop.time()
+    log.info("draining", extra={"requests": router_state.num_active, "most_s": timeout_s})
     while (elapsed_s := loop.time() - began) < timeout_s:
         router_state.refusing |= elapsed_s >= timeout_s / 2
         has_clients = close_idle(idle_limit_s(elapsed_s, timeout_s))
@@ -428,7 +429,7 @@ async def _drain(router_state: RouterState, close_idle: Callable[[float], bool])
 
 
 def idle_limit_s(elapsed_s: float, timeout_s: float) -> float:
-    """Return how long a connection may be idle, in seconds, `elapsed_s` after the begin of a drain of `timeout_s`."""
+    """Return how long a connection may be idle, in seconds, `elapsed_s` after the start of a drain of `timeout_s`."""
     notice_s = min(NOTICE_S, NOTICE_SHARE * timeout_s)
     return math.inf if elapsed_s < notice_s else min(IDLE_S, notice_s)
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import logging
 import math
 import os
 import signal
@@ -67,14 +68,17 @@ async def ask(served: Served, tools: Any) -> asyncio.Task[httpx.Response]:
 
 
 async def test_running_answers_finish_and_every_connection_closes(
-    served: Served, tools: Any, monkeypatch: pytest.MonkeyPatch
+    served: Served, tools: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(subject, "NOTICE_S", 0.1)
+    caplog.set_level(logging.INFO)
     router_state = served.app.state.router_state
     request = await ask(served, tools)
     idle = await asyncio.open_connection(*served.listener.getsockname())
     os.kill(os.getpid(), signal.SIGTERM)
     await tools.until(lambda: router_state.draining)
+    drains = [record for record in caplog.records if record.message == "draining"]
+    assert [vars(record)["requests"] for record in drains] == [1]
     served.engine.hold_after = -1
     new = await served.http.post("/v1/completions", json={"prompt": "a"})
     streamed = await served.http.post("/v1/completions", json={"prompt": "a", "stream": True})
