@@ -179,16 +179,17 @@ class StartupCheck:
         """Return what is not known yet, "" if everything is.
 
         `is_listed`: discovery has listed the workers. Then the check waits until all of them are ready, except for
-        unschedulable ones, but no longer than the start of a worker takes.
+        unschedulable ones, but no longer than the start of a worker takes. If all deployed workers are ready, it does
+        not wait for discovery: DNS has no answer for the name of a pool that sleeps.
         """
         if self.is_complete:
             return ""
-        if not is_listed:
-            return "discovery has not listed the workers yet"
-        self._listed_at = now if self._listed_at is None else self._listed_at
         num_absent = sum(
             fleet.size(role) - pool.num_unschedulable - pool.num_ready for role, pool in fleet.pools.items()
         )
+        if not is_listed and (num_absent > 0 or not fleet.replicas):
+            return "discovery has not listed the workers yet"
+        self._listed_at = now if self._listed_at is None else self._listed_at
         if num_absent > 0 and now - self._listed_at < max(fleet.most_start_s(role) for role in fleet.pools):
             return f"{num_absent} workers are not ready yet"
         self.is_complete = True

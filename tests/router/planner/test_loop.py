@@ -104,7 +104,10 @@ def test_a_router_without_requests_cannot_tell_the_load_of_others() -> None:
 @pytest.mark.parametrize(
     ("is_listed", "states", "replicas", "now", "missing"),
     [
-        (False, {"num_ready": 3}, 3, 900.0, "discovery has not listed the workers yet"),
+        (False, {"num_ready": 2}, 3, 900.0, "discovery has not listed the workers yet"),
+        (False, {"num_ready": 3}, None, 900.0, "discovery has not listed the workers yet"),
+        (False, {"num_ready": 3}, 3, 10.0, ""),
+        (False, {}, 0, 10.0, ""),  # DNS has no answer for the name of a pool that sleeps
         (True, {"num_ready": 1}, 3, 10.0, "2 workers are not ready yet"),
         (True, {"num_ready": 1, "num_starting": 2, "num_unschedulable": 2}, 3, 10.0, ""),
         (True, {"num_ready": 1, "num_starting": 2}, None, 10.0, "2 workers are not ready yet"),
