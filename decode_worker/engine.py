@@ -72,7 +72,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
             vocab_size=model.sampler.vocab_size,
             max_model_len=longest,
             max_prompt_len=longest - 1,
-            knows_grammars=parts.grammars is not None,
+            grammars=parts.grammars,
         )
         super().__init__(send, config, scheduler, rules, metrics, parts)
         self._runner, self._sampler, self._transfers = model.runner, model.sampler, transfers

@@ -42,7 +42,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
             vocab_size=launcher.vocab_size,
             max_model_len=config.max_model_len,
             max_prompt_len=scheduler.window.longest(scheduler.pool.num_blocks, config.max_model_len),
-            knows_grammars=parts.grammars is not None,
+            grammars=parts.grammars,
             pooling=launcher.pooling,
         )
         super().__init__(send, config, scheduler, rules, metrics, parts)

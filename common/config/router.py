@@ -229,10 +229,29 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSetti
     )
     reasoning: str = setting(
         "auto",
-        "handling of text between <think> and </think>",
+        "handling of thoughts at the beginning of an answer",
         group="Model",
-        details="`auto` returns it as reasoning if the chat template has these tags, `none` as text.",
+        details="`auto` returns them as reasoning if the chat template contains known marks such as </think>, `none` "
+        "as text.",
         choices=("auto", "none"),
+    )
+    reasoning_start: str = setting(
+        "",
+        "text that begins a thought, in place of the mark detected in the chat template",
+        group="Model",
+        details="Requires --reasoning-end.",
+    )
+    reasoning_end: str = setting(
+        "",
+        "text that ends a thought, in place of the mark detected in the chat template",
+        group="Model",
+        details="Requires --reasoning-start.",
+    )
+    reasoning_in_form: bool = setting(
+        False,
+        "apply JSON schemas, other forms and required calls from the first token, so that the model cannot think first",
+        group="Model",
+        details="By default they apply to the answer after the thought.",
     )
     max_logprobs: int = setting(
         20,
@@ -371,6 +390,13 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSetti
         self.check_silence("worker_timeout_s")
         request_classes(self.request_class, self.slo_ttft_ms, self.slo_tpot_ms)
         self._check_models()
+        for given, other, field in (
+            (self.reasoning_start, self.reasoning_end, "end"),
+            (self.reasoning_end, self.reasoning_start, "start"),
+        ):
+            if given and not other:
+                allowed = "a text, because --reasoning-start and --reasoning-end belong together"
+                raise ConfigError(f"reasoning_{field}", "", allowed)
         if self.planner == "kubernetes" and not (self.decode_deployment or self.models_file):
             raise ConfigError("decode_deployment", "", "the name of a Deployment with --planner kubernetes")
 

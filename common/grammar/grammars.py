@@ -20,6 +20,7 @@ import llguidance
 from common.errors import RequestError
 from common.grammar.checks import GrammarChecks, Verdict
 from common.grammar.grammar import Constraint, GrammarState
+from common.grammar.token_rules import TokensToBytes
 from common.grammar.vocabulary import brief, build_vocabulary, compile_grammar
 from common.model_files import ModelFiles
 
@@ -185,6 +186,15 @@ class Grammars:
         Do not use the constraint until then.
         """
         self._masks.submit(constraint, output_token_ids, on_ready)
+
+    @property
+    def to_bytes(self) -> TokensToBytes | None:
+        """Function that returns the bytes of tokens, with the names of control tokens; None without a vocabulary.
+
+        Skips the byte 0xFF, which UTF-8 does not use.
+        """
+        vocabulary = self._vocabulary
+        return None if vocabulary is None else lambda token_ids: vocabulary.decode_bytes(list(token_ids))
 
     def constraint(self, grammar: str) -> Constraint:
         """Wait for `grammar` and return a constraint for a new answer. For benchmarks and tests, not for engines."""

@@ -5,7 +5,7 @@ Prefill and decode workers apply the same rules.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,6 +16,9 @@ from common.wire import TOKEN_BYTES, BadWord, SamplingParams, ThinkingBudget, pa
 
 MAX_CACHED_MASKS = 64
 """Number of cached masks of token lists. Each takes 16 KiB with a vocabulary of 131,072 tokens."""
+MAX_SPLIT_TOKENS = 8
+"""Number of tokens by which a grammar may delay the end marker of a thinking budget: those of a split character."""
+TokensToBytes = Callable[[Sequence[int]], bytes]
 
 
 def finish_reason(
@@ -63,23 +66,27 @@ FREE = TokenLimits()
 def num_output_needed(params: SamplingParams, num_output_tokens: int) -> int:
     """Return the number of latest output tokens that `token_limits` needs."""
     longest = max([len(beginning) for beginning, _ in params.bad_words], default=0) // TOKEN_BYTES
-    budget = params.thinking
-    return num_output_tokens if budget is not None and _is_due(budget, num_output_tokens) else longest
+    return num_output_tokens if _ends_thinking(params, num_output_tokens) else longest
 
 
 def token_limits(
-    params: SamplingParams, eos_token_ids: Collection[int], num_output_tokens: int, output_end: Sequence[int]
+    params: SamplingParams,
+    eos_token_ids: Collection[int],
+    num_output_tokens: int,
+    output_end: Sequence[int],
+    to_bytes: TokensToBytes | None = None,
 ) -> TokenLimits:
     """Return the limits of the token that follows `num_output_tokens` tokens.
 
-    `output_end` contains at least the last `num_output_needed` of them.
+    `output_end` contains at least the last `num_output_needed` of them. `to_bytes` returns the bytes of tokens, in
+    which the markers of thinking are found however they are spelled. Without it, only their usual tokens are found.
     """
     banned = banned_tokens(params, eos_token_ids, num_output_tokens)
     budget = params.thinking
-    ends_thought = budget is not None and _is_due(budget, num_output_tokens)
+    ends_thought = _ends_thinking(params, num_output_tokens)
     if not params.bad_words and not ends_thought:
         return TokenLimits(banned) if banned else FREE
-    forced = _next_end_token(budget, output_end) if budget is not None and ends_thought else None
+    forced = _next_end_token(budget, output_end, to_bytes) if budget is not None and ends_thought else None
     return TokenLimits(banned + _ends_of_bad_words(params.bad_words, output_end), forced)
 
 
@@ -89,19 +96,33 @@ def _ends_of_bad_words(bad_words: Sequence[BadWord], output_end: Sequence[int]) 
     return tuple([last for beginning, last in bad_words if end.endswith(beginning)])
 
 
-def _is_due(budget: ThinkingBudget, num_output_tokens: int) -> bool:
-    """Whether the end marker of the thinking budget is being written."""
-    return budget.num_tokens <= num_output_tokens < budget.num_tokens + len(budget.end)
+def _ends_thinking(params: SamplingParams, num_output_tokens: int) -> bool:
+    """Whether the end marker of the thinking budget may be due."""
+    budget = params.thinking
+    if budget is None:
+        return False
+    num_steps = len(budget.end) + (MAX_SPLIT_TOKENS if params.grammar else 0)
+    return budget.num_tokens <= num_output_tokens < budget.num_tokens + num_steps
 
 
-def _next_end_token(budget: ThinkingBudget, output: Sequence[int]) -> int | None:
+def _next_end_token(budget: ThinkingBudget, output: Sequence[int], to_bytes: TokensToBytes | None) -> int | None:
     """Return the next token of the end marker, or None if the answer has no thinking section or has ended it."""
     end = budget.end
-    if tuple(output[: len(budget.start)]) != budget.start or _contains(pack_tokens(output), pack_tokens(end)):
+    if not _is_thinking(budget, output, to_bytes):
         return None
     last = tuple(output[max(0, len(output) - len(end) + 1) :])
     written = next(size for size in range(len(last), -1, -1) if last[len(last) - size :] == end[:size])
     return end[written]
+
+
+def _is_thinking(budget: ThinkingBudget, output: Sequence[int], to_bytes: TokensToBytes | None) -> bool:
+    """Whether the output begins with the start marker and does not contain the end marker."""
+    if to_bytes is None:
+        begins = tuple(output[: len(budget.start)]) == budget.start
+        return begins and not _contains(pack_tokens(output), pack_tokens(budget.end))
+    start, end = (to_bytes(marker).strip() for marker in (budget.start, budget.end))
+    text = to_bytes(output).lstrip()
+    return text.startswith(start) and end not in text[len(start) :]
 
 
 def _contains(output: bytes, mark: bytes) -> bool:

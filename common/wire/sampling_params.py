@@ -26,6 +26,8 @@ MAX_THINKING_MARK = 32
 """Maximum number of tokens of a marker that begins or ends thinking."""
 MAX_GRAMMAR_CHARS = 128 * 1024
 """Maximum size of a grammar passed to llguidance, whose own limits apply in addition."""
+MAX_NESTED_GRAMMAR_CHARS = 2 * MAX_GRAMMAR_CHARS + 4096
+"""Maximum size of a grammar after a thought: JSON, in which a grammar takes up to twice its size."""
 LOGPROB_FLOOR = -9999.0
 """Replaces minus infinity and NaN, which JSON cannot express. vLLM and OpenAI use the same value."""
 PENALTIES: Final = ("presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -99,7 +101,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     logprobs: Annotated[int, Meta(ge=-1, le=MAX_VOCABULARY)] = -1
     ignore_eos: bool = False
     stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_STOP_TOKEN_IDS)] = ()
-    grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)] = ""
+    grammar: Annotated[str, Meta(max_length=MAX_NESTED_GRAMMAR_CHARS)] = ""
     prompt_logprobs: Annotated[int, Meta(ge=-1, le=MAX_VOCABULARY)] = -1
     allowed_token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_ALLOWED_TOKENS)] = ()
     bad_words: Annotated[tuple[BadWord, ...], Meta(max_length=MAX_BAD_WORDS)] = ()

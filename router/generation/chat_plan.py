@@ -35,7 +35,6 @@ async def plan_chat(
     check_num_sequences(model, 1, max(fields.num_sampled, fields.num_beams))
     limit = model.max_model_len
     calling = tool_calling(fields)
-    grammar = await answer_grammar(model, fields, context, calling)
     wanted = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
     functions = calling.functions if calling else ()
     if fields.truncate_prompt_tokens is None:
@@ -46,6 +45,7 @@ async def plan_chat(
         token_ids = truncated(whole, fields, limit, wanted or 1)
     if not token_ids:
         raise InvalidRequest("messages: the conversation renders to an empty prompt", param="messages")
+    grammar = await answer_grammar(model, fields, context, calling, token_ids)
     prompt = PlannedPrompt(token_ids, fit(len(token_ids), wanted, limit, param="messages"))
     return make_plan(
         model,

@@ -8,20 +8,19 @@ from dataclasses import dataclass
 
 from router.generation.choice import AnswerChoice, Piece
 from router.generation.served_model import ServedModel
-from router.generation.structure import ToolCalling, is_constrained, tool_calling
+from router.generation.structure import ToolCalling, is_constrained, takes_breaks, tool_calling
+from router.generation.thoughts import position_of
 from router.request.fields import ChatRequest, SamplingFields
 from router.text import (
-    TAIL_TOKENS,
     ContentStops,
     Part,
     StopScanner,
     TextPart,
     ThinkingScanner,
     ThoughtPart,
+    ThoughtPosition,
     ThoughtTokens,
-    begins_inside,
     joined,
-    open_thought,
 )
 from router.text.calls import CallScanner, ChannelTokens
 
@@ -47,41 +46,39 @@ def is_scanned(model: ServedModel, calling: ToolCalling | None) -> bool:
 
 
 def reads_thoughts(model: ServedModel, fields: ChatRequest, calling: ToolCalling | None) -> bool:
-    """Whether answers may begin with a thought between marks; not if they must match a grammar from the first token."""
-    return model.thinks and not is_constrained(fields, calling) and not model.dialect.format.has_channels
+    """Whether answers may begin with a thought between marks; not if they must have a form from the first token."""
+    in_form = model.config.reasoning_in_form and is_constrained(fields, calling)
+    return model.thoughts is not None and not in_form
 
 
 def marks_of(model: ServedModel, fields: ChatRequest, calling: ToolCalling | None) -> frozenset[int]:
     """Return the special tokens to keep in the text of the answers, because scanners look for them."""
     marks = model.marks if is_scanned(model, calling) else frozenset[int]()
-    return marks | model.thought_marks if reads_thoughts(model, fields, calling) else marks
+    return marks | model.thought_tokens if reads_thoughts(model, fields, calling) else marks
 
 
 class AnswerParts:
-    """Splits the answers of one request into parts: thoughts if the model thinks, tool calls if tools are allowed.
-
-    A model whose answer must match a grammar from its first token cannot think first.
-    """
+    """Splits the answers of one request into parts: thoughts if the model thinks, tool calls if tools are allowed."""
 
     def __init__(self, model: ServedModel, fields: SamplingFields) -> None:
         """`fields` must be a `ChatRequest`; requests of other APIs are translated to one."""
         assert isinstance(fields, ChatRequest)
         calling = tool_calling(fields)
-        self._text, self._shows_thought = model.text, fields.include_reasoning is not False
+        self._model, self._shows_thought = model, fields.include_reasoning is not False
         self._is_scanned, self._form = is_scanned(model, calling), model.dialect.format
         self._functions = {function.name: function for function in calling.functions} if calling is not None else {}
         self._has_thoughts = model.shows_thoughts
-        self._only_calls = is_constrained(fields, calling)  # or only JSON of a schema
-        self._thinks = reads_thoughts(model, fields, calling)
-        continued = fields.continued_text
-        self._continues_thought = bool(continued and (open_thought(continued) or "").strip())
+        self._only_calls = is_constrained(fields, calling)  # or only another form
+        self._continued = fields.continued_text
+        self._thoughts = model.thoughts if reads_thoughts(model, fields, calling) else None
+        self._keeps_blanks = self._only_calls and not takes_breaks(fields, calling)
         self._scanners: dict[int, _Scanners] = {}
         self._id = secrets.token_hex(16)
 
     @property
     def only_text(self) -> bool:
         """Whether answers consist of text only and do not have to be split."""
-        return not (self._is_scanned or self._thinks)
+        return not self._is_scanned and self._thoughts is None
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -137,7 +134,7 @@ class AnswerParts:
         scanners = self._scanners.get(choice.index)
         if scanners is None:
             thinking = self._thinking_of(choice.request.prompt_token_ids)
-            scanners = self._scanners[choice.index] = _Scanners(thinking, self._thought_tokens())
+            scanners = self._scanners[choice.index] = _Scanners(thinking, self._thought_tokens(thinking))
         return scanners
 
     def _calls_from(self, start: int) -> CallScanner:
@@ -145,18 +142,21 @@ class AnswerParts:
             start=start, only_calls=self._only_calls, functions=self._functions, thoughts=self._has_thoughts
         )
 
-    def _thought_tokens(self) -> ThoughtTokens | ChannelTokens | None:
-        if self._thinks:
-            return ThoughtTokens(self._text.token_bytes)
+    def _thought_tokens(self, thinking: ThinkingScanner | None) -> ThoughtTokens | ChannelTokens | None:
+        raw = self._model.text.token_bytes
+        if thinking is not None and self._thoughts is not None:
+            return ThoughtTokens(raw, self._thoughts)
         if self._is_scanned and self._form.has_channels and self._has_thoughts:
-            return ChannelTokens(self._text.token_bytes)
+            return ChannelTokens(raw)
         return None
 
     def _thinking_of(self, prompt_token_ids: Sequence[int]) -> ThinkingScanner | None:
-        if not self._thinks:
+        if self._thoughts is None:
             return None
-        tail = self._text.tokenizer.decode(prompt_token_ids[-TAIL_TOKENS:], skip_special_tokens=False)
-        return ThinkingScanner(inside=begins_inside(tail), continued=self._continues_thought)
+        position = position_of(self._model, self._thoughts, prompt_token_ids, self._continued)
+        if self._only_calls and position is ThoughtPosition.AFTER:
+            return None  # the form begins with the first token
+        return ThinkingScanner(self._thoughts, position, keeps_blanks=self._keeps_blanks)
 
 
 def _without_thought(scanner: ThinkingScanner | None, piece: Piece) -> tuple[str, str]:

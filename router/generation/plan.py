@@ -20,7 +20,7 @@ from router.generation.choice import AnswerChoice
 from router.generation.context import RequestContext
 from router.generation.parts import AnswerParts
 from router.generation.served_model import ServedModel
-from router.generation.token_rules import thinking_budget
+from router.generation.thoughts import thinking_budget
 from router.request import COPIED
 from router.request.errors import InvalidField
 from router.request.fields import ChatRequest, SamplingFields

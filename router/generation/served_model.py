@@ -13,7 +13,7 @@ from router.dispatch import DispatchLoad, GenerationClient
 from router.fleet import AdapterInfo, Outcome
 from router.observe import RouterMetrics
 from router.planner import Outlook
-from router.text import CLOSE, OPEN, TextPipeline, thinks
+from router.text import TextPipeline, ThoughtMarks, marks_in
 from router.text.calls import Dialect, dialect_of
 
 # Limits on texts that are only tokenised, and on token ids that are only detokenised.
@@ -82,8 +82,7 @@ class ServedModel:
     """One model: the client of its workers, its tokenizer and templates, its settings and metrics.
 
     `config` has the settings for this model. `outlook` returns the planner's latest result. `dialect` is the tool-call
-    format, `marks` are its special tokens, and `thought_marks` the special tokens around thoughts. Raises ModelError if
-    the model does not support the configured task.
+    format, and `marks` are its special tokens. Raises ModelError if the model does not support the configured task.
     """
 
     client: ServingClient
@@ -96,16 +95,18 @@ class ServedModel:
     task: ServedTask = field(init=False)
     dialect: Dialect = field(init=False)
     marks: frozenset[int] = field(init=False)
-    thought_marks: frozenset[int] = field(init=False)
-    thinks: bool = field(init=False)
-    """Whether answers may begin with a thought between `<think>` and `</think>` that is shown separately."""
+    thoughts: ThoughtMarks | None = field(init=False)
+    """The marks around thoughts at the beginning of answers; None if thoughts are not shown separately."""
+    thought_tokens: frozenset[int] = field(init=False)
+    """The special tokens in these marks."""
 
     def __post_init__(self) -> None:
         self.task = served_task(self.files, self.config.task)
         self.dialect = dialect_of(self.text.template, self.config.tool_parser)
         self.marks = self.text.mark_tokens(self.dialect.format.marks)
-        self.thought_marks = self.text.mark_tokens((OPEN, CLOSE))
-        self.thinks = self.shows_thoughts and thinks(self.text.chat_template)
+        self.thoughts = self._thought_marks()
+        marks = () if self.thoughts is None else (self.thoughts.start, self.thoughts.end)
+        self.thought_tokens = frozenset(token_id for mark in marks for token_id in self.text.special_tokens(mark))
 
     @property
     def name(self) -> str:
@@ -138,19 +139,19 @@ class ServedModel:
         return self.config.reasoning == "auto"
 
     @property
-    def spelled_thought(self) -> tuple[str, str] | None:
-        """The thought marks as spelled in grammars; None unless both are special tokens, which text never contains."""
-        if not self.thinks or len(self.thought_marks) < 2:
-            return None
-        return self.text.spell(OPEN), self.text.spell(CLOSE)
-
-    @property
     def fingerprint(self) -> str | None:
         """OpenAI's `system_fingerprint`, which changes when the same seed may produce another answer.
 
         None if the router has not read the weights.
         """
         return f"fp_{self.files.weights_hash}" if self.files.weights_hash else None
+
+    def _thought_marks(self) -> ThoughtMarks | None:
+        if not self.shows_thoughts or self.dialect.format.has_channels:
+            return None
+        if self.config.reasoning_start:
+            return ThoughtMarks(self.config.reasoning_start, self.config.reasoning_end)
+        return marks_in(self.text.chat_template)
 
     def num_alternatives(self, wanted: int, param: str) -> int:
         """Return the number of alternatives for a request of `wanted`; -1: all tokens. Raises InvalidRequest."""

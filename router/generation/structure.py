@@ -11,10 +11,11 @@ from functools import partial
 from common.errors import InvalidRequest
 from router.generation.context import RequestContext
 from router.generation.served_model import ServedModel
+from router.generation.thoughts import prelude_of
 from router.request import JsonSchema
 from router.request.errors import InvalidField
 from router.request.fields import ChatRequest, NamedTool, ResponseFormat, SamplingFields, Tool
-from router.text import ANY_OBJECT, CallsDemand, ChoiceDemand, Demand, JsonDemand, RegexDemand, RulesDemand
+from router.text import ANY_OBJECT, CallsDemand, ChoiceDemand, Demand, JsonDemand, Prelude, RegexDemand, RulesDemand
 from router.text.calls import Function, Wanted
 from router.text.schema import Unenforceable
 
@@ -74,14 +75,25 @@ def functions_of(tools: Sequence[Tool]) -> tuple[Function, ...]:
 
 
 def is_constrained(fields: ChatRequest, calling: ToolCalling | None) -> bool:
-    """Whether the answer must match a grammar from its first token."""
+    """Whether the answer must have a form: from its first token, or after a thought."""
     return bool(_forms(fields)) or (calling is not None and calling.required)
 
 
+def takes_breaks(fields: ChatRequest, calling: ToolCalling | None) -> bool:
+    """Whether line breaks may stand before the form of the answer. No JSON and no required call begins with one."""
+    return (calling is not None and calling.required) or any(form.schema is not None for form in _forms(fields))
+
+
 async def answer_grammar(
-    model: ServedModel, fields: SamplingFields, context: RequestContext, calling: ToolCalling | None = None
+    model: ServedModel,
+    fields: SamplingFields,
+    context: RequestContext,
+    calling: ToolCalling | None = None,
+    prompt: Sequence[int] = (),
 ) -> str:
     """Return the grammar that the answer must match; "" for none. Raises InvalidRequest, Unavailable.
+
+    In an answer to a chat request, whose tokens are `prompt`, a thought may precede the form.
 
     A separate process compiles the grammar within the workers' limits, so workers receive only usable grammars. The
     results are cached, and shared only between requests with the same salt.
@@ -105,7 +117,8 @@ async def answer_grammar(
     try:
         is_long = calling is not None and len(calling.functions) > MANY_FUNCTIONS
         demand = await model.text.apart(wanted.demand) if is_long else wanted.demand()
-        grammar = await model.text.grammar(demand, salt=context.salt, owner=context.key.name)
+        prelude = _prelude(model, fields, calling, prompt) if isinstance(fields, ChatRequest) else None
+        grammar = await model.text.grammar(demand, prelude, salt=context.salt, owner=context.key.name)
     except ValueError as error:
         raise InvalidField(f"{param}: cannot be used", f": {error}", param=param) from error
     except RecursionError as error:
@@ -120,9 +133,21 @@ def _form_of_calls(model: ServedModel, calling: ToolCalling, form: Form | None) 
     if form is not None and not calling.required and not isinstance(answer, dict):
         raise InvalidRequest(f"{form.param}: with tools, only a JSON schema is supported", param=form.param)
     schema = answer if isinstance(answer, dict) else None
-    thought = model.spelled_thought
-    wanted = Wanted(calling.functions, calling.required, calling.several, schema, thought)
+    wanted = Wanted(calling.functions, calling.required, calling.several, schema)
     return Form("tools", partial(CallsDemand.of, model.dialect.format, model.text.spell, wanted))
+
+
+def _prelude(
+    model: ServedModel, fields: ChatRequest, calling: ToolCalling | None, prompt: Sequence[int]
+) -> Prelude | None:
+    """Return what may precede the form."""
+    if calling is not None and model.dialect.format.has_channels:
+        return None  # part of the format's own grammar
+    prelude = prelude_of(model, fields, prompt, takes_breaks=takes_breaks(fields, calling))
+    is_free = not is_constrained(fields, calling)
+    if prelude is not None and is_free and prelude.is_optional and len(model.thought_tokens) < 2:
+        return None  # a grammar cannot tell whether free text begins with the mark
+    return prelude
 
 
 def _forms(fields: SamplingFields) -> list[Form]:

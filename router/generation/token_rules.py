@@ -1,14 +1,11 @@
-"""Token-level request parameters: truncation of prompts, bad words, thinking budgets."""
+"""Token-level request parameters: truncation of prompts and bad words."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from common.errors import InvalidRequest
-from common.wire import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, BadWord, ThinkingBudget
+from common.wire import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, BadWord
 from router.generation.served_model import ServedModel
 from router.request.fields import SamplingFields
-from router.text import CLOSE, OPEN, TAIL_TOKENS, begins_inside, open_thought
 
 MAX_TOKENS_OF_BAD_WORDS = 16_384
 """Limit over all spellings. Each sequence of a request has its own copy, of at most 64 KiB."""
@@ -58,36 +55,3 @@ async def bad_words(model: ServedModel, fields: SamplingFields) -> tuple[BadWord
             param="bad_words",
         )
     return words
-
-
-def thinking_budget(model: ServedModel, fields: SamplingFields, prompt: Sequence[int]) -> ThinkingBudget | None:
-    """Return the request's thinking budget. Tokens of a thought that the prompt leaves open count.
-
-    Raises InvalidRequest if the model has no unambiguous thought marks.
-    """
-    budget = fields.thinking_token_budget
-    if budget is None or budget < 0:
-        return None
-    encode, token_bytes = model.text.tokenizer.encode, model.text.token_bytes
-    start, end = (encode(mark, add_special_tokens=False) for mark in (OPEN, CLOSE))
-    # Other tokens may spell a mark of several tokens, unless each of its tokens is a single byte.
-    certain = all(len(ids) == 1 or all(len(token_bytes(i)) == 1 for i in ids) for ids in (start, end))
-    if not model.thinks or not certain:
-        raise InvalidRequest(
-            "thinking_token_budget: not supported by this model, which has no special tokens around its thoughts",
-            param="thinking_token_budget",
-        )
-    tail = model.text.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special_tokens=False)
-    if begins_inside(tail):
-        return ThinkingBudget(budget, tuple(end))
-    if open_thought(fields.continued_text) is not None:
-        return ThinkingBudget(max(0, budget - _num_after(start, prompt)), tuple(end))
-    return ThinkingBudget(budget + len(start), tuple(end), tuple(start))
-
-
-def _num_after(mark: Sequence[int], prompt: Sequence[int]) -> int:
-    """Return the number of tokens after the last `mark`, or of all tokens if the prompt does not contain it."""
-    tokens, wanted = list(prompt), list(mark)  # an array never equals a list
-    ends = range(len(tokens), len(wanted) - 1, -1)
-    found = next((end for end in ends if tokens[end - len(wanted) : end] == wanted), 0)
-    return len(prompt) - found

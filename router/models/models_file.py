@@ -12,6 +12,7 @@ tokens_per_minute = 1000000
 concurrent_requests = 64
 tool_parser = "hermes"         # default: --tool-parser
 reasoning = "none"             # default: --reasoning
+reasoning_start = "[THINK]"    # default: --reasoning-start, also reasoning_end
 slo_ttft_ms = 500              # latency goals in milliseconds; default: --slo-ttft-ms, --slo-tpot-ms
 slo_tpot_ms = 40
 min_decode = 1                 # pool size limits for --planner, also min_prefill
@@ -48,6 +49,7 @@ MAX_SPLITS = 256
 """Maximum number of splits. Each is a name for clients."""
 MAX_NAMES = 64
 """Maximum number of aliases, fallbacks or weights of one entry."""
+MAX_MARK_CHARS = 256
 NAME = re.compile(r"[!-~]{1,256}")
 GOALS = ("slo_ttft_ms", "slo_tpot_ms")
 PLANNED = (
@@ -57,7 +59,7 @@ PLANNED = (
 """Planner settings that a model can override."""
 MODEL_FIELDS = (
     *("model", "name", "aliases", "fallbacks", "hold", "prefill", *LIMITS, "tool_parser", "reasoning"),
-    *(*GOALS, *PLANNED),
+    *("reasoning_start", "reasoning_end", *GOALS, *PLANNED),
 )
 SPLIT_FIELDS = ("name", "weights")
 AGREED_NAME = "models.toml"
@@ -69,8 +71,8 @@ class ModelEntry:
 
     While it has no ready worker or no capacity, `fallbacks` serve its requests, in order. Unless it `holds`, requests
     fail with 503 while it has no ready worker, instead of waiting. If not `has_prefill`, missing prefill workers are
-    not reported. `limits` apply to all keys together. Empty values of `tool_parser`, `reasoning` and the goals of class
-    `default` mean the router's. `planned` are the planner settings that this model overrides.
+    not reported. `limits` apply to all keys together. Empty values of `tool_parser`, of `reasoning` and its marks, and of
+    the goals of class `default` mean the router's. `planned` are the planner settings that this model overrides.
     """
 
     model: str
@@ -82,6 +84,8 @@ class ModelEntry:
     limits: Limits = Limits()
     tool_parser: str = ""
     reasoning: str = ""
+    reasoning_start: str = ""
+    reasoning_end: str = ""
     slo_ttft_ms: float = 0.0
     slo_tpot_ms: float = 0.0
     planned: Mapping[str, int | float | str] = dataclasses.field(default_factory=dict)
@@ -141,6 +145,12 @@ class _Table:
         value = self._values.get(field, "")
         if not isinstance(value, str) or (value or needed) and not NAME.fullmatch(value):
             self.refuse(field, "a name of up to 256 printable ASCII characters without spaces")
+        return value
+
+    def mark(self, field: str) -> str:
+        value = self._values.get(field, "")
+        if not isinstance(value, str) or len(value) > MAX_MARK_CHARS or value != value.strip():
+            self.refuse(field, f"a text of up to {MAX_MARK_CHARS} characters without white space around it")
         return value
 
     def names(self, field: str) -> tuple[str, ...]:
@@ -221,6 +231,8 @@ def _model(table: _Table) -> ModelEntry:
         limits=Limits(**{field: table.limit(field) for field in LIMITS}),
         tool_parser=table.text("tool_parser"),
         reasoning=table.text("reasoning"),
+        reasoning_start=table.mark("reasoning_start"),
+        reasoning_end=table.mark("reasoning_end"),
         slo_ttft_ms=table.goal("slo_ttft_ms"),
         slo_tpot_ms=table.goal("slo_tpot_ms"),
         planned=table.planned(),
@@ -274,7 +286,8 @@ def settings_of(config: RouterConfig, entries: Mapping[str, ModelEntry]) -> list
 def same_model(entry: ModelEntry) -> tuple[str, ...]:
     """Return the values of an entry that cannot change while the router runs."""
     others = (entry.slo_ttft_ms, entry.slo_tpot_ms, entry.has_prefill, *sorted(entry.planned.items()))
-    return entry.model, entry.name, entry.tool_parser, entry.reasoning, *map(str, others)
+    marks = (entry.reasoning, entry.reasoning_start, entry.reasoning_end)
+    return entry.model, entry.name, entry.tool_parser, *marks, *map(str, others)
 
 
 def check_planned(config: RouterConfig, models: Sequence[RouterConfig]) -> None:
@@ -304,6 +317,8 @@ def _of_model(config: RouterConfig, name: str, entry: ModelEntry, lease: str) ->
             models_file="",
             tool_parser=entry.tool_parser or config.tool_parser,
             reasoning=entry.reasoning or config.reasoning,
+            reasoning_start=entry.reasoning_start or config.reasoning_start,
+            reasoning_end=entry.reasoning_end or config.reasoning_end,
             prefill=config.prefill if entry.has_prefill else (),
             prefill_services=config.prefill_services if entry.has_prefill else (),
             slo_ttft_ms=entry.slo_ttft_ms or config.slo_ttft_ms,

@@ -347,9 +347,13 @@ class ChatRequest(SamplingFields):
         variables: dict[str, Any] = {}
         if self.reasoning_effort is not None:
             variables["reasoning_effort"] = self.reasoning_effort
-        if self.reasoning_effort == "none":
-            variables["enable_thinking"] = False
+            variables |= thinking_switches(self.reasoning_effort != "none")
         return variables | (self.chat_template_kwargs or {})
+
+
+def thinking_switches(thinks: bool) -> dict[str, Any]:
+    """Return the variables with which chat templates of different families enable or disable thinking."""
+    return {"enable_thinking": thinks, "thinking": thinks, "thinking_mode": "enabled" if thinks else "disabled"}
 
 
 def kind_of_prompt(prompt: object) -> str:

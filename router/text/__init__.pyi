@@ -5,23 +5,15 @@ from router.text.fill_in_middle import middle_form
 from router.text.grammar_writer import CallsDemand, ChoiceDemand, Demand, JsonDemand, RegexDemand, RulesDemand
 from router.text.json_values import MAX_NUMBERS, VALUE_BYTES, ValueCounter
 from router.text.parts import CallPart, Part, TextPart, ThoughtPart, joined
+from router.text.prelude import Prelude, thought_prelude
 from router.text.stop_strings import StopScanner
 from router.text.text_pipeline import TextPipeline
 from router.text.text_threads import MAX_PENDING, SHORT_TEXT, TextThreads
-from router.text.thinking import (
-    CLOSE,
-    OPEN,
-    TAIL_TOKENS,
-    ThinkingScanner,
-    ThoughtTokens,
-    begins_inside,
-    open_thought,
-    thinks,
-)
+from router.text.thinking import ThinkingScanner, ThoughtPosition, ThoughtTokens
+from router.text.thought_marks import ThoughtMarks, marks_in
 
 __all__ = [
     "ANY_OBJECT",
-    "CLOSE",
     "CallPart",
     "CallsDemand",
     "ChoiceDemand",
@@ -31,24 +23,24 @@ __all__ = [
     "JsonDemand",
     "MAX_NUMBERS",
     "MAX_PENDING",
-    "OPEN",
     "Part",
+    "Prelude",
     "RegexDemand",
     "RulesDemand",
     "SHORT_TEXT",
     "StopScanner",
-    "TAIL_TOKENS",
     "TextPart",
     "TextPipeline",
     "TextThreads",
     "ThinkingScanner",
+    "ThoughtMarks",
     "ThoughtPart",
+    "ThoughtPosition",
     "ThoughtTokens",
     "VALUE_BYTES",
     "ValueCounter",
-    "begins_inside",
     "joined",
+    "marks_in",
     "middle_form",
-    "open_thought",
-    "thinks",
+    "thought_prelude",
 ]

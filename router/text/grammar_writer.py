@@ -18,6 +18,7 @@ import msgspec
 from common.grammar import main
 from router.text.answer_grammar import bounded, choice_grammar, free_grammar, json_grammar, regex_grammar
 from router.text.calls import FORMATS, CallFormat, Function, Spell, Wanted
+from router.text.prelude import Prelude
 
 PROGRAM = "router.text.grammar_writer"
 
@@ -76,7 +77,6 @@ class CallsDemand(msgspec.Struct, frozen=True, tag="calls"):
     required: bool
     several: bool
     answer: str
-    thought: tuple[str, str] | None
 
     @classmethod
     def of(cls, call_format: CallFormat, spell: Spell, wanted: Wanted) -> Self:
@@ -84,11 +84,11 @@ class CallsDemand(msgspec.Struct, frozen=True, tag="calls"):
         functions = json.dumps([[function.name, function.parameters] for function in wanted.functions])
         marks = {mark: spell(mark) for mark in call_format.marks}
         answer = json.dumps(wanted.answer)
-        return cls(_number_of(call_format), marks, functions, wanted.required, wanted.several, answer, wanted.thought)
+        return cls(_number_of(call_format), marks, functions, wanted.required, wanted.several, answer)
 
     def grammar(self) -> str:
         functions = [Function(name, None, parameters) for name, parameters in json.loads(self.functions)]
-        wanted = Wanted(functions, self.required, self.several, json.loads(self.answer), self.thought)
+        wanted = Wanted(functions, self.required, self.several, json.loads(self.answer))
         return FORMATS[self.format].grammar(wanted, self.marks.__getitem__)
 
 
@@ -101,9 +101,16 @@ Demand: TypeAlias = JsonDemand | RegexDemand | ChoiceDemand | RulesDemand | Call
 """A constraint on the form of an answer."""
 
 
-def text_of(demand: Demand) -> str:
-    """Encode a demand for `GrammarChecks`. Raises ValueError for invalid Unicode."""
-    return msgspec.json.encode(demand).decode()
+class _Order(msgspec.Struct, frozen=True):
+    """A demand, and the text that may precede the form."""
+
+    demand: Demand
+    prelude: Prelude | None = None
+
+
+def text_of(demand: Demand, prelude: Prelude | None = None) -> str:
+    """Encode a demand for `GrammarChecks`, with the text that may precede it. Raises ValueError for invalid Unicode."""
+    return msgspec.json.encode(_Order(demand, prelude)).decode()
 
 
 def grammar_of(text: str) -> str:
@@ -111,8 +118,10 @@ def grammar_of(text: str) -> str:
 
     Raises ValueError if the demand has no grammar, and RecursionError if it is nested too deeply.
     """
-    demand: Demand = msgspec.json.decode(text, type=Demand)
-    grammar = bounded(demand.grammar())
+    order = msgspec.json.decode(text, type=_Order)
+    grammar = bounded(order.demand.grammar())
+    if order.prelude is not None:
+        grammar = order.prelude.before(grammar)
     grammar.encode()  # raises for invalid Unicode
     return grammar
 

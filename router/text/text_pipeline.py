@@ -16,6 +16,7 @@ from router.text.chat_prompt import chat_prompt
 from router.text.detokenizer import TokenText, token_table
 from router.text.grammar_writer import PROGRAM, Demand, grammar_of, text_of
 from router.text.known_prefixes import PromptTokenCache
+from router.text.prelude import Prelude
 from router.text.text_threads import HUGE_TEXT, MAX_PENDING, SHORT_TEXT, TextThreads
 from router.text.token_floor import TokenFloor, token_floor
 
@@ -170,12 +171,12 @@ class TextPipeline:
 
         return await self._threads.run(job, len(words) * max(map(len, words), default=0))
 
-    async def grammar(self, demand: Demand, *, salt: str = "", owner: str = "") -> str:
-        """Write the grammar of a demand and compile it on trial; see `GrammarChecks.submit`.
+    async def grammar(self, demand: Demand, prelude: Prelude | None = None, *, salt: str = "", owner: str = "") -> str:
+        """Write the grammar of a demand after its prelude and compile it on trial; see `GrammarChecks.submit`.
 
         Raises Unavailable, and ValueError with a message for the client if workers could not use the grammar.
         """
-        text = text_of(demand)
+        text = text_of(demand, prelude)
         if self.grammars is None:
             return await self.apart(lambda: grammar_of(text))
         # Shielded because other requests may wait for the same grammar after this client disconnects.
@@ -221,6 +222,19 @@ class TextPipeline:
         """Write a delimiter in a grammar: as a token if it is a special token, otherwise as text."""
         token_id = self._special_id(mark)
         return literal(mark) if token_id is None else f"<[{token_id}]>"
+
+    def spell_all(self, text: str) -> tuple[str, ...]:
+        """Write a text in a grammar, with each special token in it as a token."""
+        spelled, left = list[str](), text
+        for token_id in self.special_tokens(text):
+            before, _, left = left.partition(self.tokenizer.id_to_token(token_id))
+            spelled += [literal(before), f"<[{token_id}]>"] if before else [f"<[{token_id}]>"]
+        return (*spelled, literal(left)) if left else tuple(spelled)
+
+    def special_tokens(self, text: str) -> list[int]:
+        """Return the special tokens in the tokens of a text."""
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return [token_id for token_id in token_ids if token_id in self.tokenizer.special_ids]
 
     def mark_tokens(self, marks: Iterable[str]) -> frozenset[int]:
         """Return the ids of delimiters that are special tokens. Scanners need them in the text of an answer."""

@@ -1,4 +1,4 @@
-"""Separation of an answer into reasoning, between `<think>` and `</think>` at its beginning, and the rest."""
+"""Separation of an answer into reasoning, between two marks at its beginning, and the rest."""
 
 from __future__ import annotations
 
@@ -6,12 +6,32 @@ from collections.abc import Callable, Iterable
 from enum import Enum
 
 from router.text.parts import overlap
+from router.text.thought_marks import ThoughtMarks
 
-OPEN, CLOSE = "<think>", "</think>"
 MAX_BLANKS = 4096
 """Maximum length of held white space. It is scanned again for each piece of an answer; longer runs are released."""
-TAIL_TOKENS = 16
-"""Number of last prompt tokens whose text shows whether the prompt opens the reasoning. A byte tokenizer needs nine."""
+
+
+class ThoughtPosition(Enum):
+    """Where a prompt ends: before a thought, right after its start mark, within its text, or after a thought."""
+
+    BEFORE = "before"
+    OPENED = "opened"
+    WITHIN = "within"
+    AFTER = "after"
+
+    @classmethod
+    def of(cls, marks: ThoughtMarks, prompt_end: str, continued: str) -> ThoughtPosition:
+        """Determine the position from the last text of the prompt and the text of the message to continue, or ""."""
+        if marks.begins_inside(prompt_end):
+            return cls.OPENED
+        if marks.open_thought(continued) is not None:
+            return cls.WITHIN
+        return cls.AFTER if continued.strip() or marks.ends_closed(prompt_end) else cls.BEFORE
+
+    @property
+    def is_inside(self) -> bool:
+        return self in (ThoughtPosition.OPENED, ThoughtPosition.WITHIN)
 
 
 class _State(Enum):
@@ -21,30 +41,14 @@ class _State(Enum):
     ANSWER = "answer"
 
 
-def thinks(template: str | None) -> bool:
-    """Whether the chat template belongs to a model that reasons in this format."""
-    return template is not None and CLOSE in template
-
-
-def begins_inside(prompt_end: str) -> bool:
-    """Whether the prompt itself opens the reasoning, as some templates do."""
-    return prompt_end.rstrip().endswith(OPEN)
-
-
-def open_thought(text: str) -> str | None:
-    """Return the unfinished reasoning at the end of `text`, without its opening tag, or None."""
-    _, mark, thought = text.rpartition(OPEN)
-    return thought if mark and CLOSE not in thought else None
-
-
 class ThoughtTokens:
-    """Counter for the tokens of reasoning at the beginning of an answer, including the closing tag.
+    """Counter for the tokens of reasoning at the beginning of an answer, including the end mark.
 
-    `raw` returns the bytes of a token. The tag may consist of several tokens, or share a token with other text.
+    `raw` returns the bytes of a token. The mark may consist of several tokens, or share a token with other text.
     """
 
-    def __init__(self, raw: Callable[[int], bytes]) -> None:
-        self._raw, self._end, self._tail, self._ended = raw, CLOSE.encode(), b"", False
+    def __init__(self, raw: Callable[[int], bytes], marks: ThoughtMarks) -> None:
+        self._raw, self._end, self._tail, self._ended = raw, marks.end.encode(), b"", False
         self.count = 0
 
     def push(self, token_ids: Iterable[int]) -> None:
@@ -61,14 +65,22 @@ class ThoughtTokens:
 class ThinkingScanner:
     """Splits an answer into reasoning and the text after it as it arrives. Strips white space around the reasoning.
 
-    `inside`: the prompt opened the reasoning. `continued`: the prompt ends within it, so white space at the beginning
-    of the answer is kept. An answer that does not begin with reasoning is not changed.
+    If the prompt ends within the reasoning, white space at the beginning of the answer is kept. With
+    `keeps_blanks`, so is white space after the reasoning. An answer that does not begin with reasoning is not changed.
     """
 
-    def __init__(self, *, inside: bool, continued: bool = False) -> None:
-        self._state = _State.THOUGHT if inside or continued else _State.BEGIN
+    def __init__(
+        self,
+        marks: ThoughtMarks,
+        position: ThoughtPosition = ThoughtPosition.BEFORE,
+        *,
+        keeps_blanks: bool = False,
+    ) -> None:
+        self._start, self._end = marks.start, marks.end
+        self._state = _State.THOUGHT if position.is_inside else _State.BEGIN
         self._held = ""
-        self._thought = continued
+        self._thought = position is ThoughtPosition.WITHIN
+        self._after = _State.ANSWER if keeps_blanks else _State.GAP
         self.is_thought = self._state is _State.THOUGHT
         """Whether the answer begins with reasoning; False while that is undecided."""
 
@@ -93,26 +105,26 @@ class ThinkingScanner:
         return thought, said
 
     def flush(self, *, cut: bool) -> tuple[str, str]:
-        """Return the held text at the end, as (reasoning, answer). If the answer was `cut`, drop a partial tag."""
+        """Return the held text at the end, as (reasoning, answer). If the answer was `cut`, drop a partial mark."""
         held, self._held = self._held, ""
         if self._state is _State.THOUGHT:
-            return held[: len(held) - (overlap(held, CLOSE) if cut else 0)].rstrip(), ""
+            return held[: len(held) - (overlap(held, self._end) if cut else 0)].rstrip(), ""
         return "", held if self._state is _State.BEGIN and not cut else ""
 
     def _look_for_begin(self) -> None:
         begun = self._held.lstrip()
-        if begun.startswith(OPEN):
-            self._state, self._held, self.is_thought = _State.THOUGHT, begun.removeprefix(OPEN), True
-        elif not OPEN.startswith(begun) or len(self._held) > MAX_BLANKS:
+        if begun.startswith(self._start):
+            self._state, self._held, self.is_thought = _State.THOUGHT, begun.removeprefix(self._start), True
+        elif not self._start.startswith(begun) or len(self._held) > MAX_BLANKS:
             self._state = _State.ANSWER
 
     def _take_thought(self) -> str:
-        """Remove and return the reasoning so far, without outer white space and a possible partial closing tag."""
-        before, found, after = self._held.partition(CLOSE)
+        """Remove and return the reasoning so far, without outer white space and a possible partial end mark."""
+        before, found, after = self._held.partition(self._end)
         if found:
-            self._state, self._held = _State.GAP, after
+            self._state, self._held = self._after, after
         else:
-            before = before[: len(before) - overlap(before, CLOSE)]
+            before = before[: len(before) - overlap(before, self._end)]
         thought = before.rstrip()
         if len(before) - len(thought) > MAX_BLANKS:
             thought = before

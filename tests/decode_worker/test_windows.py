@@ -190,7 +190,7 @@ def test_kv_that_lacks_blocks_of_the_window_is_refused() -> None:
 
 @pytest.mark.parametrize(("first", "fits"), [(12, True), (14, False)])
 def test_a_hand_over_that_ends_before_its_window_is_refused(first: int, fits: bool) -> None:
-    rules = DecodeRules((), vocab_size=256, max_model_len=999, max_prompt_len=999, knows_grammars=False)
+    rules = DecodeRules((), vocab_size=256, max_model_len=999, max_prompt_len=999)
     sequence = request("a", [1] * 60, remote=True, reserved=20)
     sequence.first_block = first
     done = KVDone(request_id="a", attempt=0, first_token=5, num_blocks=15)

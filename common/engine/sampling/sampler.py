@@ -186,7 +186,10 @@ def allowed_mask(params: SamplingParams, vocab_size: int) -> Tensor | None:
 
 
 def _allowed(row: SamplingRow, vocab_size: int) -> Tensor | None:
-    """Return the tokens allowed by the grammar, the request's list and a forced token, as bits; None for all tokens."""
+    """Return the tokens allowed by the grammar, the request's list and a forced token, as bits; None for all tokens.
+
+    A forced token that the grammar forbids has no effect: it would split a UTF-8 character.
+    """
     masks: list[Tensor] = []
     if row.constraint is not None:
         masks.append(row.constraint.allowed(row.output_token_ids))
@@ -195,9 +198,15 @@ def _allowed(row: SamplingRow, vocab_size: int) -> Tensor | None:
     own = row.allowed if row.allowed is not None else allowed_mask(row.params, vocab_size)
     if own is not None:
         masks.append(own)
-    if row.limits.forced is not None:
-        masks.append(torch.from_numpy(token_mask((row.limits.forced,), vocab_size)))
+    forced = row.limits.forced
+    if forced is not None and (row.constraint is None or _has(masks[0], forced)):
+        masks.append(torch.from_numpy(token_mask((forced,), vocab_size)))
     return reduce(torch.bitwise_and, masks) if masks else None
+
+
+def _has(mask: Tensor, token_id: int) -> bool:
+    """Whether a packed mask allows a token."""
+    return bool(int(mask[token_id // MASK_BITS]) >> token_id % MASK_BITS & 1)
 
 
 def _adjusted(logits: Tensor, prepared: PreparedRows) -> Tensor | list[Tensor]:

@@ -22,7 +22,7 @@ from common.wire.messages import DecodeRequest, PrefillRequest
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from common.grammar import Constraint
+    from common.grammar import Constraint, Grammars
 
 
 log = logging.getLogger(__name__)
@@ -171,12 +171,13 @@ class RequestRules:
         vocab_size: int,
         max_model_len: int,
         max_prompt_len: int,
-        knows_grammars: bool,
+        grammars: Grammars | None = None,
         pooling: Pooling = "",
     ) -> None:
         """`pooling`: how this worker pools prompts; "" if it generates text."""
         self._pooling = pooling
-        self._eos, self._knows_grammars = tuple(eos_token_ids), knows_grammars
+        self._eos, self._knows_grammars = tuple(eos_token_ids), grammars is not None
+        self._to_bytes = grammars.to_bytes if grammars is not None else None
         self.vocab_size, self.max_model_len, self._max_prompt_len = vocab_size, max_model_len, max_prompt_len
 
     def prompt(self, request: PrefillRequest | DecodeRequest) -> list[int]:
@@ -220,7 +221,7 @@ class RequestRules:
             needed = num_output_needed(params, num_output)
             first = max(sequence.num_prompt_tokens, sequence.num_tokens - needed)
             end = (*sequence.token_ids[first:], *drafted)
-        return token_limits(params, self._eos, num_output, end)
+        return token_limits(params, self._eos, num_output, end, self._to_bytes)
 
     def finish_reason(self, sequence: WorkerSequence, token_id: int, num_more: int = 0) -> str:
         """Return "stop", "length" or "" (continue), given the sequence's last token `token_id`.

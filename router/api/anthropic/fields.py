@@ -24,7 +24,7 @@ from router.request import (
 )
 from router.request import fields as ours
 from router.request.errors import ThreadUnsupported, unsupported
-from router.request.fields import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, ChatRequest, Effort, TopP
+from router.request.fields import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, ChatRequest, Effort, TopP, thinking_switches
 
 TEXT = frozenset(("text",))
 UNSEEN = frozenset(("thinking", "redacted_thinking"))
@@ -162,7 +162,7 @@ class Conversation(Fields):
         thinks = self.thinking is not None and self.thinking.type != "disabled"
         shown = self.thinking is not None and self.thinking.display != "omitted"
         members: dict[str, Any] = {"model": self.model, "messages": messages, "include_reasoning": thinks and shown}
-        variables = {"enable_thinking": thinks}  # for templates that support it
+        variables = thinking_switches(thinks)
         members["chat_template_kwargs"] = variables | (self.chat_template_kwargs or {})
         members["reasoning_effort"] = self.output_config.effort if self.output_config is not None else None
         members["response_format"] = self._response_format()

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from router.text.answer_grammar import ANY_OBJECT, document_expression, json_expression, literal, rule
 from router.text.calls.scanner import CallScanner, Layout, MarkedScanner
 from router.text.schema import Document, Shapes, canonical, enforceable
+from router.text.thought_marks import ThoughtMarks
 
 PROBE_NAME, PROBE_ARGUMENT, PROBE_VALUE, PROBE_CALL_ID = "probe_function", "probe_argument", "probe value", "probe0001"
 """Parts of the probe call that a chat template renders to reveal its format."""
@@ -63,14 +64,13 @@ class Wanted:
     """Constraint on an answer: calls of `functions`, one or `several`.
 
     Unless a call is `required`, the model may write JSON of the schema `answer` instead. Without `answer` it may write
-    any text, also before and after calls. `thought` is the pair of delimiters of reasoning that may precede the answer.
+    any text, also before and after calls. Reasoning between marks is not part of the answer (`router.text.prelude`).
     """
 
     functions: Sequence[Function]
     required: bool = False
     several: bool = True
     answer: Mapping[str, Any] | None = None
-    thought: tuple[str, str] | None = None
 
 
 class CallFormat(ABC):
@@ -92,6 +92,8 @@ class CallFormat(ABC):
     """Regular expression of a rendered argument. The default matches JSON that is not nested in a string."""
     has_channels: ClassVar[bool] = False
     """Whether every answer is in this format, even without tools. The scanner then also separates reasoning."""
+    thought_marks: ClassVar[ThoughtMarks | None] = None
+    """With channels: the marks of a message with reasoning."""
     reads_schemas: ClassVar[bool] = False
     """Whether the scanner needs the functions' schemas to parse a call."""
 
@@ -114,6 +116,10 @@ class CallFormat(ABC):
     @abstractmethod
     def grammar(self, wanted: Wanted, spell: Spell) -> str:
         """Write the grammar of the answers that `wanted` allows. Raises Unenforceable."""
+
+    def prelude(self, spell: Spell) -> str:
+        """Write the rule `prelude` of the text before content in a required form; "" for a format without channels."""
+        return ""
 
     @abstractmethod
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
@@ -153,9 +159,6 @@ def answer_rules(wanted: Wanted, calls: str, begun: str) -> str:
     if wanted.answer is not None:
         return rule("start", f"{calls} | answer") + rule("answer", json_expression(wanted.answer))
     start = "begun* TEXT" if wanted.several else "(begun | TEXT)"
-    if wanted.thought is not None:
-        opened, closed = wanted.thought  # the prompt may already contain the opening delimiter
-        start = f"({opened}? TEXT {closed})? {start}"
     return rule("start", start) + rule("begun", begun) + rule("TEXT", TEXT)
 
 

@@ -17,6 +17,7 @@ from router.text.calls.format import PROBE_NAME, CallFormat, Function, Message, 
 from router.text.calls.format import TEXT as ANY_TEXT
 from router.text.calls.scanner import CallScanner, Extent
 from router.text.parts import CallPart, Part, ThoughtPart, first_mark
+from router.text.thought_marks import ThoughtMarks
 
 CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
 CALL, CONSTRAIN, RETURN = "<|call|>", "<|constrain|>", "<|return|>"
@@ -180,6 +181,7 @@ class HarmonyFormat(CallFormat):
     marks = (CHANNEL, MESSAGE, START, END, CALL, CONSTRAIN, RETURN)
     rendered_call = rf"to=functions\.{PROBE_NAME}\b.{{0,40}}<\|message\|>"
     has_channels = True
+    thought_marks = ThoughtMarks(f"{CHANNEL}analysis{MESSAGE}", END)
 
     def scanner(
         self, *, start: int, only_calls: bool, functions: Mapping[str, Function], thoughts: bool = True
@@ -188,9 +190,8 @@ class HarmonyFormat(CallFormat):
 
     def grammar(self, wanted: Wanted, spell: Spell) -> str:
         """Write the grammar: any number of reasoning or commentary messages, then a call or, if allowed, the answer."""
-        channel, message, start = spell(CHANNEL), spell(MESSAGE), spell(START)
-        json_type = f"({literal(' ')}? {spell(CONSTRAIN)}? {literal('json')})?"
-        ended, rules = opening(spell(END), "ended")
+        channel, message, rules = spell(CHANNEL), spell(MESSAGE), remark_rules(spell)
+        json_type = json_type_of(spell)
         calls = f"({called_rules(wanted, spell)}) {spell(CALL)}?"
         last = ["call"]
         if not wanted.required:
@@ -201,11 +202,13 @@ class HarmonyFormat(CallFormat):
                 rules += rule("final", f"{channel} {literal('final')} {json_type} {message} answer")
                 rules += rule("answer", json_expression(wanted.answer))
         rules += rule("start", f"remark* ({' | '.join(last)})")
-        kinds = f"({literal('analysis')} | {literal('commentary')})"
-        rules += rule("remark", f"{channel} {kinds} {message} {ended} {start} {literal('assistant')}")
-        rules += rule("TEXT", ANY_TEXT) + rule("call", calls)
+        rules += rule("call", calls)
         rules += rule("begun_call", f"{channel} {literal('commentary')}")
         return rules + rule("typed", f"{json_type} {message}") + arguments_rules(wanted.functions)
+
+    def prelude(self, spell: Spell) -> str:
+        final = f"{spell(CHANNEL)} {literal('final')} {json_type_of(spell)} {spell(MESSAGE)}"
+        return rule("prelude", f"remark* {final}") + remark_rules(spell)
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         return "".join([f"{CHANNEL}commentary to={FUNCTIONS}{name} {CONSTRAIN}json{MESSAGE}{arguments}{CALL}"
@@ -214,6 +217,19 @@ class HarmonyFormat(CallFormat):
     def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Rename reasoning to the field that the template reads."""
         return [_with_thinking(message) for message in messages]
+
+
+def remark_rules(spell: Spell) -> str:
+    """Write the rule `remark`, a message of reasoning or commentary that another message follows, and `TEXT`."""
+    ended, rules = opening(spell(END), "ended")
+    kinds = f"({literal('analysis')} | {literal('commentary')})"
+    said = f"{spell(CHANNEL)} {kinds} {spell(MESSAGE)} {ended} {spell(START)} {literal('assistant')}"
+    return rules + rule("remark", said) + rule("TEXT", ANY_TEXT)
+
+
+def json_type_of(spell: Spell) -> str:
+    """Return the right side of a rule for the optional content type of a message."""
+    return f"({literal(' ')}? {spell(CONSTRAIN)}? {literal('json')})?"
 
 
 def called_rules(wanted: Wanted, spell: Spell) -> str:

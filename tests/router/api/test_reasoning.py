@@ -45,6 +45,10 @@ def text(files: ModelFiles) -> Iterator[TextPipeline]:
     pipeline.close()
 
 
+def continued(text: str) -> dict[str, Any]:
+    return {"messages": [*HI, {"role": "assistant", "content": text}], "continue_final_message": True}
+
+
 async def answering(start: Any, tools: Any, text: str, per_event: int = 4, **settings: Any) -> Any:
     return await start(tools.Engine(text=text, eos_after=len(text), per_event=per_event), **settings)
 
@@ -95,6 +99,20 @@ async def test_no_effort_at_all_is_no_thought(thinking: Any, text: TextPipeline)
     assert ["</think>" in end for end in ends] == [True, True, False]
 
 
+@pytest.mark.parametrize(
+    ("effort", "shown"), [("high", "True,True,enabled"), ("none", "False,False,disabled"), (None, ",,")]
+)
+async def test_the_template_gets_the_switches_of_all_families(
+    start: Any, tools: Any, files: ModelFiles, effort: str | None, shown: str
+) -> None:
+    template = "{{ enable_thinking }},{{ thinking }},{{ thinking_mode }}"
+    pipeline = TextPipeline.from_files(replace(files, chat_template=template), threads=1)
+    running = await start(tools.Engine(), pipeline=pipeline)
+    await running.chat(reasoning_effort=effort)
+    assert bytes(list(running.engine.requests[-1].prompt_token_ids)).decode() == shown
+    pipeline.close()
+
+
 async def test_a_template_that_opens_the_thought(start: Any, tools: Any) -> None:
     running = await answering(start, tools, ANSWER.removeprefix("<think>\n"))
     message = (await running.chat(max_tokens=900, chat_template_kwargs={"opened": True})).json()["choices"][0][
@@ -129,18 +147,62 @@ async def test_calls_follow_a_thought(start: Any, tools: Any) -> None:
     assert choice["message"]["content"] is None and len(choice["message"]["tool_calls"]) == 1
 
 
-@pytest.mark.parametrize(
-    "held", [{"response_format": {"type": "json_object"}}, {"tools": TOOLS, "tool_choice": "required"}]
-)
-async def test_an_answer_that_is_held_to_a_form_cannot_begin_with_a_thought(
-    start: Any, tools: Any, held: dict[str, Any]
+FORMS: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": {"type": "json_object"}}, '{"a": 1}'),
+    ({"structured_outputs": {"regex": " a+"}}, " aa"),
+    ({"tools": TOOLS, "tool_choice": "required"}, CALL),
+]
+
+
+@pytest.mark.parametrize(("form", "written"), FORMS)
+async def test_a_form_begins_with_the_first_token_on_request(
+    start: Any, tools: Any, form: dict[str, Any], written: str
 ) -> None:
     """With a template that opens a thought, the whole answer would otherwise be the thought."""
-    text = CALL if "tools" in held else '{"a": 1}'
-    running = await answering(start, tools, text)
-    reply = await running.chat(max_tokens=900, chat_template_kwargs={"opened": True}, **held)
+    running = await answering(start, tools, written, reasoning_in_form=True)
+    reply = await running.chat(max_tokens=900, chat_template_kwargs={"opened": True}, **form)
     message = reply.json()["choices"][0]["message"]
-    assert "reasoning_content" not in message and (message["content"] == text or message["tool_calls"])
+    assert "reasoning_content" not in message and (message["content"] == written or message["tool_calls"])
+    assert "closing" not in running.engine.requests[-1].params.grammar
+
+
+@pytest.mark.parametrize("per_event", [pytest.param(1, marks=pytest.mark.slow), 1000])
+@pytest.mark.parametrize(("form", "written"), FORMS)
+async def test_a_form_follows_the_thought(
+    start: Any, tools: Any, form: dict[str, Any], written: str, per_event: int
+) -> None:
+    gap = "\n\n" if "structured_outputs" not in form else ""
+    prompts = {
+        "opened": ({"chat_template_kwargs": {"opened": True}}, f"{THOUGHT}</think>{gap}{written}"),
+        "by the model": ({}, f"<think>{THOUGHT}</think>{gap}{written}"),
+        "continued": (continued("<think>The user"), f"{THOUGHT}</think>{gap}{written}"),
+        "closed": ({"reasoning_effort": "none"}, written),
+        "none": ({}, written),
+    }
+    for name, (fields, said) in prompts.items():
+        running = await answering(start, tools, said, per_event)
+        fields = {"max_tokens": 900} | fields | form
+        body = (await running.chat(**fields)).json()
+        message, thinks = body["choices"][0]["message"], name not in ("closed", "none")
+        assert message.get("reasoning_content") == (THOUGHT if thinks else None), name
+        assert message["tool_calls"] if "tools" in form else message["content"] == written, name
+        counted = len(said.partition("</think>")[0]) + len("</think>") if thinks else 0
+        assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] == counted
+        deltas = [event["choices"][0]["delta"] for event in (await running.events("chat", **fields))[:-1]]
+        for key in ("content", "reasoning_content"):
+            assert "".join(delta.get(key) or "" for delta in deltas) == (message.get(key) or "")
+        grammar = running.engine.requests[-1].params.grammar
+        assert ("prelude?" in grammar, "closing" in grammar) == {
+            "by the model": (True, True), "none": (True, True), "closed": (False, False)
+        }.get(name, (False, True)), name  # fmt: skip
+
+
+async def test_marks_may_be_configured(start: Any, tools: Any) -> None:
+    text = f"<|think|>{THOUGHT}<|/think|>Hello!"
+    running = await answering(start, tools, text, reasoning_start="<|think|>", reasoning_end="<|/think|>")
+    message = (await running.chat(max_tokens=900, thinking_token_budget=40)).json()["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == ("Hello!", THOUGHT)
+    assert running.engine.requests[-1].params.thinking == ThinkingBudget(49, (*b"<|/think|>",), (*b"<|think|>",))
 
 
 async def test_thoughts_of_earlier_answers_reach_the_template(thinking: Any) -> None:
@@ -256,10 +318,6 @@ async def test_thoughts_that_stay_in_the_text_are_not_counted(start: Any, tools:
     plain = await answering(start, tools, ANSWER, reasoning="none")
     usage = (await plain.chat(max_tokens=900)).json()["usage"]
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 0}
-
-
-def continued(text: str) -> dict[str, Any]:
-    return {"messages": [*HI, {"role": "assistant", "content": text}], "continue_final_message": True}
 
 
 @pytest.mark.parametrize("per_event", [1, 1000])

@@ -13,6 +13,7 @@ from router.text.content_stops import ContentStops
 from router.text.parts import TextPart, joined
 from router.text.stop_strings import StopScanner
 from router.text.thinking import ThinkingScanner
+from router.text.thought_marks import KNOWN
 
 from ...examples import examples
 from .calls.formats import FORMATS
@@ -23,7 +24,7 @@ FUNCTIONS = {"now": Function("now"), "get_weather": Function("get_weather", None
 
 
 def stops_in(name: str, stops: list[str], *, thinks: bool = False, include_stop: bool = False) -> ContentStops:
-    thinking = ThinkingScanner(inside=False) if thinks else None
+    thinking = ThinkingScanner(KNOWN[0]) if thinks else None
     return ContentStops(
         StopScanner(stops, include_stop=include_stop),
         thinking,

@@ -6,7 +6,11 @@ import itertools
 
 import pytest
 
-from router.text.thinking import MAX_BLANKS, ThinkingScanner, begins_inside, thinks
+from router.text.thinking import MAX_BLANKS, ThinkingScanner, ThoughtPosition
+from router.text.thought_marks import KNOWN, ThoughtMarks, marks_in
+
+THINK = KNOWN[0]
+OPENED, BEFORE = ThoughtPosition.OPENED, ThoughtPosition.BEFORE
 
 CASES = [
     ("<think>\nWell.\n\nHm.\n</think>\n\nYes.", False, ("Well.\n\nHm.", "Yes.")),
@@ -27,8 +31,10 @@ CASES = [
 ]
 
 
-def taken_apart(pieces: list[str], *, inside: bool, cut: bool = False) -> tuple[str, str]:
-    scanner = ThinkingScanner(inside=inside)
+def taken_apart(
+    pieces: list[str], *, inside: bool, cut: bool = False, marks: ThoughtMarks = THINK, keeps_blanks: bool = False
+) -> tuple[str, str]:
+    scanner = ThinkingScanner(marks, OPENED if inside else BEFORE, keeps_blanks=keeps_blanks)
     parts = [scanner.push(piece) for piece in pieces] + [scanner.flush(cut=cut)]
     return "".join([thought for thought, _ in parts]), "".join([said for _, said in parts])
 
@@ -49,7 +55,7 @@ def test_an_answer_that_is_cut_off_shows_no_part_of_a_mark(end: int) -> None:
 
 
 def test_a_thought_is_not_held_longer_than_it_must_be() -> None:
-    scanner = ThinkingScanner(inside=True)
+    scanner = ThinkingScanner(THINK, OPENED)
     assert scanner.push("I think") == ("I think", "")
     assert scanner.push(" so") == (" so", "")
     assert scanner.push(" </thi") == ("", "")
@@ -59,27 +65,46 @@ def test_a_thought_is_not_held_longer_than_it_must_be() -> None:
 
 
 def test_an_answer_without_a_thought_is_held_for_no_longer_than_its_first_characters() -> None:
-    scanner = ThinkingScanner(inside=False)
+    scanner = ThinkingScanner(THINK)
     assert scanner.push("<") == ("", "")
     assert scanner.push("b> it is") == ("", "<b> it is")
 
 
+@pytest.mark.parametrize("marks", KNOWN, ids=lambda marks: marks.start)
+def test_all_known_marks(marks: ThoughtMarks) -> None:
+    assert marks_in(f"{{{{ '{marks.start}' + m.reasoning + '{marks.end}' }}}}") == marks
+    text = f"{marks.start}\nHm, {marks.end[:-1]}. {marks.end}\n\nYes."
+    for pieces in ([text], list(text)):
+        assert taken_apart(pieces, inside=False, marks=marks) == (f"Hm, {marks.end[:-1]}.", "Yes.")
+        assert taken_apart(pieces, inside=False, marks=marks, keeps_blanks=True)[1] == "\n\nYes."
+
+
+def test_a_template_without_marks_is_of_a_model_that_does_not_think() -> None:
+    assert marks_in("{{ m.content }}") is None and marks_in(None) is None
+    assert marks_in("{{ m.content.split('</think>')[-1] }}") == THINK
+
+
 @pytest.mark.parametrize(
-    ("end", "inside"),
-    [("assistant\n<think>\n", True), ("<think>", True), ("<think>\n\n</think>\n\n", False), ("", False)],
+    ("prompt_end", "continued", "position"),
+    [
+        ("assistant\n<think>\n", "", OPENED),
+        ("<think>", "<think>", OPENED),
+        ("<think>\n\n</think>\n\n", "", ThoughtPosition.AFTER),
+        ("assistant\n", "", BEFORE),
+        ("<think>so I", "<think>so I", ThoughtPosition.WITHIN),
+        ("<think>so</think>I", "<think>so</think>I", ThoughtPosition.AFTER),
+        ("I", "I", ThoughtPosition.AFTER),
+        ("", "", BEFORE),
+    ],
 )
-def test_some_templates_open_the_thought(end: str, inside: bool) -> None:
-    assert begins_inside(end) is inside
-
-
-def test_a_template_with_the_marks_is_of_a_model_that_thinks() -> None:
-    assert thinks("{{ m.content.split('</think>')[-1] }}") and not thinks("{{ m.content }}") and not thinks(None)
+def test_where_a_prompt_ends(prompt_end: str, continued: str, position: ThoughtPosition) -> None:
+    assert ThoughtPosition.of(THINK, prompt_end, continued) is position
 
 
 @pytest.mark.parametrize("begin", ["", "<think>so"])
 def test_little_white_space_is_held(begin: str) -> None:
     """Held text is read again for each piece of an answer."""
-    scanner, blanks = ThinkingScanner(inside=False), "\n" * 10_000
+    scanner, blanks = ThinkingScanner(THINK), "\n" * 10_000
     scanner.push(begin)
     for char in blanks:
         scanner.push(char)

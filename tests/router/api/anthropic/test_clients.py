@@ -12,6 +12,7 @@ from anthropic.lib.tools import ToolError
 from pydantic import BaseModel
 
 from router.api.anthropic.fields import MessagesRequest
+from router.request.fields import thinking_switches
 
 from ...answers import is_answer
 
@@ -143,4 +144,4 @@ async def test_a_prompt_that_is_too_long_is_said_as_anthropic_does(sdk: anthropi
 def test_a_thought_that_is_not_to_be_shown(display: str | None, shown: bool) -> None:
     thinking = {"type": "enabled", "budget_tokens": 1024, "display": display}
     chat = MessagesRequest.model_validate({"messages": HI, "max_tokens": 1, "thinking": thinking}).as_chat()
-    assert (chat.include_reasoning, chat.chat_template_kwargs) == (shown, {"enable_thinking": True})
+    assert (chat.include_reasoning, chat.chat_template_kwargs) == (shown, thinking_switches(True))

@@ -17,7 +17,10 @@ from router.text.calls.format import CallFormat, Function, Wanted
 from router.text.calls.harmony import HarmonyFormat
 from router.text.calls.llama3 import Llama3Format
 from router.text.calls.pythonic import PythonicFormat
+from router.text.prelude import thought_prelude
 from router.text.text_pipeline import TextPipeline
+from router.text.thinking import ThoughtPosition
+from router.text.thought_marks import ThoughtMarks
 
 from .formats import FORMATS, TAGGED, WITHOUT_CHANNELS
 
@@ -126,21 +129,28 @@ def test_with_auto_what_begins_as_a_call_becomes_one(vocabulary: Vocabulary, for
 
 
 @pytest.mark.quick_cover(1)
-@pytest.mark.parametrize("several", [True, False])
-def test_a_thought_whose_marks_are_special_tokens_may_come_first(
-    vocabulary: Vocabulary, form: CallFormat, several: bool
-) -> None:
-    """The prompt may have opened it. Text is free of special tokens, of which these stand for the marks."""
-    bos, end = (f"<[{vocabulary.text.tokenizer.token_to_id(mark)}]>" for mark in ("<|bos|>", "<|im_start|>"))
-    accepts = check_of(vocabulary, form, several=several, thought=(bos, end))
-    call = form.written([("now", "{}")])
-    for good in ("Hi", "", "<|bos|>hm\n<|im_start|>\nHi", "hm<|im_start|>Hi", "<|bos|><|im_start|>", call,
-                 f"<|bos|>hm<|im_start|>\n{call}", f"hm<|im_start|>{call}"):  # fmt: skip
-        assert accepts(good), good
-    for bad in ("<|bos|>hm", "Hi<|bos|>hm<|im_start|>", "hm<|im_start|>Hi<|im_start|>", "<|bos|><|bos|>hm<|im_start|>"):
-        assert not accepts(bad), bad
-    assert not check_of(vocabulary, form, several=several)("hm<|im_start|>Hi")
-    assert not check_of(vocabulary, form, required=True, thought=(bos, end))(f"hm<|im_start|>{call}")
+@pytest.mark.parametrize("wanted", [{}, {"several": False}, {"required": True}], ids=str)
+def test_a_thought_may_come_first(vocabulary: Vocabulary, form: CallFormat, wanted: dict[str, Any]) -> None:
+    """Text is free of special tokens, of which these stand for the marks."""
+    marks, is_free = ThoughtMarks("<|bos|>", "<|im_start|>"), "required" not in wanted
+    grammar, call = form.grammar(Wanted(BOTH, **wanted), vocabulary.spell), form.written([("now", "{}")])
+
+    def accepts(text: str, position: ThoughtPosition) -> bool:
+        prelude = thought_prelude(marks, position, vocabulary.text.spell_all, takes_breaks=not is_free)
+        return vocabulary.accepts(grammar if prelude is None else prelude.before(grammar), text)
+
+    before, opened, after = ThoughtPosition.BEFORE, ThoughtPosition.OPENED, ThoughtPosition.AFTER
+    thought = "hm<|im_start|>\n\n"
+    for text, position in ((call, before), (f"<|bos|>{thought}{call}", before), (f"{thought}{call}", opened)):
+        assert accepts(text, position), text
+    for text in ("Hi", ""):
+        assert accepts(text, before) is accepts(f"<|bos|>hm<|im_start|>{text}", before) is is_free
+        assert accepts(text, after) is accepts(f"hm<|im_start|>{text}", opened) is is_free
+    for text in ("<|bos|>hm", f"Hi<|bos|>{thought}{call}", f"{thought}{call}", f"<|bos|><|bos|>{thought}{call}"):
+        assert not accepts(text, before), text
+    for text in (call, "hm", f"<|bos|>{thought}{call}", f"{thought}Hi<|im_start|>"):
+        assert not accepts(text, opened), text
+    assert not accepts(f"<|bos|>{thought}{call}", after)
 
 
 @pytest.mark.quick_cover(2)

@@ -1,0 +1,77 @@
+"""Thoughts of an answer: where the prompt leaves them, what may precede a required form, and budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from common.errors import InvalidRequest
+from common.wire import MAX_THINKING_MARK, ThinkingBudget
+from router.generation.served_model import ServedModel
+from router.request.fields import ChatRequest, SamplingFields
+from router.text import Prelude, ThoughtMarks, ThoughtPosition, thought_prelude
+
+MAX_BLANK_TOKENS = 8
+"""Tokens of white space that templates may write after a mark."""
+
+
+def position_of(model: ServedModel, marks: ThoughtMarks, prompt: Sequence[int], continued: str) -> ThoughtPosition:
+    """Determine where the prompt ends in relation to the thought, given the text of the message to continue, or ""."""
+    longest = max(len(marks.start.encode()), len(marks.end.encode()))  # a token has at least one byte
+    prompt_end = model.text.tokenizer.decode(prompt[-longest - MAX_BLANK_TOKENS :], skip_special_tokens=False)
+    return ThoughtPosition.of(marks, prompt_end, continued)
+
+
+def prelude_of(model: ServedModel, fields: ChatRequest, prompt: Sequence[int], *, takes_breaks: bool) -> Prelude | None:
+    """Return what may precede an answer in a required form; None if the form begins with the first token.
+
+    With `takes_breaks`, line breaks may stand between a thought and the form.
+    """
+    if model.config.reasoning_in_form or not model.shows_thoughts:
+        return None
+    if model.dialect.format.has_channels:
+        rules = "" if fields.continued_text else model.dialect.format.prelude(model.text.spell)
+        return Prelude(rules) if rules else None
+    if model.thoughts is None:
+        return None
+    position = position_of(model, model.thoughts, prompt, fields.continued_text)
+    return thought_prelude(model.thoughts, position, model.text.spell_all, takes_breaks=takes_breaks)
+
+
+def thinking_budget(model: ServedModel, fields: SamplingFields, prompt: Sequence[int]) -> ThinkingBudget | None:
+    """Return the request's thinking budget. Tokens of a thought that the prompt leaves open count.
+
+    Raises InvalidRequest if the model has no thought marks.
+    """
+    budget = fields.thinking_token_budget
+    if budget is None or budget < 0:
+        return None
+    channels = model.dialect.format.thought_marks if model.shows_thoughts else None
+    marks = channels or model.thoughts
+    if marks is None:
+        what = "not supported by this model, whose thoughts have no known marks"
+        raise InvalidRequest(f"thinking_token_budget: {what}", param="thinking_token_budget")
+    start, end = (model.text.tokenizer.encode(mark, add_special_tokens=False) for mark in (marks.start, marks.end))
+    if max(len(start), len(end)) > MAX_THINKING_MARK:
+        what = f"not supported by this model, whose marks of thoughts have more than {MAX_THINKING_MARK} tokens"
+        raise InvalidRequest(f"thinking_token_budget: {what}", param="thinking_token_budget")
+    match position_of(model, marks, prompt, fields.continued_text):
+        case ThoughtPosition.OPENED:
+            return ThinkingBudget(budget, tuple(end))
+        case ThoughtPosition.WITHIN:
+            return ThinkingBudget(max(0, budget - _num_after(model, marks.start, prompt)), tuple(end))
+        case _:
+            return ThinkingBudget(budget + len(start), tuple(end), tuple(start))
+
+
+def _num_after(model: ServedModel, mark: str, prompt: Sequence[int]) -> int:
+    """Return the number of tokens after the last `mark`, or of all tokens if the prompt does not contain it."""
+    text, wanted = b"", mark.encode()
+    for first in range(len(prompt) - 1, -1, -1):
+        text = model.text.token_bytes(prompt[first]) + text[: len(wanted)]
+        if wanted in text:
+            end = text.index(wanted) + len(wanted)
+            while end > 0:
+                end -= len(model.text.token_bytes(prompt[first]))
+                first += 1
+            return len(prompt) - first
+    return len(prompt)

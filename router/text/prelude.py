@@ -1,0 +1,89 @@
+"""Text that may precede the form of an answer: a thought between marks, or messages of other channels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from router.text.answer_grammar import literal, rule
+from router.text.thinking import ThoughtPosition
+from router.text.thought_marks import ThoughtMarks
+
+SpellAll = Callable[[str], tuple[str, ...]]
+"""Writes a text in a grammar, with each special token in it as a token."""
+REGEX_START = "start: /"
+"""Beginning of a grammar that consists of one regular expression, as llguidance writes it."""
+
+
+class Prelude(msgspec.Struct, frozen=True):
+    """Lark rules for the text before the form, of which the first is `prelude`.
+
+    An answer without it must not begin with the text `barred`, unless that is "".
+    """
+
+    rules: str
+    is_optional: bool = False
+    barred: str = ""
+
+    def before(self, form: str) -> str:
+        """Return the grammar of answers that begin with this text and end with the form of another grammar."""
+        grammars = _grammars(form)
+        if self.barred and grammars[0].get("lark_grammar", "").startswith(REGEX_START):
+            grammars[0]["lark_grammar"] = _barring(self.barred, grammars[0]["lark_grammar"])
+        name = grammars[0].setdefault("name", "form")
+        start = rule("start", f"prelude{'?' if self.is_optional else ''} @{name}")
+        whole = {"grammars": [{"lark_grammar": start + self.rules}, *grammars]}
+        return json.dumps(whole, ensure_ascii=False, separators=(",", ":"))
+
+
+def thought_prelude(
+    marks: ThoughtMarks, position: ThoughtPosition, spell: SpellAll, *, takes_breaks: bool
+) -> Prelude | None:
+    """Write the rules of a thought that the answer begins or continues; None after a thought.
+
+    A thought is any text without its end mark and without special tokens. With `takes_breaks`, up to two line breaks
+    may follow it.
+    """
+    if position is ThoughtPosition.AFTER:
+        return None
+    ends = spell(marks.end)
+    if _is_token(ends[0]):  # a thought must not contain the mark as text either: the router would end it there
+        closed = f"THOUGHT {' '.join(ends)}"
+        rules = rule("MARKED", f"ANY {literal(marks.end)} ANY") + rule("THOUGHT", "ANY & ~MARKED")
+    else:
+        closed = " ".join(["closing", *ends[1:]])
+        rules = rule("closing[lazy]", f"ANY {ends[0]}")
+    heads = spell(marks.head) if marks.head else ()
+    if heads and all(map(_is_token, heads)):
+        closed += f" ({' '.join(heads)})?"
+    if takes_breaks:
+        closed += " BREAKS?"
+        rules += rule("BREAKS", r"/\n{1,2}/")
+    rules += rule("ANY", "/(?s:.*)/")
+    if position.is_inside:
+        return Prelude(rule("prelude", closed) + rules)
+    starts = spell(marks.start)
+    return Prelude(rule("prelude", f"{' '.join(starts)} {closed}") + rules, is_optional=True, barred=marks.start)
+
+
+def _is_token(element: str) -> bool:
+    return element.startswith("<[")
+
+
+def _grammars(form: str) -> list[dict[str, Any]]:
+    """Return the grammars of a text in one of llguidance's formats: Lark, or a JSON list of grammars."""
+    if form.lstrip().startswith("{"):
+        whole: dict[str, Any] = json.loads(form)
+        if whole.get("grammars"):
+            return [dict(each) for each in whole["grammars"]]
+    return [{"lark_grammar": form}]
+
+
+def _barring(text: str, regex: str) -> str:
+    """Exclude texts that begin with white space and `text` from the grammar of a regular expression."""
+    form = f"{regex.removeprefix('start: ').rstrip()} & ~BARRED"
+    barred = rf"/\s*/ {literal(text)} /(?s:.*)/"
+    return rule("start", "FORM") + rule("FORM", form) + rule("BARRED", barred)

@@ -1,0 +1,66 @@
+"""Forms that follow a thought, as grammars over the tiny model's bytes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from router.text.answer_grammar import choice_grammar, free_grammar, json_grammar, literal, regex_grammar
+from router.text.calls.harmony import HarmonyFormat
+from router.text.prelude import Prelude, thought_prelude
+from router.text.thinking import ThoughtPosition
+from router.text.thought_marks import KNOWN, ThoughtMarks
+
+from ..answers import is_answer
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+FORMS = {
+    "json": (json_grammar(SCHEMA), '{"a": 1}', '{"a": "1"}'),
+    "regex": (regex_grammar("[a-z<>/]+"), "<thin>", "A"),
+    "choice": (choice_grammar(["yes", " no"]), " no", "no"),
+    "lark": (free_grammar('start: "a" "b"\n%ignore / +/\n'), "a b", "ba"),
+    "gbnf": (free_grammar('root ::= "a" [0-9]+'), "a12", "a"),
+    "grammars": (json.dumps({"grammars": [{"name": "x", "lark_grammar": 'start: "a"'}]}), "a", "b"),
+}
+OPENED, BEFORE = ThoughtPosition.OPENED, ThoughtPosition.BEFORE
+
+
+def before(form: str, marks: ThoughtMarks, position: ThoughtPosition, *, takes_breaks: bool = False) -> str:
+    prelude = thought_prelude(marks, position, lambda text: (literal(text),), takes_breaks=takes_breaks)
+    assert prelude is not None
+    return prelude.before(form)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_form_follows_the_thought(name: str) -> None:
+    form, good, bad = FORMS[name]
+    marks = KNOWN[0]
+    opened, open_by_model = (before(form, marks, position) for position in (OPENED, BEFORE))
+    for thought in ("", "Hm.\n</thin", '{"a": 1}', "é</think"):
+        assert is_answer(opened, f"{thought}</think>{good}") and not is_answer(opened, f"{thought}</think>{bad}")
+        assert is_answer(open_by_model, f"<think>{thought}</think>{good}")
+    assert not is_answer(opened, good) and is_answer(open_by_model, good) and not is_answer(open_by_model, bad)
+    assert not is_answer(opened, f"</think>\n{good}")
+    for unclosed in ("<think>a", "<think>a</think>", f"<think>a</think>{bad}"):
+        assert not is_answer(open_by_model, unclosed)
+
+
+@pytest.mark.parametrize("marks", KNOWN[1:], ids=lambda marks: marks.start)
+def test_all_known_marks(marks: ThoughtMarks) -> None:
+    form, good, bad = FORMS["json"]
+    grammar = before(form, marks, BEFORE, takes_breaks=True)
+    for breaks in ("", "\n", "\n\n"):
+        assert is_answer(grammar, f"{marks.start}Hm {marks.end[:-1]}{marks.end}{breaks}{good}")
+    assert not is_answer(grammar, f"{marks.start}Hm{marks.end}\n\n\n{good}")
+    assert not is_answer(grammar, f"{marks.start}Hm{marks.end}{bad}") and is_answer(grammar, good)
+
+
+def test_other_channels_come_before_the_final_one() -> None:
+    form, good, bad = FORMS["json"]
+    grammar = Prelude(HarmonyFormat().prelude(literal)).before(form)
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    for head in ("<|channel|>final<|message|>", "<|channel|>final <|constrain|>json<|message|>"):
+        assert is_answer(grammar, f"{head}{good}") and is_answer(grammar, f"{thought}{thought}{head}{good}")
+        assert not is_answer(grammar, f"{thought}{head}{bad}")
+    assert not is_answer(grammar, good) and not is_answer(grammar, thought)
