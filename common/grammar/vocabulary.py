@@ -91,18 +91,22 @@ class _TokenizerAdapter:
     def __init__(self, tokenizer: Tokenizer, eos_token_id: int, vocab_size: int) -> None:
         self._tokenizer, self.eos_token_id, self._vocab_size = tokenizer, eos_token_id, vocab_size
         self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
-        self.special_token_ids = sorted(token_id for token_id in tokenizer.special_ids if token_id < vocab_size)
+        self._special = frozenset(token_id for token_id in tokenizer.special_ids if token_id < vocab_size)
+        self.special_token_ids = sorted(self._special)
 
     def __call__(self, text: bytes | str) -> list[int]:
+        """Return the tokens of a text that the grammar forces. Text that spells a special token is still text."""
         whole = text.decode(errors="replace") if isinstance(text, bytes) else text
         token_ids = self._tokenizer.encode(whole, add_special_tokens=False)
-        if max(token_ids, default=0) < self._vocab_size:
+        if max(token_ids, default=0) < self._vocab_size and self._special.isdisjoint(token_ids):
             return token_ids
-        has_row = [(token_id,) if token_id < self._vocab_size else self._spelled(token_id) for token_id in token_ids]
-        return list(chain.from_iterable(has_row))
+        return list(chain.from_iterable(map(self._as_text, token_ids)))
+
+    def _as_text(self, token_id: int) -> tuple[int, ...]:
+        return self._spelled(token_id) if token_id >= self._vocab_size or token_id in self._special else (token_id,)
 
     def _spelled(self, token_id: int) -> tuple[int, ...]:
-        """Spell a token that has no row with the longest tokens that have one, from left to right."""
+        """Spell a token with the longest ones that have a row and are not special, from left to right."""
         left, found = self._tokenizer.token_bytes(token_id), list[int]()
         while left:
             size = next((size for size in range(len(left), 0, -1) if left[:size] in self._with_row), 0)
@@ -114,5 +118,4 @@ class _TokenizerAdapter:
 
     @cached_property
     def _with_row(self) -> dict[bytes, int]:
-        special = set(self.special_token_ids)
-        return {text: token_id for token_id, text in enumerate(self.tokens) if token_id not in special}
+        return {text: token_id for token_id, text in enumerate(self.tokens) if token_id not in self._special}

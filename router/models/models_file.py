@@ -71,8 +71,8 @@ class ModelEntry:
 
     While it has no ready worker or no capacity, `fallbacks` serve its requests, in order. Unless it `holds`, requests
     fail with 503 while it has no ready worker, instead of waiting. If not `has_prefill`, missing prefill workers are
-    not reported. `limits` apply to all keys together. Empty values of `tool_parser`, of `reasoning` and its marks, and of
-    the goals of class `default` mean the router's. `planned` are the planner settings that this model overrides.
+    not reported. `limits` apply to all keys together. Empty values of `tool_parser`, of `reasoning` and its marks, and
+    of the goals of class `default` mean the router's. `planned` are the planner settings that this model overrides.
     """
 
     model: str

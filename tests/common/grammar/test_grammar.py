@@ -221,6 +221,14 @@ def test_the_vocabulary_of_a_real_model() -> None:
         grammars.close()
 
 
+def test_forced_text_that_spells_a_special_token_is_text(grammars: Grammars) -> None:
+    constraint, text = grammars.constraint('start: "a" TEXT\nTEXT: "<|pad|>"\n'), list(b"a<|pad|>")
+    for end, token_id in enumerate(text):
+        allowed = bits_allowed(constraint.allowed(text[:end]), PADDED)
+        assert torch.nonzero(allowed).flatten().tolist() == [token_id]
+    assert grammars.constraint('start: "a" "<|pad|>"\n').forced([]) == text
+
+
 def test_a_damaged_tokenizer_is_a_problem_of_the_requests_that_need_it(tmp_path: Path) -> None:
     files = msgspec.structs.replace(resolve_model("tiny-random"), tokenizer=tmp_path / "none.json")
     grammars = Grammars(files, PADDED)
