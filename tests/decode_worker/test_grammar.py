@@ -10,7 +10,7 @@ import pytest
 
 from common.engine.run.step_launchers import StepThread
 from common.wire.messages import AbortRequest
-from common.wire.sampling_params import BadWord
+from common.wire.sampling_params import BadWord, ThinkingBudget
 from decode_worker.sequence import RequestStatus
 
 from ..engine_rig import ENDLESS, SLOW, Compiler, break_sampling, prompt
@@ -78,6 +78,36 @@ def test_ends_fill_up_an_answer_that_must_not_end(make_engine: Callable[..., Any
     rig.ask(prompt(40), max_tokens=9, ignore_eos=True, grammar='start: "yes"')
     rig.until(lambda: rig.is_clean)
     assert bytes(rig.tokens()[:3]) == b"yes" and set(rig.tokens()[3:]) <= set(ENDS) and len(rig.tokens()) == 9
+
+
+THOUGHT_FIRST = f'start: closing DATE\nclosing[lazy]: /(?s:.*)/ "</think>"\nDATE{DATE.removeprefix("start")}\n'
+END_OF_THOUGHT = [*b"</think>"]
+
+
+@pytest.mark.slow_cases("step by step")
+def test_a_form_follows_a_thought_of_bounded_length(make_engine: Callable[..., Any], launcher: Any) -> None:
+    """Also with drafts, and in answers that moved here within the thought, within its mark or within the form."""
+    asked = {"max_tokens": 120, "temperature": 1.3, "grammar": THOUGHT_FIRST}
+    budgets, expected = [0, 1, 9, 30, 31, 32], list[list[int]]()
+    for options in ({}, {"max_draft_tokens": 5}):
+        rig = make_engine(grammars=True, launcher=launcher, num_blocks=96, **options)
+        for i, budget in enumerate(budgets):
+            thinking = ThinkingBudget(budget, tuple(END_OF_THOUGHT))
+            rig.ask(prompt(20, i), f"r{i}", seed=i, thinking=thinking, **asked)
+        rig.until(lambda rig=rig: rig.is_clean)
+        answers = [rig.tokens(f"r{i}") for i in range(len(budgets))]
+        expected = expected or answers
+        assert answers == expected
+    for budget, (*text, end) in zip(budgets, expected, strict=True):
+        thought, _, date = bytes(text).partition(bytes(END_OF_THOUGHT))
+        assert budget <= len(thought) < budget + 4 and thought.decode() is not None  # a character is not split
+        assert PATTERN.fullmatch(date) and end in ENDS
+    for known in (5, 34, 45):
+        thinking = ThinkingBudget(budgets[3], tuple(END_OF_THOUGHT))
+        tokens = [*prompt(20, 3), *expected[3][:known]]
+        rig.ask(tokens, f"moved{known}", num_output=known, seed=3, thinking=thinking, **asked)
+        rig.until(lambda rig=rig: rig.is_clean)
+        assert rig.tokens(f"moved{known}") == expected[3][known:]
 
 
 @pytest.mark.slow_cases("ahead")

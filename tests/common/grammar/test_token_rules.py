@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.engine.sampling.sampler import Sampler, SamplingRow
+from common.grammar.grammar import Constraint
 from common.grammar.token_rules import (
     FREE,
     TokenLimits,
@@ -175,6 +176,46 @@ def test_a_mark_is_found_wherever_it_is(output: list[int], end: list[int]) -> No
     is_there = any(output[place : place + len(end)] == end for place in range(len(output)))
     written = max(size for size in range(len(end)) if not size or output[-size:] == end[:size])
     assert found == (None if is_there else end[written])
+
+
+def as_bytes(token_ids: Sequence[int]) -> bytes:
+    return b"".join(
+        {0: b"a", 1: b"<", 2: b"/t>", 3: b"</t", 4: b">\n", 5: b"</t>", 6: b"<t>", 7: b"\n"}[i] for i in token_ids
+    )
+
+
+@pytest.mark.parametrize(
+    ("output", "forced"),
+    [
+        ([6, 0, 0], 1),
+        ([7, 6, 0], 1),  # white space before the mark
+        ([6, 0, 1], 2),  # the model had begun the mark itself
+        ([6, 3, 4], None),  # other tokens spell the mark, and share one with other text
+        ([6, 0, 5], None),
+        ([0, 0, 0], None),  # no thought
+    ],
+)
+def test_marks_are_found_however_tokens_spell_them(output: list[int], forced: int | None) -> None:
+    params = SamplingParams(max_tokens=100, thinking=ThinkingBudget(3, (1, 2), (6,)))
+    assert token_limits(params, (END_TOKENS,), len(output), output, as_bytes).forced == forced
+
+
+def test_a_grammar_may_delay_the_end_of_a_thought(logits: torch.Tensor) -> None:
+    """A forced token that would split a character waits."""
+    budget = ThinkingBudget(1, (20,))
+    assert (
+        limits([0, 0, 0], thinking=budget).forced is None
+        and limits([0, 0, 0], thinking=budget, grammar="x").forced == 20
+    )
+    split = np.array([0b10], dtype=np.int32)
+
+    class Split(Constraint):
+        def allowed(self, output_token_ids: Sequence[int]) -> torch.Tensor:
+            return torch.from_numpy(np.concatenate([split, split]))
+
+    row = SamplingRow(SamplingParams(max_tokens=9), 0, (), (), TokenLimits((), 20), Split(None, VOCAB))
+    (token,) = Sampler(VOCAB).sample(logits[None], [row])
+    assert token.token_id == 1
 
 
 def test_an_answer_without_a_thought_is_left_alone() -> None:

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from common.model_files.files import ModelFiles
 from common.model_files.template import ChatTemplate
+from common.wire.sampling_params import ThinkingBudget
 from router.text.calls.dialect import dialect_of
 from router.text.calls.format import CallFormat
 from router.text.text_pipeline import TextPipeline
@@ -196,6 +197,19 @@ async def test_channels_are_thought_and_answer(serve: Serve, per_event: int) -> 
         ("thinking", "Hm, final."),
         ("text", "Hello, final!"),
     ]
+
+
+async def test_a_form_is_that_of_the_final_channel(serve: Serve, pipelines: Callable[[str], TextPipeline]) -> None:
+    running = await serve(HARMONY, FINAL.replace("Hello, final!", '{"a": 1}'))
+    fields = {"response_format": {"type": "json_object"}, "thinking_token_budget": 5}
+    message = (await running.chat(**fields)).json()["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == ('{"a": 1}', "Hm, final.")
+    params, encode = running.engine.requests[-1].params, pipelines(HARMONY).tokenizer.encode
+    start, end = (tuple(encode(mark)) for mark in ("<|channel|>analysis<|message|>", "<|end|>"))
+    assert params.thinking == ThinkingBudget(5 + len(start), end, start) and "remark*" in params.grammar
+    running = await serve(HARMONY, '{"a": 1}', reasoning_in_form=True)
+    message = (await running.chat(response_format={"type": "json_object"})).json()["choices"][0]["message"]
+    assert message["content"] == '{"a": 1}' and "remark" not in running.engine.requests[-1].params.grammar
 
 
 async def test_with_reasoning_none_thoughts_are_text(serve: Serve) -> None:

@@ -197,6 +197,22 @@ async def test_a_form_follows_the_thought(
         }.get(name, (False, True)), name  # fmt: skip
 
 
+async def test_a_form_follows_the_thought_in_all_apis(start: Any, tools: Any) -> None:
+    running = await answering(start, tools, f'<think>{THOUGHT}</think>\n\n{{"a": 1}}')
+    schema = {"type": "object"}
+    form = {"type": "json_schema", "name": "x", "schema": schema}
+    response = (await running.http.post("/v1/responses", json={"input": "hi", "text": {"format": form}})).json()
+    shown = [(item["type"], item["content"][0]["text"]) for item in response["output"]]
+    assert shown == [("reasoning", THOUGHT), ("message", '{"a": 1}')]
+    counted = len(f"<think>{THOUGHT}</think>")
+    assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == counted
+    fields = {"messages": HI, "max_tokens": 900, "thinking": {"type": "adaptive"}}
+    fields["output_config"] = {"format": {"type": "json_schema", "schema": schema}}
+    blocks = (await running.http.post("/v1/messages", json=fields)).json()["content"]
+    assert [block.get("thinking") or block["text"] for block in blocks] == [THOUGHT, '{"a": 1}']
+    assert all("prelude?" in request.params.grammar for request in running.engine.requests)
+
+
 async def test_marks_may_be_configured(start: Any, tools: Any) -> None:
     text = f"<|think|>{THOUGHT}<|/think|>Hello!"
     running = await answering(start, tools, text, reasoning_start="<|think|>", reasoning_end="<|/think|>")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from common.config import PrefillWorkerConfig, RouterConfig
 from common.config.sources import read
 from common.errors import ConfigError
 from router.access.keys import Limits
-from router.models.models_file import ModelEntry, Split, read_models, table_of
+from router.models.models_file import ModelEntry, Split, read_models, settings_of, table_of
 
 FILE = """
 [[model]]
@@ -59,6 +60,10 @@ def test_a_file_of_models(tmp_path: Path) -> None:
             "split 1: weights must be a table with at least one number above 0",
         ),
         ("[[model]]\nmodel='a'\n[[split]]\nname='s'\nweights={a=inf}", "split 1: weights.a must be a number from 0"),
+        (
+            "[[model]]\nmodel='a'\nreasoning_end=' </a>'",
+            "model 1: reasoning_end must be a text of up to 256 characters",
+        ),
         ("[[model]]\nmodel='a'\nslo_ttft_ms='1 s'", "model 1: slo_ttft_ms must be 0 .* milliseconds"),
         ("[[model]]\nmodel='a'\nslo_tpot_ms=nan", "model 1: slo_tpot_ms must be 0 .* milliseconds"),
         ("[[model]]\nmodel='a'\nmin_decode=1.5", "model 1: min_decode must be 0 to 1024"),
@@ -74,6 +79,20 @@ def test_a_file_of_models(tmp_path: Path) -> None:
 def test_a_file_with_an_error_names_the_place(tmp_path: Path, text: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         read_models(write(tmp_path, text))
+
+
+def test_marks_of_thoughts_are_those_of_a_model(tmp_path: Path) -> None:
+    text = "[[model]]\nmodel='a'\nreasoning_start='Let me think:'\nreasoning_end='◁/think▷'\n[[model]]\nmodel='b'"
+    file = write(tmp_path, text)
+    models = dict(zip("ab", read_models(file).models, strict=True))
+    marked, plain = settings_of(
+        router_of("--models-file", file, "--reasoning-start", "<a>", "--reasoning-end", "</a>"), models
+    )
+    assert (marked.reasoning_start, marked.reasoning_end) == ("Let me think:", "◁/think▷")
+    assert (plain.reasoning_start, plain.reasoning_end) == ("<a>", "</a>")
+    models["a"] = replace(models["a"], reasoning_end="")
+    with pytest.raises(ConfigError, match="a valid a: reasoning_end must be a text, because"):
+        settings_of(router_of("--models-file", file), models)
 
 
 def test_settings_of_the_planner_are_those_of_a_model(tmp_path: Path) -> None:
