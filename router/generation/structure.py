@@ -80,7 +80,7 @@ def is_constrained(fields: ChatRequest, calling: ToolCalling | None) -> bool:
 
 
 def takes_breaks(fields: ChatRequest, calling: ToolCalling | None) -> bool:
-    """Whether line breaks may stand before the form of the answer. No JSON and no required call begins with one."""
+    """Whether line breaks may precede the form of the answer. No JSON and no required call begins with one."""
     return (calling is not None and calling.required) or any(form.schema is not None for form in _forms(fields))
 
 
@@ -140,13 +140,13 @@ def _form_of_calls(model: ServedModel, calling: ToolCalling, form: Form | None) 
 def _prelude(
     model: ServedModel, fields: ChatRequest, calling: ToolCalling | None, prompt: Sequence[int]
 ) -> Prelude | None:
-    """Return what may precede the form."""
+    """Return the text that may precede the form, as a grammar."""
     if calling is not None and model.dialect.format.has_channels:
         return None  # part of the format's own grammar
     prelude = prelude_of(model, fields, prompt, takes_breaks=takes_breaks(fields, calling))
     is_free = not is_constrained(fields, calling)
     if prelude is not None and is_free and prelude.is_optional and len(model.thought_tokens) < 2:
-        return None  # a grammar cannot tell whether free text begins with the mark
+        return None  # free text that begins with the mark would match the form too
     return prelude
 
 

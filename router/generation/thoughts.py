@@ -22,9 +22,9 @@ def position_of(model: ServedModel, marks: ThoughtMarks, prompt: Sequence[int], 
 
 
 def prelude_of(model: ServedModel, fields: ChatRequest, prompt: Sequence[int], *, takes_breaks: bool) -> Prelude | None:
-    """Return what may precede an answer in a required form; None if the form begins with the first token.
+    """Return the text that may precede a required form of the answer; None if the form begins with the first token.
 
-    With `takes_breaks`, line breaks may stand between a thought and the form.
+    With `takes_breaks`, line breaks may separate a thought from the form.
     """
     if model.config.reasoning_in_form or not model.shows_thoughts:
         return None
