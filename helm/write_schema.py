@@ -78,7 +78,7 @@ def router() -> Schema:
             "readiness": text("auto", "workers", "process"),
             "drainSeconds": whole(0, 86400),
             "preStopSeconds": whole(0, 3600),
-            "startupSeconds": whole(1, 86400),
+            "startupSeconds": whole(10, 86400),
             "responseStore": closed(
                 {"type": text("none", "memory", "emptyDir", "claim"), "claimName": TEXT, "size": BYTES}
             ),
@@ -153,7 +153,7 @@ def pool(role: str, *, of_its_own: bool) -> Schema:
         "rankHosts": whole(1, 64),
         "drainSeconds": whole(0, 86400),
         "preStopSeconds": whole(0, 3600),
-        "startupSeconds": whole(1, 86400),
+        "startupSeconds": whole(10, 86400),
         "livenessSeconds": whole(10, 3600),
         "shm": closed({"enabled": FLAG, "size": BYTES}),
         "kvDisk": closed({"enabled": FLAG, "gib": whole(1, 1_048_576)}),

@@ -1,7 +1,7 @@
 {{/* Refuses an update that can neither add nor remove a pod: (spec, for). */}}
 {{- define "diptych.checkStrategy" -}}
 {{- if and (has (toString .spec.strategy.maxSurge) (list "0" "0%")) (has (toString .spec.strategy.maxUnavailable) (list "0" "0%")) }}
-{{- fail (printf "%s: strategy.maxSurge and strategy.maxUnavailable are both 0, so no update could start" .for) }}
+{{- fail (printf "%s: strategy.maxSurge and strategy.maxUnavailable are both 0, so no update could start: set one of them to 1" .for) }}
 {{- end }}
 {{- end }}
 
@@ -56,9 +56,14 @@
 {{- end }}
 {{- end }}
 
+{{/* Security context of a container, in which its own fields override those of its pod, as YAML: (spec). */}}
+{{- define "diptych.security" -}}
+{{- toYaml (mustMergeOverwrite (dict) (mustDeepCopy (.spec.podSecurityContext | default dict)) (mustDeepCopy (.spec.securityContext | default dict))) }}
+{{- end }}
+
 {{/* Refuses pods that the kubelet or the API server rejects for their user, or for names that the chart uses: (spec, for). */}}
 {{- define "diptych.checkPod" -}}
-{{- $security := merge (dict) (pick (.spec.securityContext | default dict) "runAsUser" "runAsNonRoot") (.spec.podSecurityContext | default dict) }}
+{{- $security := include "diptych.security" . | fromYaml }}
 {{- if and $security.runAsNonRoot (hasKey $security "runAsUser") (eq (toString $security.runAsUser) "0") }}
 {{- fail (printf "%s: runAsUser 0 with runAsNonRoot true never starts: set runAsNonRoot false in podSecurityContext and securityContext, or another user" .for) }}
 {{- end }}
@@ -70,6 +75,18 @@
 {{- $containers := list "router" "worker" "rank-host" "fetch-model" }}
 {{- range concat .spec.sidecars .spec.initContainers }}
 {{- if has .name $containers }}{{ fail (printf "%s: %s is a container of the chart: use another name in sidecars and initContainers than %s" $.for .name (join ", " $containers)) }}{{ end }}
+{{- end }}
+{{- end }}
+
+{{/* Refuses variables that the chart sets, and settings as variables, because they override its file: (root, spec, for). */}}
+{{- define "diptych.checkEnvironment" -}}
+{{- $names := list "DIPTYCH_WORKER_ID" "DIPTYCH_ADVERTISE_HOST" }}
+{{- range include "diptych.environment" . | fromYamlArray }}{{ $names = append $names .name }}{{ end }}
+{{- range .spec.env }}
+{{- if has .name $names }}{{ fail (printf "%s: env has %s, which the chart sets: remove it" $.for .name) }}{{ end }}
+{{- if and (hasPrefix "DIPTYCH_" .name) (not (has .name (list "DIPTYCH_API_KEY" "DIPTYCH_MARCH"))) }}
+{{- fail (printf "%s: env has %s, which would override settings of the chart: use `settings`" $.for .name) }}
+{{- end }}
 {{- end }}
 {{- end }}
 
@@ -177,7 +194,8 @@ as a worker does; `auto` counts as what it is for an unquantized checkpoint, and
 {{- if and .pdb.enabled (gt (int .least) 0) }}
 {{- if hasKey .pdb "minAvailable" }}
 {{- $share := toString .pdb.minAvailable }}
-{{- $none = ternary (eq $share "100%") (ge (int .pdb.minAvailable) (int .least)) (hasSuffix "%" $share) }}
+{{- $needed := ternary (ceil (divf (mulf (trimSuffix "%" $share) .least) 100)) (float64 $share) (hasSuffix "%" $share) }}
+{{- $none = ge (int $needed) (int .least) }}
 {{- else }}
 {{- $none = has (toString .pdb.maxUnavailable) (list "0" "0%") }}
 {{- end }}
@@ -208,6 +226,7 @@ as a worker does; `auto` counts as what it is for an unquantized checkpoint, and
 {{- include "diptych.checkStrategy" (dict "spec" .spec "for" .for) }}
 {{- include "diptych.checkStore" (dict "router" .spec "for" .for) }}
 {{- include "diptych.checkPod" (dict "spec" .spec "for" .for) }}
+{{- include "diptych.checkEnvironment" (dict "root" $ "spec" .spec "for" .for) }}
 {{- include "diptych.checkResources" (dict "spec" .spec "for" .for) }}
 {{- include "diptych.checkBudget" (dict "pdb" .spec.pdb "for" .for "least" (ternary .spec.autoscaling.minReplicas .spec.replicas .spec.autoscaling.enabled)) }}
 {{- end }}
@@ -219,6 +238,7 @@ as a worker does; `auto` counts as what it is for an unquantized checkpoint, and
 {{- include "diptych.checkRankHosts" (dict "pool" . "for" $for) }}
 {{- include "diptych.checkDevices" (dict "pool" . "for" $for) }}
 {{- include "diptych.checkPod" (dict "spec" . "for" $for) }}
+{{- include "diptych.checkEnvironment" (dict "root" $ "spec" . "for" $for) }}
 {{- include "diptych.checkResources" (dict "spec" . "for" $for) }}
 {{- include "diptych.checkSettings" (dict "root" $ "pool" . "for" $for) }}
 {{- include "diptych.checkBudget" (dict "pdb" .pdb "for" $for "least" (ternary .replicas .autoscaling.minReplicas (eq .autoscaling.type "none"))) }}
@@ -234,7 +254,7 @@ as a worker does; `auto` counts as what it is for an unquantized checkpoint, and
 {{- end }}
 {{- end }}
 {{- if and .Values.monitoring.podMonitor.enabled .Values.monitoring.serviceMonitor.enabled }}
-{{- fail "monitoring.podMonitor and monitoring.serviceMonitor are both enabled: every pod would be scraped twice" }}
+{{- fail "monitoring.podMonitor and monitoring.serviceMonitor are both enabled, so every pod would be scraped twice: disable one of them" }}
 {{- end }}
 {{- if and .Values.tls.certManager.enabled (not .Values.tls.certManager.issuerRef.name) }}
 {{- fail "tls.certManager.enabled needs tls.certManager.issuerRef.name" }}

@@ -36,6 +36,12 @@ the root, because many templates use it.
 {{- if $model }}
 {{- $source := merge (dict "type" (include "diptych.sourceType" (dict "source" $model.source))) $model.source }}
 {{- include "diptych.checkCache" (dict "source" $source "name" $name) }}
+{{- range $key := list "source" "tokenizer" }}
+{{- $path := (get $model $key | default dict).path | default "" }}
+{{- if has ".." (splitList "/" $path) }}
+{{- fail (printf "models.%s.%s.path %s leaves its folder: use a path without .." $name $key $path) }}
+{{- end }}
+{{- end }}
 {{- if $source.cacheVolume }}{{ $_ := set $source "cacheClaim" (include "diptych.objectName" (dict "root" $.root "role" "model" "name" $name)) }}{{ end }}
 {{- $entry := merge (dict "name" (toString $name) "source" $source) $model }}
 {{- with $model.tokenizer }}

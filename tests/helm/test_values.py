@@ -102,6 +102,8 @@ BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"monitoring": {"prometheusAddress": "prometheus:9090"}}, "prometheusAddress"),
     ({"workers": {"autoscaling": {"price": 0}}}, r"autoscaling[./]price"),
     ({"decode": {"pools": {"default": {"autoscaling": {"price": -1}}}}}, r"autoscaling[./]price"),
+    ({"workers": {"startupSeconds": 1}}, r"workers[./]startupSeconds"),
+    ({"router": {"startupSeconds": 1}}, r"router[./]startupSeconds"),
 )
 
 
@@ -283,12 +285,37 @@ RWO = {"source": {"id": "m", "cacheVolume": {"size": "50Gi", "accessMode": "Read
             {"models": {"smollm2-135m": RWO}, "workers": {"replicas": 2}},
             "accessMode ReadWriteOnce is for one node, but decode pool default has up to 2: use ReadWriteMany",
         ),
+        ({"workers": {"securityContext": {"runAsUser": 0}}}, "runAsUser 0 with runAsNonRoot true never starts"),
+        (
+            {"workers": {"replicas": 2, "pdb": {"minAvailable": "60%"}}},
+            "with 2 pods, pdb.minAvailable 60% allows no eviction",
+        ),
+        (
+            {"workers": {"env": [{"name": "DIPTYCH_PORT", "value": "9000"}]}},
+            "prefill pool default: env has DIPTYCH_PORT, which would override settings of the chart: use `settings`",
+        ),
+        (
+            {"router": {"env": [{"name": "HOME", "value": "/root"}]}},
+            "router of model smollm2-135m: env has HOME, which the chart sets: remove it",
+        ),
+        (
+            {"models": {"smollm2-135m": {**MODEL, "tokenizer": {"claimName": "models", "path": "a/../../b"}}}},
+            "models.smollm2-135m.tokenizer.path a/../../b leaves its folder: use a path without ..",
+        ),
     ),
 )
 def test_what_does_not_fit_together_is_refused_with_a_sentence(helm4: Path, over: dict[str, Any], message: str) -> None:
     with pytest.raises(Refused) as refused:
         render(helm4, over=over)
     assert message in str(refused.value)
+
+
+def test_what_only_looks_wrong_is_accepted(helm4: Path) -> None:
+    """The container's user wins over the pod's, and a secret setting has no other place than a variable."""
+    root = {"runAsUser": 0, "runAsNonRoot": False}
+    key = {"name": "DIPTYCH_API_KEY", "valueFrom": {"secretKeyRef": {"name": "keys", "key": "plain"}}}
+    workers = {"securityContext": root, "replicas": 3, "pdb": {"minAvailable": "60%"}}
+    render(helm4, over={"workers": workers, "router": {"env": [key, {"name": "DIPTYCH_MARCH", "value": "avx2"}]}})
 
 
 def test_pools_that_cannot_exchange_kv_are_refused(helm4: Path) -> None:
@@ -533,7 +560,17 @@ def test_notes_warn_of_a_capability_without_effect(helm4: Path, tmp_path: Path) 
     warning = "decode pool default: the capability IPC_LOCK has no effect for user"
     assert f"{warning} 10001" in notes_of(helm4, tmp_path, *flags)
     root = "--set=workers.podSecurityContext.runAsUser=0,workers.podSecurityContext.runAsNonRoot=false"
-    assert warning not in notes_of(helm4, tmp_path, *flags, root, "--set=workers.securityContext.runAsNonRoot=false")
+    container = "--set=workers.securityContext.runAsNonRoot=false"
+    assert warning not in notes_of(helm4, tmp_path, *flags, root, container)
+    assert warning not in notes_of(helm4, tmp_path, *flags, f"{container},workers.securityContext.runAsUser=0")
+
+
+@pytest.mark.slow
+def test_notes_warn_of_a_planner_without_goals(helm4: Path, tmp_path: Path) -> None:
+    flags = ("--set=workers.autoscaling.type=planner",)
+    warning = "model smollm2-135m has no slo, so its router sizes its pools for throughput, not for latency"
+    assert warning in notes_of(helm4, tmp_path, *flags)
+    assert warning not in notes_of(helm4, tmp_path, *flags, "--set=models.smollm2-135m.slo.ttftMs=500")
 
 
 @pytest.mark.slow
