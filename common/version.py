@@ -25,7 +25,9 @@ def version_of(root: Path = ROOT) -> str:
         return next((line.partition(": ")[2] for line in lines if line.startswith("Version: ")), RELEASE)
     if not (root / ".git").exists():
         return RELEASE
-    command = ["git", "-C", str(root), "describe", "--always", "--tags", "--abbrev=12", "--match", f"v{RELEASE}"]
+    # With --git-dir, git accepts a checkout of another user and ignores the variable GIT_DIR.
+    command = ["git", f"--git-dir={root / '.git'}", "describe", "--always", "--tags", "--abbrev=12"]
+    command += ["--match", f"v{RELEASE}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -120,7 +120,7 @@ def build_command(
 
 def tag_of(version: str = __version__) -> str:
     """Return the tag of a version's images. It ends in "-dirty" if the tree has uncommitted changes."""
-    changed = subprocess.run(("git", "status", "--porcelain"), cwd=ROOT, capture_output=True, check=False).stdout
+    changed = git("status", "--porcelain").stdout
     return version.replace("+", "-") + ("-dirty" if changed else "")
 
 
@@ -132,6 +132,15 @@ def index_of(image: Image, options: Options) -> str:
             return index
         raise ReleaseError(f"TORCH_INDEX: {image.name} needs {image.build}=ADDRESS, PyTorch's index for CUDA 12.8")
     return indexes.get(image.accelerator, "")
+
+
+def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run git on this checkout, whoever owns it, and not on a repository around it."""
+    command = ("git", f"--git-dir={ROOT / '.git'}", f"--work-tree={ROOT}", *arguments)
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return subprocess.CompletedProcess(command, 127, "", "git is not installed")
 
 
 def run(*command: str) -> str:
@@ -161,8 +170,7 @@ def push(engine: str, reference: str) -> str:
 
 def revision_and_epoch() -> tuple[str, str]:
     """Return the commit and its time, or ("unknown", "0") outside a repository."""
-    command = ("git", "log", "-1", "--format=%H %ct")
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = git("log", "-1", "--format=%H %ct")
     revision, _, epoch = done.stdout.strip().partition(" ")
     return (revision, epoch) if done.returncode == 0 else ("unknown", "0")
 

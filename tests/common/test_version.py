@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
+
+import pytest
 
 from common.version import BUILT, RELEASE, version_of
 
@@ -23,6 +26,20 @@ def test_a_checkout_names_its_commit_unless_it_is_the_release(tmp_path: Path) ->
     git(tmp_path, "commit", "-q", "--allow-empty", "-m", "two")
     second = git(tmp_path, "rev-parse", "--short=12", "HEAD").strip()
     assert version_of(tmp_path) == f"{RELEASE}+g{second}" != f"{RELEASE}+g{first}"
+
+
+def test_neither_the_owner_of_a_checkout_nor_another_repository_matters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container, another user often owns the checkout. In a git hook, GIT_DIR names the hook's repository."""
+    for name in ("here", "other"):
+        git(tmp_path, "init", "-q", name)
+        git(tmp_path / name, "commit", "-q", "--allow-empty", "-m", name)
+    commit = git(tmp_path / "here", "rev-parse", "--short=12", "HEAD").strip()
+    if os.geteuid() == 0:
+        os.chown(tmp_path / "here", 12345, 12345)
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))
+    assert version_of(tmp_path / "here") == f"{RELEASE}+g{commit}"
 
 
 def test_a_build_states_it(tmp_path: Path) -> None:

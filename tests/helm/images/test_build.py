@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from helm.images.build import (
     checked_registry,
     chosen_engine,
     chosen_images,
+    revision_and_epoch,
     tag_of,
 )
 
@@ -28,6 +30,12 @@ case "$1 $2" in
   "push --digestfile") printf '{digest}' > "$3";;
 esac
 """
+
+
+def repository_at(folder: Path) -> None:
+    who = ("-c", "user.name=a", "-c", "user.email=a@example.com")
+    subprocess.run(("git", "init", "-q", str(folder)), check=True)
+    subprocess.run(("git", "-C", str(folder), *who, "commit", "-q", "--allow-empty", "-m", "one"), check=True)
 
 
 @pytest.fixture
@@ -94,7 +102,7 @@ def test_variants_are_built_with_their_arguments() -> None:
     options = Options("ghcr.io/acme", "podman", torch_index=(("cuda-12.8", "https://index/12.8"),))
     commands = [build_command(image, options, revision="abc", epoch="7", version="1.2") for image in (nixl, older)]
     tags = [command[command.index("--tag") + 1].partition(":")[2] for command in commands]
-    assert tags == ["1.2-cuda-nixl", "1.2-cuda-12.8"]
+    assert tags == [f"{tag_of('1.2')}-cuda-nixl", f"{tag_of('1.2')}-cuda-12.8"]
     assert {"ACCELERATOR=cuda", "NIXL=yes"} <= set(commands[0]) and "TORCH_INDEX" not in " ".join(commands[0])
     assert {"ACCELERATOR=cuda", "CUDA_VERSION=12.8", "TORCH_INDEX=https://index/12.8"} <= set(commands[1])
     with pytest.raises(ReleaseError, match=r"worker-cuda-12.8 needs cuda-12.8=ADDRESS"):
@@ -123,7 +131,23 @@ def test_an_engine_that_fails_stops_it(calls: Path, tmp_path: Path) -> None:
 
 def test_a_tag_names_the_commit_and_whether_it_has_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("helm.images.build.ROOT", tmp_path)
-    subprocess.run(("git", "init", "-q", str(tmp_path)), check=True)
+    repository_at(tmp_path)
+    if os.geteuid() == 0:  # a container that builds the checkout of a user
+        os.chown(tmp_path, 12345, 12345)
     assert tag_of("0.1.0+g1a2b3c4d5e6f") == "0.1.0-g1a2b3c4d5e6f"
     (tmp_path / "changed.py").touch()
     assert tag_of("0.1.0+g1a2b3c4d5e6f") == "0.1.0-g1a2b3c4d5e6f-dirty"
+    revision, epoch = revision_and_epoch()
+    assert len(revision) == 40 and int(epoch) > 1_000_000_000
+
+
+def test_a_source_archive_is_not_part_of_a_repository_around_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("helm.images.build.ROOT", tmp_path / "unpacked")
+    (tmp_path / "unpacked").mkdir()
+    (tmp_path / "unpacked" / "file").touch()
+    repository_at(tmp_path)
+    assert tag_of("0.1.0") == "0.1.0" and revision_and_epoch() == ("unknown", "0")
+    monkeypatch.setenv("PATH", str(tmp_path))  # without git
+    assert tag_of("0.1.0") == "0.1.0" and revision_and_epoch() == ("unknown", "0")
