@@ -12,7 +12,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,7 +63,8 @@ class Container:
     def log(self) -> Path:
         return self.folder / "log"
 
-    def environment(self, container: Object) -> dict[str, str]:
+    def variables(self, container: Object) -> dict[str, str]:
+        """The container's variables as rendered."""
         fields = {
             "metadata.name": f"{self.name}-{self.index}",
             "metadata.namespace": NAMESPACE,
@@ -77,7 +78,12 @@ class Container:
             elif "resourceFieldRef" in source:
                 values[variable["name"]] = "1"
             else:
-                values[variable["name"]] = variable["value"].replace("/var/cache/diptych", str(tools_folder().parent))
+                values[variable["name"]] = variable["value"]
+        return values
+
+    def environment(self, container: Object) -> dict[str, str]:
+        cache = str(tools_folder().parent)
+        values = {name: value.replace("/var/cache/diptych", cache) for name, value in self.variables(container).items()}
         kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "LANG") if name in os.environ}
         return kept | values | {"DIPTYCH_HOST": self.address, "OMP_NUM_THREADS": "1"} | dict(self.overrides)
 
@@ -169,7 +175,12 @@ class Cluster:
 
 
 @contextmanager
-def running(rendered: Rendered, folder: Path, secrets: Secrets | None = None) -> Iterator[Cluster]:
+def running(
+    rendered: Rendered,
+    folder: Path,
+    secrets: Secrets | None = None,
+    kind: Callable[..., Container] = Container,
+) -> Iterator[Cluster]:
     """Start everything; workers are published to the API server as they start. Nothing is left running."""
     api = KubernetesAPI(folder / "serviceaccount")
     api.namespace = NAMESPACE
@@ -178,7 +189,7 @@ def running(rendered: Rendered, folder: Path, secrets: Secrets | None = None) ->
     access = {"DIPTYCH_KUBERNETES_API": api.url, "DIPTYCH_KUBERNETES_CREDENTIALS": str(api.folder)}
     cluster = Cluster(rendered, api, {})
     for name in names:
-        cluster.containers[name] = Container(rendered, name, folder / name, access, secrets or {})
+        cluster.containers[name] = kind(rendered, name, folder / name, access, secrets or {})
     try:
         for container in cluster.containers.values():
             container.start()
