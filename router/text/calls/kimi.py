@@ -26,6 +26,7 @@ class KimiFormat(SectionFormat):
     marks = (OPEN, CLOSE, BEGIN, ARGUMENTS, END)
     openings = (OPEN, BEGIN)
     layouts = LAYOUTS
+    hints = (OPEN,)
     rendered_call = rf"<\|tool_call_begin\|>(functions\.{PROBE_NAME}:0|{PROBE_CALL_ID})<\|tool_call_argument_begin\|>"
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:

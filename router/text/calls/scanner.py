@@ -135,6 +135,11 @@ def function_name(text: str, position: int) -> int | Missing:
     return end if end < len(text) else Missing.MORE
 
 
+def call_id(text: str, position: int) -> int | Missing:
+    """Match the id of a call, whose characters are those of names."""
+    return function_name(text, position)
+
+
 def rest_of_object(text: str, position: int) -> int | Missing:
     """Match the rest of a JSON object after one of its values, including the closing brace."""
     start = space(text, position)
@@ -177,11 +182,28 @@ class Extent:
         return len(text)
 
 
-OBJECT_HEAD: tuple[str | PatternPart, ...] = (
-    *("{", space, '"name"', space, ":", space, '"', function_name, '"', space, ",", space),
-    *(one_of('"arguments"', '"parameters"'), space, ":", space, peek("{")),
-)
-"""A call as a JSON object, up to its arguments."""
+def short_string(text: str, position: int) -> int | Missing:
+    """Match a JSON string of up to `MAX_NAME_CHARS` characters without escapes."""
+    if position < len(text) and text[position] != '"':
+        return Missing.NEVER
+    end = text.find('"', position + 1)
+    inner = text[position + 1 : end if end >= 0 else None]
+    if len(inner) > MAX_NAME_CHARS or "\\" in inner or "\n" in inner:
+        return Missing.NEVER
+    return end + 1 if end >= 0 else Missing.MORE
+
+
+def object_head(
+    name_key: str, *argument_keys: str, before: Sequence[str | PatternPart] = ()
+) -> tuple[str | PatternPart, ...]:
+    """Return the parts of a call as a JSON object, up to its arguments. `before` are the members before its name."""
+    return (
+        *("{", space, *before, f'"{name_key}"', space, ":", space, '"', function_name, '"', space, ",", space),
+        *(one_of(*[f'"{key}"' for key in argument_keys]), space, ":", space, peek("{")),
+    )
+
+
+OBJECT_HEAD = object_head("name", "arguments", "parameters")
 
 
 class CallScanner(ABC):
@@ -240,13 +262,15 @@ class Layout:
     """One way to write consecutive calls with JSON arguments.
 
     `head` matches from the opening delimiter to the first arguments, `tail` from the end of arguments to the end of the
-    call, `again` from there to the next call's arguments, and `close` the end of the calls.
+    call, `again` from there to the next call's arguments, and `close` the end of the calls. `end` is a delimiter that
+    may follow.
     """
 
     head: Pattern
     tail: Pattern
     again: Pattern | None = None
     close: Pattern | None = None
+    end: str = ""
 
 
 class MarkedScanner(CallScanner):
@@ -352,6 +376,9 @@ class MarkedScanner(CallScanner):
         return self._move_to(self._gap, read[1].end)
 
     def _gap(self, parts: list[Part]) -> bool:
-        """Skip white space after the calls."""
-        self._held = self._held.lstrip()
+        """Skip white space and the final delimiter after the calls."""
+        held, end = self._held.lstrip(), self._layout.end
+        if held and end.startswith(held) and held != end:
+            return False
+        self._held = held.removeprefix(end).lstrip() if end else held
         return bool(self._held) and self._move_to(self._text)

@@ -72,7 +72,7 @@ def answer_of(form: CallFormat) -> str:
     if form.has_channels:
         remark = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
         return THOUGHT + remark + form.written([WEATHER]).removesuffix("<|call|>")
-    return f"I look. {form.written([WEATHER, NOW])}"
+    return f"I look.\n{form.written([WEATHER, NOW])}"
 
 
 async def asked(running: Any, api: str, **options: Any) -> Any:
@@ -134,7 +134,7 @@ async def test_a_call_can_be_demanded(serve: Serve, name: str) -> None:
         assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
 
 
-@pytest.mark.slow_except("pythonic, tagged")
+@pytest.mark.slow_except("olmo3")
 @pytest.mark.parametrize("name", TEMPLATES)
 async def test_wherever_an_answer_is_cut_off(serve: Serve, name: str) -> None:
     running = await serve(TEMPLATES[name], answer_of(FORMS[name]))
@@ -145,7 +145,7 @@ async def test_wherever_an_answer_is_cut_off(serve: Serve, name: str) -> None:
         assert choice["finish_reason"] == "length"
         message = choice["message"]
         deltas = [event["choices"][0]["delta"] for event in events[:-1]]
-        assert "I look. ".startswith(message["content"] or "")
+        assert "I look.\n".startswith(message["content"] or "")
         assert (message["content"] or "") == "".join(delta.get("content") or "" for delta in deltas)
         calls = message.get("tool_calls", [])
         streamed = [part["function"] for delta in deltas for part in delta.get("tool_calls", [])]

@@ -17,7 +17,7 @@ from router.text.calls.tagged import as_json, reader_of
 from router.text.parts import CallPart, Part, TextPart, ThoughtPart, joined
 
 from ....examples import examples
-from .formats import TAGGED, WITHOUT_CHANNELS
+from .formats import AT_ONCE, UNTYPED, WITHOUT_CHANNELS
 
 NAMES = ("now", "get_weather")
 CITY = {"city": {"type": "string"}, "days": {"type": "array"}}
@@ -60,8 +60,8 @@ def test_calls(form: CallFormat) -> None:
 
 def test_text_around_calls(form: CallFormat) -> None:
     one, two = form.written([WEATHER]), form.written([NOW])
-    assert taken_apart(form, f"I look. {one}") == ["I look. ", WEATHER]
-    assert taken_apart(form, f"a {one}\n b {two} c") == ["a ", WEATHER, "b ", NOW, "c"]
+    assert taken_apart(form, f"I look.\n{one}") == ["I look.\n", WEATHER]
+    assert taken_apart(form, f"a\n{one}\n b\n{two} c") == ["a\n", WEATHER, "b\n", NOW, "c"]
     assert taken_apart(form, f"{one}\n\nDone.\n") == [WEATHER, "Done.\n"]
 
 
@@ -81,7 +81,7 @@ def test_a_call_that_breaks_off_before_its_arguments_is_text_unless_the_answer_w
     begun = whole.index("city") - (2 if '{"' in whole else 0)
     for end in range(1, begun):
         assert taken_apart(form, whole[:end]) == [whole[:end]]
-        assert taken_apart(form, "Hm " + whole[:end], cut=True) in (["Hm "], ["Hm ", ("get_weather", "")])
+        assert taken_apart(form, "Hm\n" + whole[:end], cut=True) in (["Hm\n"], ["Hm\n", ("get_weather", "")])
 
 
 def test_a_call_that_is_cut_off_has_the_arguments_that_came(form: CallFormat) -> None:
@@ -247,14 +247,14 @@ def test_lists_may_be_as_python_prints_them(text: str, expected: str) -> None:
 
 
 def test_arguments_come_as_they_are_made() -> None:
-    """In Python's form a call comes once it is complete."""
+    """In Python's form, and Gemma's, a call comes once it is complete."""
     for name, form in WITHOUT_CHANNELS.items():
         whole = form.written([WEATHER])
         scanner = form.scanner(start=0, only_calls=False, functions=FUNCTIONS)
         place = whole.index("Par")
         scanner.push(whole[:place])
         came = scanner.push("Par")
-        assert came == ([] if name.startswith("pythonic") else [CallPart(0, arguments="Par")])
+        assert came == ([] if name in AT_ONCE else [CallPart(0, arguments="Par")])
 
 
 # ---------------------------------------------------------------- however it is divided
@@ -291,7 +291,7 @@ def test_how_an_answer_is_divided_changes_nothing(
     name: str, rows: list[tuple[str, list[tuple[str, str]]]], last: str, data: st.DataObject
 ) -> None:
     form = WITHOUT_CHANNELS[name]
-    assume(name not in TAGGED or not any(map(is_ambiguous, [call for _, calls in rows for call in calls])))
+    assume(name not in UNTYPED or not any(map(is_ambiguous, [call for _, calls in rows for call in calls])))
     text = "".join([before + form.written(calls) for before, calls in rows]) + last
     places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
     pieces = [text[start:end] for start, end in itertools.pairwise([0, *places, len(text)])]
