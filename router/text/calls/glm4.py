@@ -26,12 +26,22 @@ from router.text.calls.format import (
     free,
     row,
 )
-from router.text.calls.scanner import Layout, MarkedScanner, Missing, Pattern, exactly, function_name, peek, space
+from router.text.calls.scanner import (
+    Layout,
+    MarkedScanner,
+    Missing,
+    Pattern,
+    exactly,
+    function_name,
+    one_of,
+    peek,
+    space,
+)
 from router.text.parts import Part, first_mark
 
 ROLE = "<|assistant|>"
 BREAK = r"/ ?\n/"
-CALL = (function_name, space, peek("{"))
+CALL = (function_name, one_of("\n", " \n"), space, peek("{"))
 
 
 class GLM4Scanner(MarkedScanner):

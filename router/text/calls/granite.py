@@ -9,8 +9,8 @@ from router.text.calls.json_calls import JSONFormat, JSONSyntax
 
 
 class GraniteFormat(JSONFormat):
-    """A JSON list without an end. Granite 3.1 writes `<tool_call>` as text."""
+    """A JSON list without an end. Granite 3.1 writes `<tool_call>` as text, and arguments before names."""
 
     name = "granite"
     hints = ("<|tool_call|> followed by a JSON list",)
-    syntax = JSONSyntax((("<|tool_call|>",), ""), ((("<tool_call>",), ""),), is_list=True)
+    syntax = JSONSyntax((("<|tool_call|>",), ""), ((("<tool_call>",), ""),), is_list=True, any_order=True)

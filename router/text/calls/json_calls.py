@@ -25,6 +25,7 @@ from router.text.calls.scanner import (
     Layout,
     Pattern,
     PatternPart,
+    late_object_head,
     object_head,
     rest_of_object,
     short_string,
@@ -42,7 +43,8 @@ class JSONSyntax:
 
     `delimiters` enclose a call or, with `is_list`, a list of calls. The model writes the first pair; the scanner also
     accepts the `others`. `argument_keys` are names of the member with the arguments, the usual one first. `id_key` is
-    the name of an optional member before the function's name. `gaps` are white space as the model writes it: between
+    the name of an optional member before the function's name. With `any_order`, the model may also write arguments
+    before the name, which the scanner always accepts. `gaps` are white space as the model writes it: between
     delimiters and JSON, before each item of a list, and after the last one.
     """
 
@@ -52,6 +54,7 @@ class JSONSyntax:
     name_key: str = "name"
     argument_keys: tuple[str, ...] = ("arguments",)
     id_key: str = ""
+    any_order: bool = False
     gaps: tuple[str, str, str] = ("", "", "")
 
 
@@ -87,7 +90,7 @@ class JSONFormat(CallFormat):
     def _heads(self) -> list[tuple[str | PatternPart, ...]]:
         syntax = self.syntax
         keys = dict.fromkeys((*syntax.argument_keys, "arguments", "parameters"))
-        heads = [object_head(syntax.name_key, *keys)]
+        heads = [object_head(syntax.name_key, *keys), late_object_head(syntax.name_key, *keys)]
         if syntax.id_key:
             member = (f'"{syntax.id_key}"', space, ":", space, short_string, space, ",", space)
             heads.append(object_head(syntax.name_key, *keys, before=member))
@@ -126,7 +129,12 @@ class JSONFormat(CallFormat):
         syntax = self.syntax
         number = f"({literal(json.dumps(syntax.id_key))} {literal(':')} {BLANK} {ID} {literal(',')} {GAP})?"
         before = number if syntax.id_key else ""
-        return json_call(name, syntax.argument_keys, arguments, name_key=syntax.name_key, before=before, gap=GAP)
+        call = json_call(name, syntax.argument_keys, arguments, name_key=syntax.name_key, before=before, gap=GAP)
+        if not syntax.any_order:
+            return call
+        given = f"{literal(json.dumps(syntax.argument_keys[0]))} {literal(':')} {BLANK} {arguments}"
+        named = f"{literal(json.dumps(syntax.name_key))} {literal(':')} {BLANK} {literal(json.dumps(name))}"
+        return f"{call} | {literal('{')} {GAP} {given} {literal(',')} {GAP} {named} {GAP} {literal('}')}"
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         syntax = self.syntax

@@ -243,8 +243,12 @@ class TaggedScanner(MarkedScanner):
         self._is_again, self._is_begun = key in self._keys, False
         self._keys.add(key)
         self._reader = self._reader_of(key)
-        self._is_text = (tags.typed and begun == STRING) or (self._reader is not None and self._reader.is_text)
-        quoted = not self._is_text and (tags.typed or (self._reader is not None and not self._reader.may_be_text))
+        reader = self._reader
+        if tags.typed and begun == STRING:  # unless the schema accepts no string
+            self._is_text = reader is None or reader.may_be_text
+        else:
+            self._is_text = reader is not None and reader.is_text
+        quoted = not self._is_text and (tags.typed or (reader is not None and not reader.may_be_text))
         self._end_of_value = _ValueEnd(tags.close, quoted=quoted)
         if not self._is_again:
             self._emit_arguments(f"{'{' if len(self._keys) == 1 else ', '}{json_string(key)}: ", parts)

@@ -10,20 +10,25 @@ from collections.abc import Mapping
 
 from router.text.answer_grammar import literal, rule
 from router.text.calls.format import GAP, Function, Spell, Wanted, answer_rules, bodies, free, row
-from router.text.calls.json_calls import JSONFormat, JSONSyntax
+from router.text.calls.json_calls import Delimiters, JSONFormat, JSONSyntax
 from router.text.calls.scanner import BLANKS, MarkedScanner
+
+OTHERS: tuple[Delimiters, ...] = (
+    *((("```json",), "```"), (("```",), "```")),
+    *((("<tool_call>",), "</tool_call>"), (("[TOOL_CALLS]",), "")),
+)
 
 
 class XLAMFormat(JSONFormat):
-    """A JSON list of calls whose names are those of functions. The scanner also reads it in a code block."""
+    """A JSON list of calls of known functions. The scanner also reads it in a code block or after a tag."""
 
     name = "xlam"
     is_unmarked = True
-    syntax = JSONSyntax(((), ""), ((("```json",), "```"), (("```",), "```")), is_list=True)
+    syntax = JSONSyntax(((), ""), OTHERS, is_list=True)
 
     def __init__(self) -> None:
         super().__init__()
-        self.marks, self.openings = (), ("[", "```")
+        self.openings = ("[", *self.openings)
         self.layouts = [layout for i, layout in enumerate(self.layouts) if i % 2]  # lists only
 
     def scanner(

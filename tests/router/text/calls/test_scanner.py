@@ -16,7 +16,7 @@ from router.text.calls.harmony import HarmonyFormat
 from router.text.calls.tagged import as_json, reader_of
 from router.text.parts import CallPart, Part, TextPart, ThoughtPart, joined
 
-from ....examples import examples
+from ....examples import FULL, examples
 from .formats import AT_ONCE, UNTYPED, WITHOUT_CHANNELS
 
 NAMES = ("now", "get_weather")
@@ -36,10 +36,13 @@ def parts_of(form: CallFormat, pieces: Sequence[str], *, cut: bool = False, **op
 
 
 def taken_apart(form: CallFormat, text: str, **options: Any) -> list[Item]:
-    """The items of an answer, after looking whether it is the same in two pieces and in characters."""
+    """The items of an answer, after looking whether it is the same in two pieces and in characters.
+
+    The profile "quick" cuts it at a tenth of the places.
+    """
     parts = parts_of(form, [text], **options)
     assert parts_of(form, list(text), **options) == parts
-    for place in range(1, len(text)):
+    for place in range(1, len(text), FULL // settings().max_examples):
         assert parts_of(form, [text[:place], text[place:]], **options) == parts, text[:place]
     return [
         (part.name, part.arguments) if isinstance(part, CallPart) else part.text if isinstance(part, TextPart) else part
@@ -135,6 +138,16 @@ MALFORMED = {
     ],
     "glm": ["<tool_call>now and then</tool_call>", '<tool_call>{"name": "now"}</tool_call>', "<arg_key>a</arg_key>"],
     "kimi": ["<|tool_call_begin|>now<|tool_call_argument_begin|>{}<|tool_call_end|>"],
+    "granite": ["<|tool_call|>now", '<|tool_call|>["now"]', '<|tool_call|>[{"name": "now"}]'],
+    "phi4-mini": ["functools", "<|tool_call|>[]<|/tool_call|>"],
+    "command": ["<|START_ACTION|>[]<|END_ACTION|>", '<|START_ACTION|>[{"tool_name": 1}]<|END_ACTION|>'],
+    "internlm": ["<|action_start|><|interpreter|>\nprint(1)<|action_end|>"],
+    "xlam": ['[{"name": "then", "arguments": {}}]', '[{"name": "now"}]', "```json\n[1]\n```"],
+    "solar": ["<|tool_calls|><|calls|>", "<|tool_call:begin|>x<|tool_call:name|>now"],
+    "glm4": ["now {}", "right now\n{}", "then\n{}", "now\nnow"],
+    "lfm2": ["<|tool_call_start|>[then()]<|tool_call_end|>", "<|tool_call_start|>[now(1)]<|tool_call_end|>", "[now()]"],
+    "deepseek-v3.2": ["<｜DSML｜function_calls>now</｜DSML｜function_calls>"],
+    "gemma4": ["<|tool_call>call:then", "<|tool_call>call:now", "<|tool_call>call:now{a b}<tool_call|>", "call:now{}"],
     "minimax": ["<minimax:tool_call>now</minimax:tool_call>", '<invoke name="now">\n</invoke>'],
 }
 
@@ -145,6 +158,8 @@ def test_what_only_looks_like_a_call_stays_text(name: str, text: str) -> None:
         assert taken_apart(WITHOUT_CHANNELS[name], answer) == [answer]
 
 
+DSML_BEGUN = '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+DSML_END = "\n</｜DSML｜invoke>\n</｜DSML｜function_calls>"
 PARIS, IN_PARIS = "<parameter=city>Paris</parameter>", ("get_weather", '{"city": "Paris"}')
 VARIANTS: list[tuple[str, str, list[Item]]] = [
     ("hermes", '<tool_call>{"name":"now","arguments":{}}</tool_call>', [NOW]),
@@ -188,6 +203,31 @@ VARIANTS: list[tuple[str, str, list[Item]]] = [
     ("glm", "<tool_call>now</tool_call>", [NOW]),
     ("glm", "<tool_call>now\n<arg_key>a</arg_key><arg_value>True</arg_value></tool_call>", [("now", '{"a": true}')]),
     ("minimax", '<minimax:tool_call><invoke name="now"></invoke></minimax:tool_call>', [NOW]),
+    ("kimi", "<|tool_call_begin|>now:0<|tool_call_argument_begin|>{}<|tool_call_end|>", [NOW]),
+    ("granite", '<|tool_call|> [\n  {"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]\nso',
+     [NOW, NOW, "so"]),
+    ("granite", '<tool_call>[{"arguments": {"a": "}\\""}, "name": "now"}, {"arguments": {}, "name": "now"}]',
+     [("now", '{"a": "}\\""}'), NOW]),
+    ("hermes", '<tool_call>{"arguments": {}, "name": "now"}</tool_call>', [NOW]),
+    ("phi4-mini", 'functools[{"name": "now", "arguments": {}}] ok', [NOW, "ok"]),
+    ("phi4-mini", '<|tool_call|>{"name": "now", "arguments": {}}<|/tool_call|>', [NOW]),
+    ("command", '<|START_ACTION|>[{"tool_name": "now", "parameters": {}}]<|END_ACTION|>', [NOW]),
+    ("command, fenced", 'Action: ```json\n[{"tool_name": "now", "parameters": {}}]\n```', [NOW]),
+    ("internlm", '<|action_start|> <|plugin|>{"name": "now", "arguments": {}}<|action_end|>', [NOW]),
+    ("xlam", '```json\n[{"name": "now", "arguments": {}}]\n```', [NOW]),
+    ("xlam", '[TOOL_CALLS][{"name": "now", "arguments": {}}]', [NOW]),
+    ("solar", "assistant<|tool_calls|><|tool_call:begin|>x<|tool_call:name|>now<|tool_call:args|>{}<|tool_call:end|>",
+     [NOW]),
+    ("glm4", "Hm<|assistant|>now \n{}<|assistant|>now\n{}", ["Hm", NOW, NOW]),
+    ("lfm2", "<|tool_call_start|>[now(), get_weather(city='it\\'s')]<|tool_call_end|> so",
+     [NOW, ("get_weather", '{"city": "it\'s"}'), "so"]),
+    ("deepseek-v3.2", DSML_BEGUN + '<｜DSML｜parameter name="city" string="true">3</｜DSML｜parameter>\n'
+                      '<｜DSML｜parameter name="days" string="true">[1]</｜DSML｜parameter>' + DSML_END,
+     [("get_weather", '{"city": "3", "days": [1]}')]),
+    ("gemma4", "<|tool_call>call:now{a:1.5,b:[true,<|\"|>x, {}<|\"|>],c:{d:None}, e: word}<tool_call|>",
+     [("now", '{"a": 1.5, "b": [true, "x, {}"], "c": {"d": null}, "e": "word"}')]),
+    ("functiongemma", "<start_function_call>call:get_weather{days:<escape>[1]<escape>}<end_function_call>",
+     [("get_weather", '{"days": [1]}')]),
     ("kimi", "<|tool_call_begin|>functions.now:12<|tool_call_argument_begin|>{}<|tool_call_end|>", [NOW]),
 ]  # fmt: skip
 
