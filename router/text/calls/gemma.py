@@ -89,7 +89,9 @@ class GemmaFormat(CallFormat):
     def __init__(self) -> None:
         opened, closed, quote = self.marks
         self.openings = (opened,)
-        self.layouts = (Layout(Pattern(opened, space, "call:", function_name, "{"), Pattern(), None, None, end=closed),)
+        self.layouts = tuple(  # models sometimes omit the word
+            Layout(Pattern(opened, space, word, function_name, "{"), Pattern(), end=closed) for word in ("call:", ":")
+        )
         self.rendered_argument = rf"{PROBE_ARGUMENT}:{re.escape(quote)}{PROBE_VALUE}{re.escape(quote)}"
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,13 @@ from router.text.calls.dialect import dialect_of
 from router.text.calls.format import CallFormat
 from router.text.text_pipeline import TextPipeline
 
-from ..templates import HARMONY, LLAMA3, MISTRAL, PLAIN, TEMPLATES
+from ..templates import HARMONY, LLAMA3, MISTRAL, PLAIN, TEMPLATES, template
 from .test_streamed_calls import APIS, CHAT_TOOLS, Client
 
 ARGUMENTS = '{"city": "Paris", "days": [1, 2]}'
 WEATHER, NOW = ("get_weather", ARGUMENTS), ("now", "{}")
 THOUGHT = "<|channel|>analysis<|message|>Hm, final.<|end|><|start|>assistant"
+UNKNOWN = template("<call {{ f.name }}>{{ f.arguments | tojson }}</call>")
 FORMS = {name: dialect_of(ChatTemplate(source)).format for name, source in TEMPLATES.items()}
 
 Serve = Callable[..., Awaitable[Any]]
@@ -251,6 +253,17 @@ async def test_a_parser_may_be_named(serve: Serve) -> None:
     running = await serve(PLAIN, "[now()]", tool_parser="pythonic")
     message = (await running.chat(tools=CHAT_TOOLS)).json()["choices"][0]["message"]
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["now"]
+
+
+async def test_an_unknown_format_is_logged_with_the_model_and_the_option(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "router.generation.served_model")
+    for source, parser in ((LLAMA3, "auto"), (UNKNOWN, "pythonic"), (PLAIN, "auto"), (UNKNOWN, "auto")):
+        await serve(source, "hi", tool_parser=parser)
+    known = [(each.levelname, each.getMessage()) for each in caplog.records if "tool-call format" in each.getMessage()]
+    assert [level for level, _ in known] == ["INFO", "WARNING"], "a template without tools is no reason to worry"
+    assert all(text.startswith("model tiny-random: ") and "--tool-parser" in text for _, text in known)
 
 
 async def test_without_a_parser_calls_are_text_and_none_can_be_demanded(serve: Serve) -> None:

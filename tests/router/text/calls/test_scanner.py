@@ -226,6 +226,7 @@ VARIANTS: list[tuple[str, str, list[Item]]] = [
      [("get_weather", '{"city": "3", "days": [1]}')]),
     ("gemma4", "<|tool_call>call:now{a:1.5,b:[true,<|\"|>x, {}<|\"|>],c:{d:None}, e: word}<tool_call|>",
      [("now", '{"a": 1.5, "b": [true, "x, {}"], "c": {"d": null}, "e": "word"}')]),
+    ("gemma4", "<|tool_call>:now{}<tool_call|><|tool_call>call:now{}<tool_call|>", [NOW, NOW]),
     ("functiongemma", "<start_function_call>call:get_weather{days:<escape>[1]<escape>}<end_function_call>",
      [("get_weather", '{"days": [1]}')]),
     ("kimi", "<|tool_call_begin|>functions.now:12<|tool_call_argument_begin|>{}<|tool_call_end|>", [NOW]),
