@@ -49,11 +49,8 @@ class CommandFormat(JSONFormat):
     def __init__(self, *, fenced: bool = False) -> None:
         self.fenced = fenced
         self.syntax = FENCED if fenced else ACTION
+        self.hints = ("Write 'Action:'", "Write \\'Action:\\'") if fenced else ()
         super().__init__()
-
-    @property
-    def hints(self) -> tuple[str, ...]:  # type: ignore[override]
-        return ("Write 'Action:'", "Write \\'Action:\\'") if self.fenced else ()
 
     def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Name the text before calls as the templates expect it. They omit `content` there."""

@@ -92,7 +92,7 @@ class CallFormat(ABC):
     """Texts that begin a call."""
     layouts: Sequence[Layout]
     """Ways to write one or more consecutive calls, starting with one of the openings."""
-    hints: ClassVar[tuple[str, ...]] = ()
+    hints: tuple[str, ...] = ()
     """Texts of which a chat template has one if its model writes this format, though it does not render calls."""
     rendered_argument: str = rf'"{PROBE_ARGUMENT}":\s*"{PROBE_VALUE}"'
     """Regular expression of a rendered argument. The default matches JSON that is not nested in a string."""

@@ -22,8 +22,5 @@ class Phi4MiniFormat(JSONFormat):
         self.functools = functools
         written, other = (FUNCTOOLS, TAGS) if functools else (TAGS, FUNCTOOLS)
         self.syntax = JSONSyntax(written, (other,), is_list=True)
+        self.hints = ("functools[",) if functools else ("<|/tool|>",)
         super().__init__()
-
-    @property
-    def hints(self) -> tuple[str, ...]:  # type: ignore[override]
-        return ("functools[",) if self.functools else ("<|/tool|>",)
