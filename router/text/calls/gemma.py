@@ -1,4 +1,4 @@
-"""The tool-call formats of Gemma 4 and of FunctionGemma, with strings between quotes of their own:
+"""The tool-call formats of Gemma 4 and of FunctionGemma, with special quotes around strings:
 
 <|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>
 <start_function_call>call:get_weather{city:<escape>Paris<escape>,days:3}<end_function_call>
@@ -35,6 +35,7 @@ from router.text.schema import ANY, Case, ObjectShape, Schemas, Shapes, Unenforc
 PLAIN_NAME = re.compile(r"[a-zA-Z_][\w.$-]*", re.ASCII)
 """Names of members that stand without quotes."""
 UNKNOWN_NAME = r"/[a-zA-Z_][a-zA-Z0-9_.$-]*/"
+QUOTED_NAME = r"/[^<>]{1,256}/"
 WORDS = {"true": True, "false": False, "null": None, "None": None}
 """Templates print a null in a list or an object as `None`."""
 
@@ -165,7 +166,10 @@ class GemmaRules(PythonRules):
         return f"{self._quote} {self._text(wanted)} {self._quote}" if self._is_special else self._lexeme(wanted)
 
     def _listed(self, value: Any) -> list[str]:
-        parts = _text_of(value, self._mark).split(self._mark)
+        text = _text_of(value, self._mark)
+        if not self._is_special:  # one lexeme, as other strings are
+            return [literal(text)]
+        parts = text.split(self._mark)
         return [f" {self._quote} ".join([literal(part) if part else "" for part in parts]).strip()]
 
     def _name(self, name: str) -> str:
@@ -175,7 +179,11 @@ class GemmaRules(PythonRules):
         return sorted(shape.named.items(), key=_order)
 
     def _key(self, kind: UnlistedMembers, taken: Sequence[str]) -> str:
-        return self._terminal(names_lexeme(UNKNOWN_NAME, kind.patterns, kind.without, taken))
+        plain = self._terminal(names_lexeme(UNKNOWN_NAME, kind.patterns, kind.without, taken))
+        quoted = names_lexeme(QUOTED_NAME, kind.patterns, kind.without, taken)
+        if self._is_special:
+            return f"({plain} | {self._quote} {self._terminal(quoted)} {self._quote})"
+        return f"({plain} | {self._terminal(f'{literal(self._mark)} ({quoted}) {literal(self._mark)}')})"
 
 
 def read_members(text: str, position: int, quote: str, depth: int = 0) -> tuple[dict[str, Any], int]:

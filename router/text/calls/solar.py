@@ -19,7 +19,7 @@ ID = "[a-zA-Z0-9_-]{1,64}"
 CALL = (BEGIN, call_id, NAME, function_name, ARGUMENTS, space, peek("{"))
 TAIL, AGAIN, LAST = Pattern(space, END), Pattern(space, *CALL), Pattern(space, CLOSE)
 HEAD = f"assistant{OPEN}"
-"""After a thought or a text, calls are a message with a header of its own, of which only the role is not special."""
+"""Header of calls that follow reasoning or text, without its special tokens."""
 
 
 class SolarFormat(SectionFormat):
