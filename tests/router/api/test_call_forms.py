@@ -25,6 +25,8 @@ from .test_streamed_calls import APIS, CHAT_TOOLS, Client
 ARGUMENTS = '{"city": "Paris", "days": [1, 2]}'
 WEATHER, NOW = ("get_weather", ARGUMENTS), ("now", "{}")
 THOUGHT = "<|channel|>analysis<|message|>Hm, final.<|end|><|start|>assistant"
+PLAIN_TEXT = ("pythonic", "xlam", "phi4-mini, functools", "command, fenced")
+"""Formats whose calls begin without a special token."""
 UNKNOWN = template("<call {{ f.name }}>{{ f.arguments | tojson }}</call>")
 FORMS = {name: dialect_of(ChatTemplate(source)).format for name, source in TEMPLATES.items()}
 
@@ -97,7 +99,7 @@ async def test_calls(serve: Serve, name: str, per_event: int) -> None:
         answer = await asked(running, api, stream=stream)
         assert [str(answer.items[0]).rstrip(), *answer.items[1:]] == ["I look.", *calls], api
         assert answer.reason == {"responses": "completed", "messages": "tool_use"}.get(api, "tool_calls")
-        assert name == "pythonic" or "<[" in running.engine.requests[-1].params.grammar
+        assert name in PLAIN_TEXT or "<[" in running.engine.requests[-1].params.grammar
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -333,14 +333,14 @@ def test_how_an_answer_is_divided_changes_nothing(
 ) -> None:
     form = WITHOUT_CHANNELS[name]
     assume(name not in UNTYPED or not any(map(is_ambiguous, [call for _, calls in rows for call in calls])))
-    text = "".join([before + form.written(calls) for before, calls in rows]) + last
+    text = "\n".join([f"{before}\n{form.written(calls)}" for before, calls in rows] + [last])
     places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
     pieces = [text[start:end] for start, end in itertools.pairwise([0, *places, len(text)])]
     for cut in (False, True):
         parts = parts_of(form, pieces, cut=cut)
         assert parts == parts_of(form, [text], cut=cut) == parts_of(form, list(text), cut=cut)
-    items = [(part.name, part.arguments) for part in parts_of(form, pieces) if isinstance(part, CallPart)]
-    assert items == [call for _, calls in rows for call in calls]
+    items = [(part.name, json.loads(part.arguments)) for part in parts_of(form, pieces) if isinstance(part, CallPart)]
+    assert items == [(called, json.loads(given)) for _, calls in rows for called, given in calls]
     texts = "".join([part.text for part in parts_of(form, pieces) if isinstance(part, TextPart)])
     expected = "".join([before for before, _ in rows]) + last
     assert texts.split() == expected.split() or "".join(texts.split()) == "".join(expected.split())
