@@ -9,14 +9,14 @@ from router.text.calls.python_syntax import COMMA
 from router.text.calls.pythonic import TaggedPythonicFormat, list_layout
 from router.text.calls.scanner import space
 
-START, END = "<|tool_call_start|>", "<|tool_call_end|>"
+OPEN, CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
 
 
 class LFM2Format(TaggedPythonicFormat):
     name = "lfm2"
     hints = ("<|tool_list_start|>", "List of tools: [")
-    marks = (START, END)
-    openings = (START,)
-    layouts = (list_layout(START, space, end=END),)
+    marks = (OPEN, CLOSE)
+    openings = (OPEN,)
+    layouts = (list_layout(OPEN, space, end=CLOSE),)
     first, last, comma = "[", "]", ", "
     between = COMMA

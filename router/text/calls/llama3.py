@@ -22,11 +22,10 @@ from router.text.calls.format import (
     json_call,
     row,
 )
+from router.text.calls.pythonic import END, START
 from router.text.calls.scanner import BLANKS, OBJECT_HEAD, Layout, MarkedScanner, Pattern, rest_of_object, space
 
 TAG = "<|python_tag|>"
-START, END = "<|python_start|>", "<|python_end|>"
-"""Special tokens around the text before calls in Llama 4's template."""
 NAME, ARGUMENTS, BETWEEN = '{"name": "', '", "parameters": ', "; "
 TYPED_HEAD = ("{", space, '"type"', space, ":", space, '"function"', space, ",", space, *OBJECT_HEAD[1:])
 LAYOUTS = [
@@ -43,6 +42,7 @@ class Llama3Format(CallFormat):
     is_unmarked = True
     marks = (TAG,)
     silent_marks = (START, END)
+    """Llama 4's template writes them around the text before calls."""
     rendered_call = rf'(<\|python_\w+\|>)*\{{"name":\s*"{PROBE_NAME}",\s*"parameters":'
 
     def scanner(
