@@ -16,7 +16,6 @@ WITH_UNIT = re.compile(r"_(S|MS|NS)$")
 WAITS = re.compile(r"\b(?:sleep|timeout|timeout_at|wait_for)\(([A-Z][A-Z0-9_]*)\)|\btimeout(?:_s)?=([A-Z][A-Z0-9_]*)\b")
 # (name, value) defined in several files -> why these are different facts that happen to be equal
 EQUAL_BY_CHANCE = {
-    ("ARGUMENTS", '", "arguments": '): "calls of different models",
     ("AUTO", "auto"): "a flag's value; OpenAI's `tool_choice`",
     ("BLOCK", 1024): "each kernel is tuned separately",
     ("BLOCK_K", 64): "each kernel is tuned separately",

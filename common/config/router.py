@@ -264,12 +264,14 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSetti
         "auto",
         "format of the model's tool calls",
         group="Model",
-        details="`auto` selects the format of the chat template. For a template without tools, it uses hermes and "
-        "describes the format in the prompt. `none` leaves calls in the text and rejects a required "
+        details="`auto` selects the format of the chat template. If the template shows none, it uses hermes, describes "
+        "that format in the prompt, and logs this at start. `none` leaves calls in the text and rejects a required "
         "tool_choice.",
         choices=(
-            *("auto", "hermes", "llama3", "mistral", "pythonic", "deepseek", "harmony"),
-            *("qwen3-coder", "glm", "minimax", "seed-oss", "kimi", "none"),
+            *("auto", "hermes", "llama3", "mistral", "pythonic", "deepseek", "deepseek-v3.2", "deepseek-v4", "harmony"),
+            *("qwen3", "qwen3-coder", "glm", "glm4", "minimax", "seed-oss", "kimi", "solar", "exaone", "ernie"),
+            *("granite", "granite4", "command", "internlm", "xlam", "phi4-mini", "gemma4", "functiongemma"),
+            *("olmo3", "lfm2", "none"),
         ),
     )
     local_prefill_threshold: int = setting(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -15,6 +16,8 @@ from router.observe import RouterMetrics
 from router.planner import Outlook
 from router.text import TextPipeline, ThoughtMarks, marks_in
 from router.text.calls import Dialect, dialect_of
+
+log = logging.getLogger(__name__)
 
 # Limits on texts that are only tokenised, and on token ids that are only detokenised.
 MIN_TOKENIZE_BYTES = 1024 * 1024
@@ -103,6 +106,16 @@ class ServedModel:
     def __post_init__(self) -> None:
         self.task = served_task(self.files, self.config.task)
         self.dialect = dialect_of(self.text.template, self.config.tool_parser)
+        if not self.dialect.is_known and self.task.name == "generate":
+            has_tools = "tools" in (self.text.template.source or "")
+            log.log(
+                logging.WARNING if has_tools else logging.INFO,
+                "model %s: its chat template shows no known tool-call format. The router describes functions and the "
+                "format %s in the prompt. If the model was trained with another format, set --tool-parser, or "
+                "tool_parser in the models file.",
+                self.name,
+                self.dialect.format.name,
+            )
         self.marks = self.text.mark_tokens(self.dialect.format.marks)
         self.thoughts = self._thought_marks()
         marks = () if self.thoughts is None else (self.thoughts.start, self.thoughts.end)

@@ -82,7 +82,7 @@ class CallsDemand(msgspec.Struct, frozen=True, tag="calls"):
     def of(cls, call_format: CallFormat, spell: Spell, wanted: Wanted) -> Self:
         """Encode the functions. Raises RecursionError if a schema is nested too deeply."""
         functions = json.dumps([[function.name, function.parameters] for function in wanted.functions])
-        marks = {mark: spell(mark) for mark in call_format.marks}
+        marks = {mark: spell(mark) for mark in (*call_format.marks, *call_format.silent_marks)}
         answer = json.dumps(wanted.answer)
         return cls(_number_of(call_format), marks, functions, wanted.required, wanted.several, answer)
 

@@ -91,6 +91,49 @@ LLAMA3_SINGLE = (
     '{% set f = m.tool_calls[0].function %}[assistant]{"name": "{{ f.name }}", "parameters": ' + JSON + "}\n"
     "{% else %}[{{ m.role }}]{{ m.content }}\n{% endif %}{% endfor %}" + ANSWER
 )
+OBJECT = '{"name": "{{ f.name }}", "arguments": ' + JSON + "}"
+GRANITE = template(OBJECT, first="<|tool_call|>[", last="]", between=", ")
+FUNCTOOLS = template(OBJECT, first="functools[", last="]", between=", ")
+PHI4_MINI = template(OBJECT, first="<|tool_call|>[", last="]<|/tool_call|>", between=", ")
+XLAM = template(OBJECT, first="[", last="]", between=", ")
+INTERNLM = template('<|action_start|><|plugin|>\n{"name": "{{ f.name }}", "parameters": ' + JSON + "}<|action_end|>")
+COMMAND = template(
+    LINE + '    {"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ f.name }}", "parameters": ' + JSON + "}",
+    first="<|START_ACTION|>[", last="{{ '\\n]' }}<|END_ACTION|>", between=",",
+)  # fmt: skip
+COMMAND_FENCED = template(
+    LINE + '    {\n        "tool_name": "{{ f.name }}",\n        "parameters": ' + JSON + "\n    }",
+    first="Action:\n```json\n[", last="{{ '\\n]' }}```", between=",",
+)  # fmt: skip
+SOLAR = template(
+    "<|tool_call:begin|>{{ c.id }}<|tool_call:name|>{{ f.name }}<|tool_call:args|>" + JSON + "<|tool_call:end|>",
+    first="<|tool_calls|>", last="<|calls|>",
+)  # fmt: skip
+LFM2 = template("{{ f.name }}(" + KEYWORDS + ")", first="<|tool_call_start|>[", last="]<|tool_call_end|>", between=", ")
+DSML = template(
+    '<｜DSML｜invoke name="{{ f.name }}">\n'
+    + MEMBERS + '<｜DSML｜parameter name="{{ k }}" string="{{ (v is string) | tojson }}">' + TEXT
+    + "</｜DSML｜parameter>\n{% endfor %}</｜DSML｜invoke>\n",
+    first="<｜DSML｜function_calls>\n", last="</｜DSML｜function_calls>",
+)  # fmt: skip
+GEMMA_VALUE = (
+    '{% macro shown(v) %}{% if v is none %}None{% elif v is string %}<|"|>{{ v }}<|"|>{% elif v is mapping %}'
+    "{{ '{' }}{% for k, w in v | dictsort %}{{ k }}:{{ shown(w) }}{% if not loop.last %},{% endif %}{% endfor %}"
+    "{{ '}' }}"
+    "{% elif v is iterable %}[{% for w in v %}{{ shown(w) }}{% if not loop.last %},{% endif %}{% endfor %}]"
+    "{% else %}{{ v | tojson }}{% endif %}{% endmacro %}"
+)
+GEMMA = GEMMA_VALUE + template(
+    "<|tool_call>call:{{ f.name }}{{ '{' }}{% for k, v in f.arguments | dictsort %}{{ k }}:{{ shown(v) }}"
+    "{% if not loop.last %},{% endif %}{% endfor %}{{ '}' }}<tool_call|>"
+)
+FUNCTION_GEMMA = GEMMA.replace("<|tool_call>", "<start_function_call>").replace(
+    "<tool_call|>", "<end_function_call>"
+).replace('<|"|>', "<escape>")  # fmt: skip
+GLM4 = (
+    "{% if tools %}# 可用工具{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.metadata }}\n"
+    "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}" + ANSWER
 STRICT = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}hi"
 
@@ -100,7 +143,7 @@ TEMPLATES = {
     "mistral": MISTRAL,
     "mistral, compact": MISTRAL_COMPACT,
     "pythonic": PYTHONIC,
-    "pythonic, tagged": TAGGED,
+    "olmo3": TAGGED,
     "deepseek": DEEPSEEK,
     "deepseek, fenced": FENCED,
     "harmony": HARMONY,
@@ -108,6 +151,19 @@ TEMPLATES = {
     "glm": GLM,
     "minimax": MINIMAX,
     "kimi": KIMI,
+    "granite": GRANITE,
+    "phi4-mini": PHI4_MINI,
+    "phi4-mini, functools": FUNCTOOLS,
+    "xlam": XLAM,
+    "internlm": INTERNLM,
+    "command": COMMAND,
+    "command, fenced": COMMAND_FENCED,
+    "solar": SOLAR,
+    "lfm2": LFM2,
+    "deepseek-v3.2": DSML,
+    "deepseek-v4": DSML.replace("function_calls", "tool_calls"),
+    "gemma4": GEMMA,
+    "functiongemma": FUNCTION_GEMMA,
 }
 
 VARIANTS = {
@@ -118,3 +174,11 @@ VARIANTS = {
     "llama3": LLAMA3_SINGLE,
 }
 """Templates of the same formats that differ in white space, in how values are printed, or in what they refuse."""
+MESSAGES = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
+WRITTEN = {
+    "kimi": TOOLS + "{# <|tool_calls_section_begin|> #}" + MESSAGES,
+    "lfm2": "List of tools: [" + TOOLS + "]" + MESSAGES,
+    "granite": "Respond with <|tool_call|> followed by a JSON list of tools." + TOOLS + MESSAGES,
+    "glm4": GLM4,
+}  # fmt: skip
+"""Templates that describe tools, show the format in their text, and omit calls."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,10 +19,15 @@ from router.text.calls.format import (
     Function,
     Message,
 )
-from router.text.calls.registry import format_in, format_named
+from router.text.calls.registry import format_hinted, format_in, format_named
 
 AUTO, NONE = "auto", "none"
-PROBE = Function(PROBE_NAME, "a probe", {"type": "object", "properties": {PROBE_ARGUMENT: {"type": "string"}}})
+PROBE = Function(
+    PROBE_NAME,
+    "a probe",
+    {"type": "object", "properties": {PROBE_ARGUMENT: {"type": "string", "description": "a value"}}},
+)
+USER = {"role": "user", "content": "hi"}
 VALUES = (PROBE_VALUE, "another value")
 CALL_IDS = (PROBE_CALL_ID, "probe0002")
 
@@ -32,7 +38,8 @@ class Dialect:
 
     `native`: the chat template describes functions and renders calls. Otherwise the prompt does both.
     `text_arguments`: the template expects arguments as JSON text. `single_calls`: it renders at most one call per
-    message. `parses`: calls are extracted from answers.
+    message. `parses`: calls are extracted from answers. `writes_calls`: a native template omits calls, so they are
+    written as the message's text. `is_known`: the template shows the format, or it was named.
     """
 
     format: CallFormat
@@ -40,32 +47,70 @@ class Dialect:
     text_arguments: bool = False
     parses: bool = True
     single_calls: bool = False
+    writes_calls: bool = False
+    is_known: bool = True
 
     def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Adapt messages, whose calls have arguments as objects, to a native template."""
         adapted = self.format.messages(messages)
         if self.single_calls:
             adapted = _with_single_calls(adapted)
+        if self.writes_calls:
+            adapted = [self._with_written_calls(message) for message in adapted]
         return [_with_text_arguments(message) for message in adapted] if self.text_arguments else adapted
+
+    def _with_written_calls(self, message: Message) -> dict[str, Any]:
+        calls = [_as_text(call["function"]) for call in message.get("tool_calls") or ()]
+        if not calls:
+            return dict(message)
+        rest = {key: value for key, value in message.items() if key != "tool_calls"}
+        written = self.format.written([(call["name"], call["arguments"]) for call in calls])
+        return rest | {"content": f"{message.get('content') or ''}{written}"}
 
 
 def dialect_of(template: ChatTemplate, parser: str = AUTO) -> Dialect:
     """Detect the dialect of a template. `parser` is the name of a format, `auto` or `none`."""
-    found, text_arguments = None, False
-    if template.source is not None:
+    found, text_arguments, is_rendered = None, False, False
+    source = template.source or ""
+    if source:
         for as_text in (False, True):
-            found = format_in(_rendered(template, _conversation(1, as_text)))
+            rendered = _rendered(template, _conversation(1, as_text))
+            is_rendered = is_rendered or PROBE_VALUE in rendered
+            found = _format_of(template, rendered)
             if found is not None:
                 text_arguments = as_text
                 break
     single_calls = found is not None and _takes_single_calls(template, Dialect(found, True, text_arguments))
-    described = template.source is not None and PROBE_NAME in _rendered(template, [{"role": "user", "content": "hi"}])
+    described = bool(source) and PROBE_NAME in _rendered(template, [USER])
+    hinted = format_hinted(source) if found is None else None
     if parser in (AUTO, NONE):
-        native = found is not None and described
-        chosen = found if found is not None and (native or found.has_channels) else format_named("hermes")
-        return Dialect(chosen, native, text_arguments, parser == AUTO, single_calls)
-    chosen = found if found is not None and found.name == parser else format_named(parser)
-    return Dialect(chosen, described, text_arguments, single_calls=single_calls)
+        parses = parser == AUTO
+        if found is not None:
+            return Dialect(found, described, text_arguments, parses, single_calls)
+        if hinted is None:
+            return Dialect(format_named("hermes"), parses=parses, is_known=False)
+        written = Dialect(hinted, True, parses=parses, writes_calls=True)
+        return written if described and _shows_written(template, written) else Dialect(hinted, parses=parses)
+    chosen = next((each for each in (found, hinted) if each is not None and each.name == parser), format_named(parser))
+    writes = described and not is_rendered
+    return Dialect(chosen, described, text_arguments, single_calls=single_calls, writes_calls=writes)
+
+
+def _format_of(template: ChatTemplate, rendered: str) -> CallFormat | None:
+    """Detect the format of a rendered call."""
+    found = format_in(rendered)
+    if found is None or not found.is_unmarked:
+        return found
+    call = re.search(found.rendered_call, rendered)
+    before, text, _ = _rendered(template, [USER, {"role": "assistant", "content": PROBE_VALUE}]).partition(PROBE_VALUE)
+    begun = rendered[: call.start()] if call is not None else ""
+    return found if text and "".join(before.split()) == "".join(begun.split()) else None
+
+
+def _shows_written(template: ChatTemplate, dialect: Dialect) -> bool:
+    """Whether a template renders calls that are written as text, and their results."""
+    shown = _rendered(template, dialect.messages(_conversation(1, as_text=False)))
+    return _format_of(template, shown) is dialect.format and "done" in shown
 
 
 def _takes_single_calls(template: ChatTemplate, dialect: Dialect) -> bool:
@@ -87,7 +132,7 @@ def _conversation(num_calls: int, as_text: bool) -> list[dict[str, Any]]:
         function = {"name": PROBE_NAME, "arguments": json.dumps(arguments) if as_text else arguments}
         calls.append({"id": call_id, "type": "function", "function": function})
         results.append({"role": "tool", "content": "done", "tool_call_id": call_id, "name": PROBE_NAME})
-    return [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+    return [USER, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
 
 
 def _rendered(template: ChatTemplate, messages: list[dict[str, Any]]) -> str:

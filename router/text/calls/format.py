@@ -24,6 +24,8 @@ TEXT = r"/(.|\n)*/"
 BREAK = f"{literal(chr(10))}?"
 BLANK = f"{literal(' ')}?"
 """Optional white space between delimiters and JSON tokens, in which versions of a model differ."""
+GAP = r"/\n[ \t]{0,32}| /?"
+"""Optional white space where a template may break the line and indent."""
 
 
 @dataclass(frozen=True)
@@ -82,18 +84,24 @@ class CallFormat(ABC):
 
     name: ClassVar[str]
     """Value of `--tool-parser`."""
-    marks: ClassVar[tuple[str, ...]] = ()
+    marks: tuple[str, ...] = ()
     """Delimiters that may be special tokens. They are kept in the text of an answer for the scanner."""
-    openings: ClassVar[tuple[str, ...]]
+    silent_marks: ClassVar[tuple[str, ...]] = ()
+    """Special tokens that the model writes around texts. They are not part of an answer's text."""
+    openings: tuple[str, ...]
     """Texts that begin a call."""
-    layouts: ClassVar[Sequence[Layout]]
+    layouts: Sequence[Layout]
     """Ways to write one or more consecutive calls, starting with one of the openings."""
+    hints: tuple[str, ...] = ()
+    """Texts of which a chat template has one if its model writes this format, though it does not render calls."""
     rendered_argument: str = rf'"{PROBE_ARGUMENT}":\s*"{PROBE_VALUE}"'
     """Regular expression of a rendered argument. The default matches JSON that is not nested in a string."""
     has_channels: ClassVar[bool] = False
     """Whether every answer is in this format, even without tools. The scanner then also separates reasoning."""
     thought_marks: ClassVar[ThoughtMarks | None] = None
     """With channels: the marks of a message with reasoning."""
+    is_unmarked: ClassVar[bool] = False
+    """Whether calls have no delimiter. A template's calls then are in this format only if they begin as texts do."""
     reads_schemas: ClassVar[bool] = False
     """Whether the scanner needs the functions' schemas to parse a call."""
 
@@ -121,6 +129,10 @@ class CallFormat(ABC):
         """Write the rule `prelude` of the text before content in a required form; "" for a format without channels."""
         return ""
 
+    def silent(self, spell: Spell) -> list[str]:
+        """Return those of `silent_marks` that are special tokens, as spelled in a grammar."""
+        return [each for each in map(spell, self.silent_marks) if each.startswith("<[")]
+
     @abstractmethod
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         """Render calls, given as (name, JSON arguments), in the model's syntax, for chat templates without tools."""
@@ -142,23 +154,26 @@ class SectionFormat(CallFormat):
         rules = rules if free(wanted) else ""
         rules += rule("listed", f"{row('body', self.between, several=wanted.several)} {closed}")
         rules += bodies(wanted.functions, lambda function, arguments: self.body(function, arguments, spell))
-        return answer_rules(wanted, f"{opened} listed", f"{before} listed") + rules
+        return answer_rules(wanted, f"{opened} listed", f"{before} listed", self.silent(spell)) + rules
 
     @abstractmethod
     def body(self, function: Function, arguments: str, spell: Spell) -> str:
         """Return the right side of a rule for a call of `function`. `arguments` is the name of its arguments' rule."""
 
 
-def answer_rules(wanted: Wanted, calls: str, begun: str) -> str:
+def answer_rules(wanted: Wanted, calls: str, begun: str, silent: Sequence[str] = ()) -> str:
     """Write the rules `start`, `answer`, `begun` and `TEXT`.
 
-    `calls` and `begun` are right sides of rules: an answer that consists of calls, and text followed by calls.
+    `calls` and `begun` are right sides of rules: an answer that consists of calls, and text followed by calls. `silent`
+    are special tokens that may be written after text.
     """
     if wanted.required:
         return rule("start", calls)
     if wanted.answer is not None:
         return rule("start", f"{calls} | answer") + rule("answer", json_expression(wanted.answer))
     start = "begun* TEXT" if wanted.several else "(begun | TEXT)"
+    if silent:
+        start = f"(TEXT ({' | '.join(silent)}))* {start}"
     return rule("start", start) + rule("begun", begun) + rule("TEXT", TEXT)
 
 
@@ -187,14 +202,26 @@ def bodies(functions: Sequence[Function], body: Callable[[Function, str], str]) 
     return rules + arguments_rules(functions)
 
 
-def json_call(name: str, key: str, arguments: str, more: str = "") -> str:
-    """Return the right side of a rule for a call as a JSON object with the members `name` and `key`, then `more`.
+def json_call(
+    name: str,
+    keys: Sequence[str],
+    arguments: str,
+    more: str = "",
+    *,
+    name_key: str = "name",
+    before: str = "",
+    gap: str = BLANK,
+) -> str:
+    """Return the right side of a rule for a call as a JSON object with its name, a member of `keys`, then `more`.
 
-    Each JSON token is a separate lexeme. A longer lexeme would take precedence over JSON of the answer's schema.
+    `before` are the members before the name, `gap` the white space between members. Each JSON token is a separate
+    lexeme. A longer lexeme would take precedence over JSON of the answer's schema.
     """
-    called = f"{literal(json.dumps('name'))} {literal(':')} {BLANK} {literal(json.dumps(name))}"
-    given = f"{literal(json.dumps(key))} {literal(':')} {BLANK} {arguments}"
-    return f"{literal('{')} {called} {literal(',')} {BLANK} {given} {more} {literal('}')}"
+    inner = "" if gap == BLANK else gap
+    called = f"{literal(json.dumps(name_key))} {literal(':')} {BLANK} {literal(json.dumps(name))}"
+    key = " | ".join([literal(json.dumps(each)) for each in keys])
+    given = f"({key}) {literal(':')} {BLANK} {arguments}"
+    return f"{literal('{')} {inner} {before} {called} {literal(',')} {gap} {given} {more} {inner} {literal('}')}"
 
 
 def arguments_rules(functions: Sequence[Function]) -> str:

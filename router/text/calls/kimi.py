@@ -11,14 +11,18 @@ from typing import Any
 
 from router.text.answer_grammar import literal
 from router.text.calls.format import PROBE_CALL_ID, PROBE_NAME, Function, Message, SectionFormat, Spell
-from router.text.calls.scanner import Layout, Pattern, function_name, peek, space
+from router.text.calls.scanner import Layout, Pattern, call_id, function_name, peek, space
 
 OPEN, CLOSE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 BEGIN, ARGUMENTS, END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 PREFIX = "functions."
-CALL = (BEGIN, space, PREFIX, function_name, ":", function_name, space, ARGUMENTS, space, peek("{"))
-TAIL, AGAIN, LAST = Pattern(space, END), Pattern(space, *CALL), Pattern(space, CLOSE)
-LAYOUTS = (Layout(Pattern(OPEN, space, *CALL), TAIL, AGAIN, LAST), Layout(Pattern(*CALL), TAIL, AGAIN, LAST))
+ID = (function_name, ":", call_id, space, ARGUMENTS, space, peek("{"))
+TAIL, LAST = Pattern(space, END), Pattern(space, CLOSE)
+LAYOUTS = [
+    Layout(Pattern(*first, *call), TAIL, Pattern(space, *call), LAST)
+    for call in ((BEGIN, space, PREFIX, *ID), (BEGIN, space, *ID))
+    for first in ((OPEN, space), ())
+]
 
 
 class KimiFormat(SectionFormat):
@@ -26,6 +30,7 @@ class KimiFormat(SectionFormat):
     marks = (OPEN, CLOSE, BEGIN, ARGUMENTS, END)
     openings = (OPEN, BEGIN)
     layouts = LAYOUTS
+    hints = (OPEN,)
     rendered_call = rf"<\|tool_call_begin\|>(functions\.{PROBE_NAME}:0|{PROBE_CALL_ID})<\|tool_call_argument_begin\|>"
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:

@@ -1,4 +1,4 @@
-"""The tool-call format of Llama 3. It has no delimiter unless the model writes `<|python_tag|>` first:
+"""The tool-call format of Llama 3 and 4. It has no delimiter unless the model writes `<|python_tag|>` first:
 
 {"name": "get_weather", "parameters": {"city": "Paris"}}; {"name": "now", "parameters": {}}
 """
@@ -22,6 +22,7 @@ from router.text.calls.format import (
     json_call,
     row,
 )
+from router.text.calls.pythonic import END, START
 from router.text.calls.scanner import BLANKS, OBJECT_HEAD, Layout, MarkedScanner, Pattern, rest_of_object, space
 
 TAG = "<|python_tag|>"
@@ -38,8 +39,11 @@ class Llama3Format(CallFormat):
     """JSON objects whose `name` is that of a function, separated by semicolons."""
 
     name = "llama3"
+    is_unmarked = True
     marks = (TAG,)
-    rendered_call = rf'\{{"name":\s*"{PROBE_NAME}",\s*"parameters":'
+    silent_marks = (START, END)
+    """Llama 4's template writes them around the text before calls."""
+    rendered_call = rf'(<\|python_\w+\|>)*\{{"name":\s*"{PROBE_NAME}",\s*"parameters":'
 
     def scanner(
         self, *, start: int, only_calls: bool, functions: Mapping[str, Function], thoughts: bool = True
@@ -49,14 +53,17 @@ class Llama3Format(CallFormat):
     def grammar(self, wanted: Wanted, spell: Spell) -> str:
         tag = spell(TAG)
         tagged = f"{tag}? " if tag.startswith("<[") else ""
-        calls = row("call", literal(BETWEEN), several=wanted.several)
-        more = f" ({literal(BETWEEN)} call)*" if wanted.several else ""
+        between = f"({literal(BETWEEN)})?"
+        calls = row("call", between, several=wanted.several)
+        more = f" ({between} call)*" if wanted.several else ""
         if not free(wanted):
             rules = rule("call", "body")
+            silent = self.silent(spell)
+            empty = f"({' '.join(silent)})? " if silent else ""
             return (
-                answer_rules(wanted, f"{tagged}{calls}", "")
+                answer_rules(wanted, f"{empty}{tagged}{calls}", "")
                 + rules
-                + bodies(wanted.functions, lambda function, given: json_call(function.name, "parameters", given))
+                + bodies(wanted.functions, lambda function, given: json_call(function.name, ("parameters",), given))
             )
         openings = " | ".join(
             f"open_{i} {BLANK} arguments_{i} {literal('}')}{more}" for i in range(len(wanted.functions))
@@ -66,9 +73,9 @@ class Llama3Format(CallFormat):
         for i, function in enumerate(wanted.functions):
             rules += rule(f"open_{i}[lazy]", f"TEXT {_head(function)}")
         return (
-            answer_rules(wanted, "", begun)
+            answer_rules(wanted, "", begun, self.silent(spell))
             + rules
-            + bodies(wanted.functions, lambda function, given: json_call(function.name, "parameters", given))
+            + bodies(wanted.functions, lambda function, given: json_call(function.name, ("parameters",), given))
         )
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:

@@ -75,14 +75,15 @@ class MistralFormat(CallFormat):
         before, rules = opening(spell(OPEN))
         if self.compact:
             calls = row(f"{spell(OPEN)} body", "", several=wanted.several)
+            numbered = f"({spell(CALL_ID)} /[a-zA-Z0-9]{{{ID_CHARS}}}/)?"
             rules = (rules if free(wanted) else "") + bodies(
-                wanted.functions, lambda function, arguments: f"{literal(function.name)} {spell(ARGS)} {arguments}"
+                wanted.functions, lambda function, given: f"{literal(function.name)} {numbered} {spell(ARGS)} {given}"
             )
             return answer_rules(wanted, calls, f"{before} body") + rules
         rules = (rules if free(wanted) else "") + rule("listed", _listed(wanted))
         rules += bodies(
             wanted.functions,
-            lambda function, arguments: json_call(function.name, "arguments", arguments, ID),
+            lambda function, arguments: json_call(function.name, ("arguments",), arguments, ID),
         )
         # Only one list: models are not trained to write another one after further text.
         return answer_rules(wanted, f"{spell(OPEN)} listed", f"{before} listed") + rules

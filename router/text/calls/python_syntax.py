@@ -36,7 +36,7 @@ ESCAPES = (
     r"\\[\"'\\nrtbf]|\\x[0-9a-fA-F]{2}|\\u([0-9a-cA-CeEfF][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2})"  # no surrogates
 )
 LEXEMES = {
-    "py_string": " | ".join([rf"/{quote}([^{quote}\\\x00-\x1f]|{ESCAPES})*{quote}/" for quote in ('"', "'")]),
+    "py_string": " | ".join([rf"/{quote}([^{quote}\\\x00-\x09\x0b-\x1f]|{ESCAPES})*{quote}/" for quote in ('"', "'")]),
     "py_integer": r"/-?(0|[1-9][0-9]{0,18})/",
     "py_number": r"/-?(0|[1-9][0-9]{0,18})(\.[0-9]{1,18})?([eE][+-]?[0-9]{1,2})?/",
     "py_boolean": '"True" | "False" | "true" | "false"',
@@ -54,8 +54,8 @@ QUOTED = r'/"([^"\\\x00-\x1f]|\\["\\nrtbf]|\\x[01][0-9a-fA-F])*"/'
 UNESCAPED = r'/[^"\\\x00-\x1f]*/'
 MAX_ITEMS = 1024
 """Maximum list length that is enforced."""
-NEEDED = {"py_array": ("py_any",), "py_object": ("py_member",), "py_member": ("py_string", "py_any")}
-NEEDED["py_any"] = ("py_string", "py_number", "py_boolean", "py_null", "py_array", "py_object")
+RULE = re.compile(r"\bpy_[a-z]+")
+"""Names of rules in `LEXEMES`."""
 
 ListPart = tuple[str, bool]
 """Right side of a rule for a list item, and whether the item is required."""
@@ -270,7 +270,12 @@ def _blank(text: str, position: int) -> int:
 
 
 class PythonRules:
-    """Generator of grammar rules for values of `shapes`. Adds them to `rules`, with names that begin with `prefix`."""
+    """Generator of grammar rules for values of `shapes`. Adds them to `rules`, with names that begin with `prefix`.
+
+    A subclass for another syntax overrides `lexemes`, and the rules of strings, names and enumerated values.
+    """
+
+    lexemes: Mapping[str, str] = LEXEMES
 
     def __init__(self, shapes: Shapes, rules: dict[str, str], prefix: str) -> None:
         self._shapes, self._rules, self._prefix = shapes, rules, prefix
@@ -291,7 +296,7 @@ class PythonRules:
         found: list[str] = []
         for case in cases:
             if case.values is not None:
-                found += [literal(text) for value in case.values for text in _spellings(value)]
+                found += [text for value in case.values for text in self._listed(value)]
             else:
                 found += [
                     expression for kind in sorted(case.types - {*without}) if (expression := self._typed(kind, case))
@@ -336,10 +341,11 @@ class PythonRules:
         if kind in BOUNDS:
             type_name = "integer" if kind == "number" and case.is_whole else kind
             bounds = case.keywords(*BOUNDS[kind])
+            if bounds and kind == "string":
+                return self._string(case, bounds)
             if not bounds:
                 return self._known(f"py_{type_name}")
-            schema = {"type": type_name, **(bounds[0] if len(bounds) == 1 else {"allOf": bounds})}
-            return self._rule(document_expression(Document(schema), lenient=True))
+            return self._scalar(type_name, bounds)
         if kind == "array":
             items = self._shapes.array_shape(case)
             return "" if items is None else self._array(items)
@@ -347,6 +353,27 @@ class PythonRules:
             shapes = self._shapes.object_shapes(case)
             return self._either(list(map(self._object, shapes))) if shapes else ""
         return self._known(f"py_{kind}")
+
+    def _scalar(self, type_name: str, bounds: Sequence[Mapping[str, Any]]) -> str:
+        """Return the name of a rule for JSON scalars with keywords, which are valid in this syntax."""
+        schema = {"type": type_name, **(bounds[0] if len(bounds) == 1 else {"allOf": bounds})}
+        return self._rule(document_expression(Document(schema), lenient=True))
+
+    def _string(self, case: Case, bounds: Sequence[Mapping[str, Any]]) -> str:
+        """Return the right side of a rule for strings with the keywords `bounds`."""
+        return self._scalar("string", bounds)
+
+    def _listed(self, value: Any) -> list[str]:
+        """Return right sides of rules for the spellings of an enumerated value."""
+        return list(map(literal, _spellings(value)))
+
+    def _name(self, name: str) -> str:
+        """Return the right side of a rule for the name of a listed member."""
+        return self._either(self._listed(name))
+
+    def _ordered(self, shape: ObjectShape) -> list[tuple[str, Schemas]]:
+        """Return the listed members in the order in which the model writes them."""
+        return list(shape.named.items())
 
     def _array(self, shape: ArrayShape) -> str:
         if shape == ArrayShape((), (), 0, None):
@@ -368,12 +395,15 @@ class PythonRules:
     def _object(self, shape: ObjectShape) -> str:
         if shape == ObjectShape({}, frozenset(), (), (UnlistedMembers((), (), ()),), 0, None):
             return self._known("py_object")
+        return self._rule(f'"{{" {self._object_members(shape)} "}}"')
+
+    def _object_members(self, shape: ObjectShape) -> str:
         parts = [
-            (f"{self._either(list(map(literal, _spellings(n))))} {COLON} {self._value(each)}", n in shape.required)
-            for n, each in shape.named.items()
+            (f"{self._name(name)} {COLON} {self._value(each)}", name in shape.required)
+            for name, each in self._ordered(shape)
         ]
         unnamed = [f"{self._key(kind, shape.taken)} {COLON} {self._value(kind.schemas)}" for kind in shape.unnamed]
-        return self._rule(f'"{{" {self._members(parts, unnamed, shape.least, shape.most)} "}}"')
+        return self._members(parts, unnamed, shape.least, shape.most)
 
     def _key(self, kind: UnlistedMembers, taken: Sequence[str]) -> str:
         """Return the name of a terminal for quoted names that the schema does not list."""
@@ -431,8 +461,8 @@ class PythonRules:
 
     def _known(self, name: str) -> str:
         if name not in self._rules:
-            self._rules[name] = LEXEMES[name]
-            for needed in NEEDED.get(name, ()):
+            self._rules[name] = self.lexemes[name]
+            for needed in RULE.findall(self.lexemes[name]):
                 self._known(needed)
         return name
 

@@ -1,17 +1,14 @@
-"""The tool-call formats of Llama 4 and, with tags, of Olmo, in Python syntax:
+"""The tool-call format of Llama 3.2 and 4 in Python syntax, and the base class of formats that write it between tags:
 
 [get_weather(city="Paris", days=3), now()]
-
-<function_calls>
-get_weather(city="Paris", days=3)
-now()
-</function_calls>
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
 
 from router.text.answer_grammar import literal, rule
 from router.text.calls.format import (
@@ -28,27 +25,51 @@ from router.text.calls.format import (
     opening,
     row,
 )
-from router.text.calls.python_syntax import NotLiteralError, PythonExtent, PythonRules, python_keywords, read_arguments
-from router.text.calls.scanner import BLANKS, Found, Layout, MarkedScanner, Pattern, function_name, space
+from router.text.calls.python_syntax import (
+    COMMA,
+    NotLiteralError,
+    PythonExtent,
+    PythonRules,
+    python_keywords,
+    read_arguments,
+)
+from router.text.calls.scanner import BLANKS, Found, Layout, MarkedScanner, Pattern, PatternPart, function_name, space
 from router.text.parts import CallPart, Part
 
-TAG, END_TAG = "<function_calls>", "</function_calls>"
 START, END = "<|python_start|>", "<|python_end|>"
 CALL = (function_name, "(")
 MORE, CLOSE = Pattern(space, ",", space, *CALL), Pattern(space, "]")
-LAYOUTS = (
-    Layout(Pattern("[", space, *CALL), Pattern(), MORE, CLOSE),
-    Layout(Pattern(START, space, "[", space, *CALL), Pattern(), MORE, CLOSE),
-    Layout(Pattern(TAG, space, *CALL), Pattern(), Pattern(space, *CALL), Pattern(space, END_TAG)),
-)
+
+
+def list_layout(*opened: str | PatternPart, end: str = "") -> Layout:
+    """Return the layout of a list of calls in brackets."""
+    return Layout(Pattern(*opened, "[", space, *CALL), Pattern(), MORE, CLOSE, end)
+
+
+class CallExtent(Protocol):
+    """Incremental search for the end of a call. `measure` returns the end within all text so far."""
+
+    complete: bool
+
+    def measure(self, text: str) -> int: ...
 
 
 class PythonicScanner(MarkedScanner):
     """Scanner for calls in Python syntax. Emits a call only once it is complete: until then it may be text."""
 
     _is_cut = False
-    _name, _begun, _extent_of_call = "", 0, PythonExtent(0)
-    """Function of the current call, and the position and extent of its arguments in the held text."""
+    _name, _begun = "", 0
+    """Function of the current call, and the position of its arguments in the held text."""
+
+    _extent_of_call: CallExtent
+
+    def _begin_extent(self, start: int) -> CallExtent:
+        """Begin to search for the end of the arguments at `start`."""
+        return PythonExtent(start)
+
+    def _read(self, text: str) -> dict[str, Any]:
+        """Parse arguments that may be cut off. Raises NotLiteralError."""
+        return read_arguments(text)[0]
 
     @property
     def calls_are_whole(self) -> bool:
@@ -68,7 +89,7 @@ class PythonicScanner(MarkedScanner):
     def _cut_off(self, parts: list[Part]) -> None:
         """Return a truncated call with the arguments received so far."""
         try:
-            arguments, _ = read_arguments(self._held[self._begun :])
+            arguments = self._read(self._held[self._begun :])
         except NotLiteralError:
             self._emit_text(len(self._held), parts)
             return
@@ -77,7 +98,8 @@ class PythonicScanner(MarkedScanner):
         self.num_calls += 1
 
     def _call(self, found: Found, parts: list[Part]) -> bool:
-        self._name, self._begun, self._extent_of_call = found.name, found.end, PythonExtent(found.end)
+        self._name, self._begun = found.name, found.end
+        self._extent_of_call = self._begin_extent(found.end)
         return self._move_to(self._arguments)
 
     def _arguments(self, parts: list[Part]) -> bool:
@@ -85,7 +107,7 @@ class PythonicScanner(MarkedScanner):
         if not self._extent_of_call.complete:
             return False
         try:
-            arguments, _ = read_arguments(self._held[self._begun : length])
+            arguments = self._read(self._held[self._begun : length])
         except NotLiteralError:
             self._emit_text(1, parts)
             return self._move_to(self._text)
@@ -93,59 +115,84 @@ class PythonicScanner(MarkedScanner):
         self.num_calls += 1
         return self._move_to(self._between, length)
 
-    def _gap(self, parts: list[Part]) -> bool:
-        held = self._held.lstrip()
-        if held and END.startswith(held) and held != END:
-            return False
-        self._held = held.removeprefix(END)
-        return super()._gap(parts)
-
 
 class PythonicFormat(CallFormat):
-    """Calls in Python syntax: a list, or with `tagged` one call per line between tags."""
+    """Calls in Python syntax as a list without delimiters, or with those of Llama 4."""
 
     name = "pythonic"
-    marks = (START, END, TAG, END_TAG)
+    is_unmarked = True
+    marks: tuple[str, ...] = (START, END)
+    openings: tuple[str, ...] = ("[", START)
+    layouts: Sequence[Layout] = (list_layout(), list_layout(START, space, end=END))
     rendered_argument = rf"{PROBE_ARGUMENT}=[\"']{PROBE_VALUE}[\"']"
-
-    def __init__(self, *, tagged: bool = False) -> None:
-        self.tagged = tagged
 
     @property
     def rendered_call(self) -> str:
-        return rf"{TAG}\s*{PROBE_NAME}\(" if self.tagged else rf"\[{PROBE_NAME}\("
+        return rf"(<\|python_start\|>)?\[{PROBE_NAME}\("
 
     def scanner(
         self, *, start: int, only_calls: bool, functions: Mapping[str, Function], thoughts: bool = True
     ) -> PythonicScanner:
-        return PythonicScanner(("[", START, TAG), LAYOUTS, start=start, only_calls=only_calls, names=functions)
+        return PythonicScanner(self.openings, self.layouts, start=start, only_calls=only_calls, names=functions)
 
     def grammar(self, wanted: Wanted, spell: Spell) -> str:
+        rules, names = self._calls(wanted)
+        calls = f"{literal('[')} {row('call', COMMA, several=wanted.several)} {literal(']')}"
+        if not free(wanted):
+            return answer_rules(wanted, calls, "") + rules
+        more = f" ({COMMA} call)*" if wanted.several else ""
+        begun = [f"open_{i} {arguments} {literal(')')}{more} {literal(']')}" for i, (arguments, _) in enumerate(names)]
+        for i, (_, name) in enumerate(names):
+            rules += rule(f"open_{i}[lazy]", rf"TEXT /\[{BLANKS}{name.replace('.', chr(92) + '.')}\(/")
+        return answer_rules(wanted, "", " | ".join(begun)) + rules
+
+    def written(self, calls: Sequence[tuple[str, str]]) -> str:
+        return f"[{', '.join(self._texts(calls))}]"
+
+    @staticmethod
+    def _calls(wanted: Wanted) -> tuple[str, list[tuple[str, str]]]:
+        """Write the rule `call` and those it needs. Also return the names of its rules of arguments and functions."""
         rules: dict[str, str] = {}
         names = [(f"arguments_{i}", function.name) for i, function in enumerate(wanted.functions)]
         for (arguments, _), function in zip(names, wanted.functions, strict=True):
             rules[arguments] = PythonRules(function.shapes, rules, arguments).arguments()
-        rest = "".join([rule(name, expression) for name, expression in rules.items()])
         called = " | ".join(f"{literal(name + '(')} {arguments} {literal(')')}" for arguments, name in names)
-        rest += rule("call", called)
-        if self.tagged:
-            before, more = opening(spell(TAG))
-            listed = f"{BREAK} {row('call', literal(chr(10)), several=wanted.several)} {BREAK}"
-            listed += f" {spell(END_TAG)}"
-            rest += more if free(wanted) else ""
-            return answer_rules(wanted, f"{spell(TAG)} {listed}", f"{before} {listed}") + rest
-        calls = f"{literal('[')} {row('call', '/, ?/', several=wanted.several)} {literal(']')}"
-        if not free(wanted):
-            return answer_rules(wanted, calls, "") + rest
-        more = " (/, ?/ call)*" if wanted.several else ""
-        begun = [f"open_{i} {arguments} {literal(')')}{more} {literal(']')}" for i, (arguments, _) in enumerate(names)]
-        for i, (_, name) in enumerate(names):
-            rest += rule(f"open_{i}[lazy]", rf"TEXT /\[{BLANKS}{name.replace('.', chr(92) + '.')}\(/")
-        return answer_rules(wanted, "", " | ".join(begun)) + rest
+        return "".join([rule(name, each) for name, each in rules.items()]) + rule("call", called), names
+
+    @staticmethod
+    def _texts(calls: Sequence[tuple[str, str]]) -> list[str]:
+        return [f"{name}({_keywords(arguments)})" for name, arguments in calls]
+
+
+class TaggedPythonicFormat(PythonicFormat):
+    """Base class of formats with calls in Python syntax between the two `marks`.
+
+    `first` and `last` stand at both ends, `between` is the right side of a rule for the text between calls, `comma`
+    that text as the model writes it.
+    """
+
+    is_unmarked = False
+    first: ClassVar[str]
+    last: ClassVar[str]
+    between: ClassVar[str]
+    comma: ClassVar[str]
+
+    @property
+    def rendered_call(self) -> str:
+        return rf"{re.escape(self.marks[0])}\s*{re.escape(self.first.strip())}{PROBE_NAME}\("
+
+    def grammar(self, wanted: Wanted, spell: Spell) -> str:
+        rules, _ = self._calls(wanted)
+        opened, closed = map(spell, self.marks)
+        before, more = opening(opened)
+        around = [literal(text) if text.strip() else BREAK for text in (self.first, self.last)]
+        listed = f"{around[0]} {row('call', self.between, several=wanted.several)} {around[1]} {closed}"
+        rules += more if free(wanted) else ""
+        return answer_rules(wanted, f"{opened} {listed}", f"{before} {listed}") + rules
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
-        texts = [f"{name}({_keywords(arguments)})" for name, arguments in calls]
-        return f"{TAG}\n{chr(10).join(texts)}\n{END_TAG}" if self.tagged else f"[{', '.join(texts)}]"
+        opened, closed = self.marks
+        return f"{opened}{self.first}{self.comma.join(self._texts(calls))}{self.last}{closed}"
 
 
 def _json(arguments: dict[str, object]) -> str:

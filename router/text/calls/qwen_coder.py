@@ -12,7 +12,6 @@ Paris
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 from router.text.answer_grammar import literal
 from router.text.calls.format import BREAK, PROBE_NAME, Spell
@@ -34,7 +33,7 @@ class QwenCoderFormat(TaggedFormat):
     name = "qwen3-coder"
     marks = (OPEN, CLOSE)
     rendered_call = rf"{FUNCTION}{PROBE_NAME}>"
-    openings: ClassVar[tuple[str, ...]] = (OPEN, FUNCTION)
+    openings: tuple[str, ...] = (OPEN, FUNCTION)
     tags = ArgumentTags(PARAMETER, ">", "", END_PARAMETER, lined=True, python=True)
     layouts = function_layouts(OPEN, CLOSE)
 

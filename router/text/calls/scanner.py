@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ MAX_NAME_CHARS, MAX_BLANKS = 64, 64
 """Maximum length of a function name, as in OpenAI's API, and of white space. A longer run is text, not a call."""
 MAX_REST_CHARS = 4096
 """Maximum length of the part of an object that follows a call's arguments. A longer one is treated as text."""
+MAX_OBJECT_CHARS = 16_384
+"""Maximum length of arguments that precede the name of their function. Longer ones are treated as text."""
+STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\[\s\S])*(?:"|\\?$)|[{}\[\]]')
 BLANKS = r"[ \t\r\n]{0,8}"
 """White space that grammars allow where a format has optional white space. Limited so that it cannot fill an answer."""
 
@@ -28,10 +32,11 @@ class Missing(Enum):
 
 
 class Found(NamedTuple):
-    """A match: the length `end` of the matched text, and the first function name in it."""
+    """A match: the length `end` of the matched text, the first function name in it, and the arguments, if complete."""
 
     end: int
     name: str = ""
+    arguments: str = ""
 
 
 PatternPart = Callable[[str, int], int | Missing]
@@ -46,15 +51,17 @@ class Pattern:
 
     def read(self, text: str) -> Found | Missing:
         """Match the pattern at the beginning of `text`."""
-        position, found = 0, ""
+        position, found, arguments = 0, "", ""
         for part in self._parts:
             end = part(text, position)
             if isinstance(end, Missing):
                 return end
             if part is function_name and not found:
                 found = text[position:end]
+            if part is whole_object:
+                arguments = text[position:end]
             position = end
-        return Found(position, found)
+        return Found(position, found, arguments)
 
 
 def read_first(patterns: Iterable[Pattern], text: str) -> tuple[int, Found] | Missing:
@@ -135,6 +142,25 @@ def function_name(text: str, position: int) -> int | Missing:
     return end if end < len(text) else Missing.MORE
 
 
+def whole_object(text: str, position: int) -> int | Missing:
+    """Match a whole JSON object of up to `MAX_OBJECT_CHARS` characters."""
+    if position < len(text) and text[position] != "{":
+        return Missing.NEVER
+    depth = 0
+    for piece in STRING_OR_BRACKET.finditer(text, position):
+        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(piece[0], 0)
+        if not depth:
+            return piece.end()
+        if len(piece[0]) > 1 and piece[0][-1] != '"':  # an unfinished string
+            break
+    return Missing.NEVER if len(text) - position > MAX_OBJECT_CHARS else Missing.MORE
+
+
+def call_id(text: str, position: int) -> int | Missing:
+    """Match the id of a call, whose characters are those of names."""
+    return function_name(text, position)
+
+
 def rest_of_object(text: str, position: int) -> int | Missing:
     """Match the rest of a JSON object after one of its values, including the closing brace."""
     start = space(text, position)
@@ -177,11 +203,47 @@ class Extent:
         return len(text)
 
 
-OBJECT_HEAD: tuple[str | PatternPart, ...] = (
-    *("{", space, '"name"', space, ":", space, '"', function_name, '"', space, ",", space),
-    *(one_of('"arguments"', '"parameters"'), space, ":", space, peek("{")),
-)
-"""A call as a JSON object, up to its arguments."""
+def short_string(text: str, position: int) -> int | Missing:
+    """Match a JSON string of up to `MAX_NAME_CHARS` characters without escapes."""
+    if position < len(text) and text[position] != '"':
+        return Missing.NEVER
+    end = text.find('"', position + 1)
+    inner = text[position + 1 : end if end >= 0 else None]
+    if len(inner) > MAX_NAME_CHARS or "\\" in inner or "\n" in inner:
+        return Missing.NEVER
+    return end + 1 if end >= 0 else Missing.MORE
+
+
+def object_head(
+    name_key: str, *argument_keys: str, before: Sequence[str | PatternPart] = ()
+) -> tuple[str | PatternPart, ...]:
+    """Return the parts of a call as a JSON object, up to its arguments. `before` are the members before its name."""
+    return (
+        *("{", space, *before, f'"{name_key}"', space, ":", space, '"', function_name, '"', space, ",", space),
+        *(one_of(*[f'"{key}"' for key in argument_keys]), space, ":", space, peek("{")),
+    )
+
+
+def late_object_head(name_key: str, *argument_keys: str) -> tuple[str | PatternPart, ...]:
+    """Return the parts of a call as a JSON object whose arguments precede its name, up to the name."""
+    return (
+        *(
+            "{",
+            space,
+            one_of(*[f'"{key}"' for key in argument_keys]),
+            space,
+            ":",
+            space,
+            whole_object,
+            space,
+            ",",
+            space,
+        ),
+        *(f'"{name_key}"', space, ":", space, '"', function_name, '"'),
+    )
+
+
+OBJECT_HEAD = object_head("name", "arguments", "parameters")
 
 
 class CallScanner(ABC):
@@ -240,13 +302,15 @@ class Layout:
     """One way to write consecutive calls with JSON arguments.
 
     `head` matches from the opening delimiter to the first arguments, `tail` from the end of arguments to the end of the
-    call, `again` from there to the next call's arguments, and `close` the end of the calls.
+    call, `again` from there to the next call's arguments, and `close` the end of the calls. `end` is a delimiter that
+    may follow.
     """
 
     head: Pattern
     tail: Pattern
     again: Pattern | None = None
     close: Pattern | None = None
+    end: str = ""
 
 
 class MarkedScanner(CallScanner):
@@ -320,8 +384,10 @@ class MarkedScanner(CallScanner):
         return self._names is None or found.name in self._names
 
     def _call(self, found: Found, parts: list[Part]) -> bool:
-        parts.append(CallPart(self.num_calls, name=found.name))
+        parts.append(CallPart(self.num_calls, found.name, found.arguments))
         self.num_calls += 1
+        if found.arguments:
+            return self._move_to(self._tail, found.end)
         self._extent = Extent()
         return self._move_to(self._arguments, found.end)
 
@@ -352,6 +418,9 @@ class MarkedScanner(CallScanner):
         return self._move_to(self._gap, read[1].end)
 
     def _gap(self, parts: list[Part]) -> bool:
-        """Skip white space after the calls."""
-        self._held = self._held.lstrip()
+        """Skip white space and the final delimiter after the calls."""
+        held, end = self._held.lstrip(), self._layout.end
+        if held and end.startswith(held) and held != end:
+            return False
+        self._held = held.removeprefix(end).lstrip() if end else held
         return bool(self._held) and self._move_to(self._text)

@@ -11,7 +11,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from router.text.answer_grammar import document_expression, literal, rule
 from router.text.calls.format import (
@@ -34,6 +34,7 @@ from router.text.schema import (
     ANY,
     TYPES,
     Case,
+    Document,
     ObjectShape,
     Schemas,
     Shapes,
@@ -54,6 +55,8 @@ MOST_ENFORCED_CHARS = 4096
 TEXT_ONLY = frozenset({"string"})
 AS_PYTHON = {"True": "true", "False": "false", "None": "null"}
 """Python constants that models write instead of JSON's."""
+STRING, OTHER = 'true">', 'false">'
+"""Ends of the opening tags of arguments that are strings, and of others, in formats whose tags state this."""
 SPELLINGS = {True: ("true", "True"), False: ("false", "False"), None: ("null", "None")}
 
 
@@ -62,7 +65,8 @@ class ArgumentTags:
     """Tags of an argument: `open` KEY `key_end`, optional white space, `value` VALUE `close`.
 
     `lined`: one line break after the opening tag and one before the closing tag are not part of the value. `python`:
-    lists and dictionaries may be in Python syntax. `writes_python`: the model writes no other syntax.
+    lists and dictionaries may be in Python syntax. `writes_python`: the model writes no other syntax. `typed`: `STRING`
+    or `OTHER` follows instead of `value`.
     """
 
     open: str
@@ -72,18 +76,33 @@ class ArgumentTags:
     lined: bool = False
     python: bool = False
     writes_python: bool = False
+    typed: bool = False
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """Texts of which one precedes the value."""
+        return (STRING, OTHER) if self.typed else (self.value,)
+
+
+def spelled(tag: str, marks: Sequence[str], spell: Spell) -> list[str]:
+    """Write a tag in a grammar, split at the first of `marks` in it that is a special token."""
+    mark = next((mark for mark in marks if mark in tag and spell(mark).startswith("<[")), None)
+    if mark is None:
+        return [literal(tag)]
+    before, _, after = tag.partition(mark)
+    return [*filter(None, (before and literal(before), spell(mark), after and literal(after)))]
 
 
 class TaggedFormat(CallFormat):
     """Base class of formats with tags around each argument."""
 
-    tags: ClassVar[ArgumentTags]
+    tags: ArgumentTags
     reads_schemas = True
 
     @property
     def rendered_argument(self) -> str:  # type: ignore[override]
-        value = rf"\s*{re.escape(self.tags.value)}" if self.tags.value else ""
-        return rf"{PROBE_ARGUMENT}{re.escape(self.tags.key_end)}{value}\s*{PROBE_VALUE}"
+        value = re.escape(self.tags.values[0])
+        return rf"{PROBE_ARGUMENT}{re.escape(self.tags.key_end)}\s*{value}\s*{PROBE_VALUE}"
 
     def scanner(
         self, *, start: int, only_calls: bool, functions: Mapping[str, Function], thoughts: bool = True
@@ -96,10 +115,14 @@ class TaggedFormat(CallFormat):
         for i, function in enumerate(wanted.functions):
             rules.arguments(f"arguments_{i}", function.shapes)
             bodies.append(self.called(function.name, f"arguments_{i}", spell))
-        before, more = opening(spell(self.openings[0]))
+        before, more = self.opening(spell)
         rest = rules.text + rule("body", " | ".join(bodies)) + (more if free(wanted) else "")
         calls, one = self.rows(wanted, spell)
         return answer_rules(wanted, calls, f"{before} {one}") + rest
+
+    def opening(self, spell: Spell) -> tuple[str, str]:
+        """Return the right side of a rule for text up to a call, and the helper rule that it needs, if any."""
+        return opening(spell(self.openings[0]))
 
     @abstractmethod
     def called(self, name: str, arguments: str, spell: Spell) -> str:
@@ -116,13 +139,17 @@ class TaggedFormat(CallFormat):
 
     def texts(self, arguments: str) -> list[tuple[str, str]]:
         """Return the members of JSON arguments with their values as text; empty if they are not an object."""
+        return [(key, text) for key, _, text in self.members(arguments)]
+
+    def members(self, arguments: str) -> list[tuple[str, Any, str]]:
+        """Return the members of JSON arguments with their values, also as text; empty if they are not an object."""
         try:
             given = json.loads(arguments)
         except (ValueError, RecursionError):
             return []
         if not isinstance(given, dict):
             return []
-        return [(key, as_text(value, python=self.tags.writes_python)) for key, value in given.items()]
+        return [(key, value, as_text(value, python=self.tags.writes_python)) for key, value in given.items()]
 
 
 class _ValueEnd:
@@ -171,8 +198,8 @@ class TaggedScanner(MarkedScanner):
         self._keys: set[str] = set()
         self._reader: ValueReader | None = None
         self._end_of_value = _ValueEnd(tags.close, quoted=False)
-        self._is_again = self._is_begun = False
-        """State of the current argument: whether its name is a repetition, and whether its text has begun."""
+        self._is_again = self._is_begun = self._is_text = False
+        """State of the current argument: whether its name is a repetition, its text has begun, and it is a string."""
         super().__init__(openings, layouts, start=start, only_calls=only_calls)
 
     @property
@@ -206,8 +233,9 @@ class TaggedScanner(MarkedScanner):
         else:
             key, end, rest = known, tags.key_end, named[len(known + tags.key_end) :]
         rest = rest.lstrip() if tags.value else rest
-        if not end or not rest.startswith(tags.value):
-            may_come = tags.value.startswith(rest) if end else len(key) <= MAX_KEY_CHARS
+        begun = next((value for value in tags.values if rest.startswith(value)), None)
+        if not end or begun is None:
+            may_come = any(value.startswith(rest) for value in tags.values) if end else len(key) <= MAX_KEY_CHARS
             if may_come:
                 return False
             self._emit_arguments("}" if self._keys else "{}", parts)
@@ -215,23 +243,27 @@ class TaggedScanner(MarkedScanner):
         self._is_again, self._is_begun = key in self._keys, False
         self._keys.add(key)
         self._reader = self._reader_of(key)
-        quoted = self._reader is not None and not self._reader.may_be_text
+        reader = self._reader
+        if tags.typed and begun == STRING:  # unless the schema accepts no string
+            self._is_text = reader is None or reader.may_be_text
+        else:
+            self._is_text = reader is not None and reader.is_text
+        quoted = not self._is_text and (tags.typed or (reader is not None and not reader.may_be_text))
         self._end_of_value = _ValueEnd(tags.close, quoted=quoted)
         if not self._is_again:
             self._emit_arguments(f"{'{' if len(self._keys) == 1 else ', '}{json_string(key)}: ", parts)
-        self._held = rest[len(tags.value) :]
+        self._held = rest[len(begun) :]
         return self._move_to(self._value)
 
     def _value(self, parts: list[Part]) -> bool:
         tags = self._tags
-        is_text = self._reader is not None and self._reader.is_text
-        if is_text and not self._is_begun:
+        if self._is_text and not self._is_begun:
             if tags.lined and not self._held:
                 return False
             self._held = self._held.removeprefix("\n") if tags.lined else self._held
             self._is_begun = True
             self._emit_arguments('"', parts)
-        position = self._held.find(tags.close) if is_text else self._end_of_value.find(self._held)
+        position = self._held.find(tags.close) if self._is_text else self._end_of_value.find(self._held)
         if position < 0:
             return self._more_text(parts)
         text = self._held[:position].removesuffix("\n") if tags.lined else self._held[:position]
@@ -322,8 +354,8 @@ class TaggedRules:
 
     def _argument(self, key: str, name: str, schemas: Schemas) -> str:
         tags = self._tags
-        opened = [self._spelled(tags.open), key, self._spelled(tags.key_end)]
-        opened += [BREAK, self._spelled(tags.value)] if tags.value else [self._line]
+        opened = [*self._spelled(tags.open), key, *self._spelled(tags.key_end)]
+        opened += [BREAK, *self._spelled(tags.value)] if tags.value else [self._line]
         self._rules[name] = self._value(name, schemas)
         return " ".join(filter(None, (*opened, name, BREAK)))
 
@@ -331,22 +363,35 @@ class TaggedRules:
         """Return the right side of a rule for a value and its closing tag. Names of helper rules begin with `name`."""
         cases = self._shapes.cases(*schemas)
         if any(case.is_any for case in cases):
-            return self._closed_text("any_text", "")
+            text = self._kind(self._closed_text("any_text", ""), is_string=True)
+            return f"{text} | {literal(OTHER)} {self._any_json()} {self._close}" if self._tags.typed else text
         others = [case for case in cases if case.values is None]
-        listed = [text for case in cases for value in case.values or () for text in self._spellings(value)]
-        found = [self._closed_literal(text) for text in [*listed, *self._words(others)]]
+        listed = [(value, text) for case in cases for value in case.values or () for text in self._spellings(value)]
+        listed += [(None, text) for text in self._words(others)]
+        found = [self._kind(self._closed_literal(text), is_string=isinstance(value, str)) for value, text in listed]
         structured = [case for case in others if not case.types <= SCALARS]
         for i, case in enumerate(case for case in others if "string" in case.types):
-            found.append(self._text(f"{name}_t{i}", case, is_alone=not structured))
+            text = self._text(f"{name}_t{i}", case, is_alone=self._tags.typed or not structured)
+            found.append(self._kind(text, is_string=True))
         if structured:
             schema = self._shapes.narrowed(structured, frozenset(TYPES) - SCALARS)
             self._rules[f"{name}_json"] = document_expression(self._shapes.document_of(schema), lenient=True)
-            found.append(f"{name}_json {self._close}")
+            found.append(self._kind(f"{name}_json {self._close}", is_string=False))
             if self._tags.python:
                 found.append(f"({self._python.of_cases(structured, without=SCALARS)}) {self._close}")
         if not found:
             raise Unenforceable("#", "a value of this schema cannot be written between tags")
         return " | ".join(dict.fromkeys(found))
+
+    def _kind(self, value: str, *, is_string: bool) -> str:
+        """Put the end of the opening tag before the right side of a rule for a value, if it depends on the type."""
+        return f"{literal(STRING if is_string else OTHER)} {value}" if self._tags.typed else value
+
+    def _any_json(self) -> str:
+        """Add a rule for JSON that is not a string. Return its name."""
+        types = ["object", "array", "number", "boolean", "null"]
+        self._rules["any_json"] = document_expression(Document({"type": types}), lenient=True)
+        return "any_json"
 
     def _words(self, cases: Sequence[Case]) -> list[str]:
         types = frozenset[str]().union(*(case.types for case in cases))
@@ -364,20 +409,12 @@ class TaggedRules:
         Unless `is_alone`, the value may have another type that begins with the same characters. llguidance's lexer then
         reads up to the closing tag, so the string and the tag must be one unconstrained lexeme.
         """
-        least, most = int(case.most("minLength") or 0), case.least("maxLength")
-        wanted = []
-        if not is_alone:
-            least = 0
-        else:
-            wanted = [lexeme for each in case.keywords("pattern") if (lexeme := searched(each["pattern"]))]
-        if least or (most is not None and most <= MOST_ENFORCED_CHARS):
-            least = min(least, MOST_ENFORCED_CHARS)
-            wanted.append(f"/[\\s\\S]{{{least},{'' if most is None or most > MOST_ENFORCED_CHARS else int(most)}}}/")
-        return self._closed_text(name if wanted else "any_text", " & ".join(wanted))
+        wanted = text_lexemes(case, is_alone=is_alone)
+        return self._closed_text(name if wanted else "any_text", wanted)
 
     def _closed_literal(self, text: str) -> str:
         """Return an enumerated text and its closing tag, as one lexeme if the tag is plain text."""
-        if self._is_special(self._tags.close):
+        if self._special_close:
             return f"{literal(text)} {self._close}"
         return literal(f"{text}{self._line and chr(10)}{self._tags.close}")
 
@@ -386,9 +423,11 @@ class TaggedRules:
 
         The text must not contain the tag, because the scanner would end the value there.
         """
-        if self._is_special(self._tags.close):
-            self._rules[name.upper()] = wanted or f"/{ANY}/"
-            return " ".join(filter(None, (name.upper(), self._line, self._spelled(self._tags.close))))
+        if first := self._special_close:
+            begun = "" if first.startswith("<[") else first  # ends the text, because a special token follows
+            self._rules[name.upper()] = f"({wanted or f'/{ANY}/'}) {begun}" if begun else wanted or f"/{ANY}/"
+            rest = self._spelled(self._tags.close)[1 if begun else 0 :]
+            return " ".join(filter(None, (name.upper(), self._line, *rest)))
         close = literal(f"{chr(10) if self._line else ''}{self._tags.close}")
         other = f"~(/{ANY}/ {literal(self._tags.close)} /{ANY}/)"
         if not wanted and not self._line:  # a lazy lexeme ends at the first tag
@@ -399,13 +438,28 @@ class TaggedRules:
 
     @property
     def _close(self) -> str:
-        return " ".join(filter(None, (self._line, self._spelled(self._tags.close))))
+        return " ".join(filter(None, (self._line, *self._spelled(self._tags.close))))
 
-    def _is_special(self, mark: str) -> bool:
-        return mark in self._marks and self._spell(mark).startswith("<[")
+    @property
+    def _special_close(self) -> str:
+        """The first part of the closing tag if it has a special token, otherwise ""."""
+        parts = self._spelled(self._tags.close)
+        return parts[0] if any(part.startswith("<[") for part in parts) else ""
 
-    def _spelled(self, tag: str) -> str:
-        return self._spell(tag) if self._is_special(tag) else literal(tag)
+    def _spelled(self, tag: str) -> list[str]:
+        return spelled(tag, self._marks, self._spell)
+
+
+def text_lexemes(case: Case, *, is_alone: bool = True) -> str:
+    """Return the lexemes that a string matches, joined by `&`. Only the maximum length unless `is_alone`."""
+    least, most = int(case.most("minLength") or 0) if is_alone else 0, case.least("maxLength")
+    wanted = []
+    if is_alone:
+        wanted = [lexeme for each in case.keywords("pattern") if (lexeme := searched(each["pattern"]))]
+    if least or (most is not None and most <= MOST_ENFORCED_CHARS):
+        least = min(least, MOST_ENFORCED_CHARS)
+        wanted.append(f"/[\\s\\S]{{{least},{'' if most is None or most > MOST_ENFORCED_CHARS else int(most)}}}/")
+    return " & ".join(wanted)
 
 
 @dataclass(frozen=True, slots=True)

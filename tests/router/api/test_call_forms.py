@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,15 @@ from router.text.calls.dialect import dialect_of
 from router.text.calls.format import CallFormat
 from router.text.text_pipeline import TextPipeline
 
-from ..templates import HARMONY, LLAMA3, MISTRAL, PLAIN, TEMPLATES
+from ..templates import HARMONY, LLAMA3, MISTRAL, PLAIN, TEMPLATES, template
 from .test_streamed_calls import APIS, CHAT_TOOLS, Client
 
 ARGUMENTS = '{"city": "Paris", "days": [1, 2]}'
 WEATHER, NOW = ("get_weather", ARGUMENTS), ("now", "{}")
 THOUGHT = "<|channel|>analysis<|message|>Hm, final.<|end|><|start|>assistant"
+PLAIN_TEXT = ("pythonic", "xlam", "phi4-mini, functools", "command, fenced")
+"""Formats whose calls begin without a special token."""
+UNKNOWN = template("<call {{ f.name }}>{{ f.arguments | tojson }}</call>")
 FORMS = {name: dialect_of(ChatTemplate(source)).format for name, source in TEMPLATES.items()}
 
 Serve = Callable[..., Awaitable[Any]]
@@ -72,7 +76,7 @@ def answer_of(form: CallFormat) -> str:
     if form.has_channels:
         remark = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
         return THOUGHT + remark + form.written([WEATHER]).removesuffix("<|call|>")
-    return f"I look. {form.written([WEATHER, NOW])}"
+    return f"I look.\n{form.written([WEATHER, NOW])}"
 
 
 async def asked(running: Any, api: str, **options: Any) -> Any:
@@ -95,7 +99,7 @@ async def test_calls(serve: Serve, name: str, per_event: int) -> None:
         answer = await asked(running, api, stream=stream)
         assert [str(answer.items[0]).rstrip(), *answer.items[1:]] == ["I look.", *calls], api
         assert answer.reason == {"responses": "completed", "messages": "tool_use"}.get(api, "tool_calls")
-        assert name == "pythonic" or "<[" in running.engine.requests[-1].params.grammar
+        assert name in PLAIN_TEXT or "<[" in running.engine.requests[-1].params.grammar
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -122,6 +126,7 @@ async def test_a_thought_that_ends_an_answer_has_an_empty_text_after_it(serve: S
     assert [block["type"] for block in content] == ["text", "thinking", "text"] and content[2]["text"] == ""
 
 
+@pytest.mark.slow_except("hermes", "llama3", "pythonic", "harmony", "glm", "granite", "gemma4", "deepseek-v3.2")
 @pytest.mark.parametrize("name", TEMPLATES)
 async def test_a_call_can_be_demanded(serve: Serve, name: str) -> None:
     form = FORMS[name]
@@ -134,7 +139,7 @@ async def test_a_call_can_be_demanded(serve: Serve, name: str) -> None:
         assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
 
 
-@pytest.mark.slow_except("pythonic, tagged")
+@pytest.mark.slow_except("olmo3")
 @pytest.mark.parametrize("name", TEMPLATES)
 async def test_wherever_an_answer_is_cut_off(serve: Serve, name: str) -> None:
     running = await serve(TEMPLATES[name], answer_of(FORMS[name]))
@@ -145,7 +150,7 @@ async def test_wherever_an_answer_is_cut_off(serve: Serve, name: str) -> None:
         assert choice["finish_reason"] == "length"
         message = choice["message"]
         deltas = [event["choices"][0]["delta"] for event in events[:-1]]
-        assert "I look. ".startswith(message["content"] or "")
+        assert "I look.\n".startswith(message["content"] or "")
         assert (message["content"] or "") == "".join(delta.get("content") or "" for delta in deltas)
         calls = message.get("tool_calls", [])
         streamed = [part["function"] for delta in deltas for part in delta.get("tool_calls", [])]
@@ -251,6 +256,17 @@ async def test_a_parser_may_be_named(serve: Serve) -> None:
     running = await serve(PLAIN, "[now()]", tool_parser="pythonic")
     message = (await running.chat(tools=CHAT_TOOLS)).json()["choices"][0]["message"]
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["now"]
+
+
+async def test_an_unknown_format_is_logged_with_the_model_and_the_option(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "router.generation.served_model")
+    for source, parser in ((LLAMA3, "auto"), (UNKNOWN, "pythonic"), (PLAIN, "auto"), (UNKNOWN, "auto")):
+        await serve(source, "hi", tool_parser=parser)
+    known = [(each.levelname, each.getMessage()) for each in caplog.records if "tool-call format" in each.getMessage()]
+    assert [level for level, _ in known] == ["INFO", "WARNING"], "a template without tools is no reason to worry"
+    assert all(text.startswith("model tiny-random: ") and "--tool-parser" in text for _, text in known)
 
 
 async def test_without_a_parser_calls_are_text_and_none_can_be_demanded(serve: Serve) -> None:

@@ -25,6 +25,7 @@ from ...templates import (
     STRICT,
     TEMPLATES,
     VARIANTS,
+    WRITTEN,
     template,
 )
 
@@ -51,8 +52,8 @@ def test_the_form_is_that_of_the_template(name: str) -> None:
     dialect = dialect_of(ChatTemplate(TEMPLATES[name]))
     kind, _, variant = name.partition(", ")
     assert dialect.native and dialect.parses and dialect.format.name == kind
-    assert getattr(dialect.format, variant or "none", not variant)
-    others = {getattr(dialect.format, other, False) for other in ("compact", "tagged", "fenced") if other != variant}
+    assert getattr(dialect.format, variant or "none", not variant) and dialect.is_known
+    others = {getattr(dialect.format, other, False) for other in ("compact", "functools", "fenced") if other != variant}
     assert others == {False}
     if kind == "harmony":
         return
@@ -71,7 +72,42 @@ OTHER_MINIMAX = template(
 @pytest.mark.parametrize("source", [PLAIN, STRICT, OTHER_MINIMAX, None])
 def test_a_template_without_calls_gets_them_in_words(source: str | None) -> None:
     dialect = dialect_of(ChatTemplate(source))
-    assert not dialect.native and dialect.format.name == "hermes"
+    assert not dialect.native and dialect.format.name == "hermes" and not dialect.is_known
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_calls_that_a_template_omits_are_written_as_text(name: str) -> None:
+    dialect = dialect_of(ChatTemplate(WRITTEN[name]))
+    assert dialect.native and dialect.writes_calls and dialect.format.name == name
+    messages = [USER, turn(call("a"), call("b", "now"), content="I look.\n"), result("a"), result("b")]
+    shown = chat_prompt(ChatTemplate(WRITTEN[name]), messages, functions=[WEATHER], dialect=dialect)
+    functions = dict.fromkeys(("get_weather", "now"), WEATHER)
+    scanner = dialect.format.scanner(start=0, only_calls=False, functions=functions)
+    scanner.push(shown.partition("I look.")[2])
+    assert scanner.num_calls == 2 and "18 °C by a" in shown and "18 °C by b" in shown
+
+
+UNKNOWN = {
+    "a list after other tags": template('{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}',
+                                        first="<TOOLCALL>[", last="]</TOOLCALL>", between=", "),
+    "another recipient": template(">>>{{ f.name }}\n{{ f.arguments | tojson }}"),
+    "JSON between tags of other arguments": template("<function={{ f.name }}>{{ f.arguments | tojson }}</function>"),
+    "text without quotes": template("[{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}={{ v }}{% endfor %})]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_format_that_resembles_another_familys_is_not_taken_for_it(name: str) -> None:
+    dialect = dialect_of(ChatTemplate(UNKNOWN[name]))
+    assert not dialect.native and not dialect.is_known and dialect.format.name == "hermes"
+
+
+def test_a_template_that_renders_calls_but_describes_no_functions_has_its_format_in_words() -> None:
+    source = DEEPSEEK.replace("{% if tools %}{{ tools | tojson }}{% endif %}", "")
+    dialect = dialect_of(ChatTemplate(source))
+    assert not dialect.native and dialect.is_known and dialect.format.name == "deepseek"
+    shown = chat_prompt(ChatTemplate(source), [USER], functions=[WEATHER], dialect=dialect)
+    assert dialect.format.written([("second_function", "{}")])[30:-30] in shown
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -22,7 +22,7 @@ from router.text.text_pipeline import TextPipeline
 from router.text.thinking import ThoughtPosition
 from router.text.thought_marks import ThoughtMarks
 
-from .formats import FORMATS, TAGGED, WITHOUT_CHANNELS
+from .formats import FORMATS, TAGGED, UNTYPED, WITHOUT_CHANNELS
 
 WEATHER = Function(
     "get_weather",
@@ -107,25 +107,24 @@ def test_calls_match_their_functions(vocabulary: Vocabulary, form: CallFormat, w
     accepts = check_of(vocabulary, form, **wanted)
     for calls in GOOD:
         assert accepts(form.written(calls)), calls
-    unmarked, is_free = form.name in ("llama3", "pythonic"), not wanted.get("required") and "answer" not in wanted
+    unmarked, is_free = form.is_unmarked, not wanted.get("required") and "answer" not in wanted
     for calls in BAD[1:] if form.name != "llama3" or "answer" not in wanted else []:  # there it is such an answer
-        is_text = form.name in TAGGED and calls == [("get_weather", '{"city": 1}')]  # every text is one
+        is_text = form.name in UNTYPED and calls == [("get_weather", '{"city": 1}')]  # every text is one
         assert accepts(form.written(calls)) is is_text, calls
-    if form is not FORMATS["pythonic, tagged"]:
-        like_an_answer = "answer" in wanted and form.name == "llama3"
-        assert accepts(form.written(BAD[0])) is (unmarked and (is_free or like_an_answer))
+    like_an_answer = "answer" in wanted and form.name == "llama3"
+    assert accepts(form.written(BAD[0])) is (unmarked and (is_free or like_an_answer))
     assert accepts(form.written(GOOD[0] + GOOD[1])) is wanted.get("several", True)
     for text in ("", "Hi!", '{"name": "Bob"}', '{"x": [{}]}', "a [b] <c>"):
         assert accepts(text) is (is_free or ("answer" in wanted and text[:1] == "{")), text
-    assert accepts(f"I look. {form.written(GOOD[1])}") is is_free
+    assert accepts(f"I look.\n{form.written(GOOD[1])}") is is_free
 
 
 @pytest.mark.quick_cover(1)
 def test_with_auto_what_begins_as_a_call_becomes_one(vocabulary: Vocabulary, form: CallFormat) -> None:
     accepts = check_of(vocabulary, form)
     whole = form.written(GOOD[1])
-    assert not any(accepts(f"Hm {whole[:end]}") for end in range(whole.index("Paris"), len(whole)))
-    assert accepts(f"{whole} Done.") and accepts(f"a {whole}\nb {form.written(GOOD[0])} c")
+    assert not any(accepts(f"Hm\n{whole[:end]}") for end in range(whole.index("Paris"), len(whole)))
+    assert accepts(f"{whole} Done.") and accepts(f"a\n{whole}\nb\n{form.written(GOOD[0])} c")
 
 
 @pytest.mark.quick_cover(1)

@@ -16,8 +16,8 @@ from router.text.calls.harmony import HarmonyFormat
 from router.text.calls.tagged import as_json, reader_of
 from router.text.parts import CallPart, Part, TextPart, ThoughtPart, joined
 
-from ....examples import examples
-from .formats import TAGGED, WITHOUT_CHANNELS
+from ....examples import FULL, examples
+from .formats import AT_ONCE, UNTYPED, WITHOUT_CHANNELS
 
 NAMES = ("now", "get_weather")
 CITY = {"city": {"type": "string"}, "days": {"type": "array"}}
@@ -36,10 +36,13 @@ def parts_of(form: CallFormat, pieces: Sequence[str], *, cut: bool = False, **op
 
 
 def taken_apart(form: CallFormat, text: str, **options: Any) -> list[Item]:
-    """The items of an answer, after looking whether it is the same in two pieces and in characters."""
+    """The items of an answer, after looking whether it is the same in two pieces and in characters.
+
+    The profile "quick" cuts it at a tenth of the places.
+    """
     parts = parts_of(form, [text], **options)
     assert parts_of(form, list(text), **options) == parts
-    for place in range(1, len(text)):
+    for place in range(1, len(text), FULL // settings().max_examples):
         assert parts_of(form, [text[:place], text[place:]], **options) == parts, text[:place]
     return [
         (part.name, part.arguments) if isinstance(part, CallPart) else part.text if isinstance(part, TextPart) else part
@@ -60,8 +63,8 @@ def test_calls(form: CallFormat) -> None:
 
 def test_text_around_calls(form: CallFormat) -> None:
     one, two = form.written([WEATHER]), form.written([NOW])
-    assert taken_apart(form, f"I look. {one}") == ["I look. ", WEATHER]
-    assert taken_apart(form, f"a {one}\n b {two} c") == ["a ", WEATHER, "b ", NOW, "c"]
+    assert taken_apart(form, f"I look.\n{one}") == ["I look.\n", WEATHER]
+    assert taken_apart(form, f"a\n{one}\n b\n{two} c") == ["a\n", WEATHER, "b\n", NOW, "c"]
     assert taken_apart(form, f"{one}\n\nDone.\n") == [WEATHER, "Done.\n"]
 
 
@@ -75,13 +78,13 @@ def test_json_in_place_of_calls_is_text(form: CallFormat) -> None:
     assert taken_apart(form, quoted, only_calls=True) == [quoted]
 
 
-@pytest.mark.slow_cases("deepseek", "deepseek, fenced")
+@pytest.mark.slow_except("hermes", "granite", "llama3", "pythonic", "glm", "glm4", "gemma4")
 def test_a_call_that_breaks_off_before_its_arguments_is_text_unless_the_answer_was_cut_off(form: CallFormat) -> None:
     whole = form.written([WEATHER])
     begun = whole.index("city") - (2 if '{"' in whole else 0)
     for end in range(1, begun):
         assert taken_apart(form, whole[:end]) == [whole[:end]]
-        assert taken_apart(form, "Hm " + whole[:end], cut=True) in (["Hm "], ["Hm ", ("get_weather", "")])
+        assert taken_apart(form, "Hm\n" + whole[:end], cut=True) in (["Hm\n"], ["Hm\n", ("get_weather", "")])
 
 
 def test_a_call_that_is_cut_off_has_the_arguments_that_came(form: CallFormat) -> None:
@@ -135,6 +138,16 @@ MALFORMED = {
     ],
     "glm": ["<tool_call>now and then</tool_call>", '<tool_call>{"name": "now"}</tool_call>', "<arg_key>a</arg_key>"],
     "kimi": ["<|tool_call_begin|>now<|tool_call_argument_begin|>{}<|tool_call_end|>"],
+    "granite": ["<|tool_call|>now", '<|tool_call|>["now"]', '<|tool_call|>[{"name": "now"}]'],
+    "phi4-mini": ["functools", "<|tool_call|>[]<|/tool_call|>"],
+    "command": ["<|START_ACTION|>[]<|END_ACTION|>", '<|START_ACTION|>[{"tool_name": 1}]<|END_ACTION|>'],
+    "internlm": ["<|action_start|><|interpreter|>\nprint(1)<|action_end|>"],
+    "xlam": ['[{"name": "then", "arguments": {}}]', '[{"name": "now"}]', "```json\n[1]\n```"],
+    "solar": ["<|tool_calls|><|calls|>", "<|tool_call:begin|>x<|tool_call:name|>now"],
+    "glm4": ["now {}", "right now\n{}", "then\n{}", "now\nnow"],
+    "lfm2": ["<|tool_call_start|>[then()]<|tool_call_end|>", "<|tool_call_start|>[now(1)]<|tool_call_end|>", "[now()]"],
+    "deepseek-v3.2": ["<｜DSML｜function_calls>now</｜DSML｜function_calls>"],
+    "gemma4": ["<|tool_call>call:then", "<|tool_call>call:now", "<|tool_call>call:now{a b}<tool_call|>", "call:now{}"],
     "minimax": ["<minimax:tool_call>now</minimax:tool_call>", '<invoke name="now">\n</invoke>'],
 }
 
@@ -145,6 +158,8 @@ def test_what_only_looks_like_a_call_stays_text(name: str, text: str) -> None:
         assert taken_apart(WITHOUT_CHANNELS[name], answer) == [answer]
 
 
+DSML_BEGUN = '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+DSML_END = "\n</｜DSML｜invoke>\n</｜DSML｜function_calls>"
 PARIS, IN_PARIS = "<parameter=city>Paris</parameter>", ("get_weather", '{"city": "Paris"}')
 VARIANTS: list[tuple[str, str, list[Item]]] = [
     ("hermes", '<tool_call>{"name":"now","arguments":{}}</tool_call>', [NOW]),
@@ -188,6 +203,32 @@ VARIANTS: list[tuple[str, str, list[Item]]] = [
     ("glm", "<tool_call>now</tool_call>", [NOW]),
     ("glm", "<tool_call>now\n<arg_key>a</arg_key><arg_value>True</arg_value></tool_call>", [("now", '{"a": true}')]),
     ("minimax", '<minimax:tool_call><invoke name="now"></invoke></minimax:tool_call>', [NOW]),
+    ("kimi", "<|tool_call_begin|>now:0<|tool_call_argument_begin|>{}<|tool_call_end|>", [NOW]),
+    ("granite", '<|tool_call|> [\n  {"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]\nso',
+     [NOW, NOW, "so"]),
+    ("granite", '<tool_call>[{"arguments": {"a": "}\\""}, "name": "now"}, {"arguments": {}, "name": "now"}]',
+     [("now", '{"a": "}\\""}'), NOW]),
+    ("hermes", '<tool_call>{"arguments": {}, "name": "now"}</tool_call>', [NOW]),
+    ("phi4-mini", 'functools[{"name": "now", "arguments": {}}] ok', [NOW, "ok"]),
+    ("phi4-mini", '<|tool_call|>{"name": "now", "arguments": {}}<|/tool_call|>', [NOW]),
+    ("command", '<|START_ACTION|>[{"tool_name": "now", "parameters": {}}]<|END_ACTION|>', [NOW]),
+    ("command, fenced", 'Action: ```json\n[{"tool_name": "now", "parameters": {}}]\n```', [NOW]),
+    ("internlm", '<|action_start|> <|plugin|>{"name": "now", "arguments": {}}<|action_end|>', [NOW]),
+    ("xlam", '```json\n[{"name": "now", "arguments": {}}]\n```', [NOW]),
+    ("xlam", '[TOOL_CALLS][{"name": "now", "arguments": {}}]', [NOW]),
+    ("solar", "assistant<|tool_calls|><|tool_call:begin|>x<|tool_call:name|>now<|tool_call:args|>{}<|tool_call:end|>",
+     [NOW]),
+    ("glm4", "Hm<|assistant|>now \n{}<|assistant|>now\n{}", ["Hm", NOW, NOW]),
+    ("lfm2", "<|tool_call_start|>[now(), get_weather(city='it\\'s')]<|tool_call_end|> so",
+     [NOW, ("get_weather", '{"city": "it\'s"}'), "so"]),
+    ("deepseek-v3.2", DSML_BEGUN + '<｜DSML｜parameter name="city" string="true">3</｜DSML｜parameter>\n'
+                      '<｜DSML｜parameter name="days" string="true">[1]</｜DSML｜parameter>' + DSML_END,
+     [("get_weather", '{"city": "3", "days": [1]}')]),
+    ("gemma4", "<|tool_call>call:now{a:1.5,b:[true,<|\"|>x, {}<|\"|>],c:{d:None}, e: word}<tool_call|>",
+     [("now", '{"a": 1.5, "b": [true, "x, {}"], "c": {"d": null}, "e": "word"}')]),
+    ("gemma4", "<|tool_call>:now{}<tool_call|><|tool_call>call:now{}<tool_call|>", [NOW, NOW]),
+    ("functiongemma", "<start_function_call>call:get_weather{days:<escape>[1]<escape>}<end_function_call>",
+     [("get_weather", '{"days": [1]}')]),
     ("kimi", "<|tool_call_begin|>functions.now:12<|tool_call_argument_begin|>{}<|tool_call_end|>", [NOW]),
 ]  # fmt: skip
 
@@ -247,14 +288,14 @@ def test_lists_may_be_as_python_prints_them(text: str, expected: str) -> None:
 
 
 def test_arguments_come_as_they_are_made() -> None:
-    """In Python's form a call comes once it is complete."""
+    """In Python's form, and Gemma's, a call comes once it is complete."""
     for name, form in WITHOUT_CHANNELS.items():
         whole = form.written([WEATHER])
         scanner = form.scanner(start=0, only_calls=False, functions=FUNCTIONS)
         place = whole.index("Par")
         scanner.push(whole[:place])
         came = scanner.push("Par")
-        assert came == ([] if name.startswith("pythonic") else [CallPart(0, arguments="Par")])
+        assert came == ([] if name in AT_ONCE else [CallPart(0, arguments="Par")])
 
 
 # ---------------------------------------------------------------- however it is divided
@@ -291,15 +332,15 @@ def test_how_an_answer_is_divided_changes_nothing(
     name: str, rows: list[tuple[str, list[tuple[str, str]]]], last: str, data: st.DataObject
 ) -> None:
     form = WITHOUT_CHANNELS[name]
-    assume(name not in TAGGED or not any(map(is_ambiguous, [call for _, calls in rows for call in calls])))
-    text = "".join([before + form.written(calls) for before, calls in rows]) + last
+    assume(name not in UNTYPED or not any(map(is_ambiguous, [call for _, calls in rows for call in calls])))
+    text = "\n".join([f"{before}\n{form.written(calls)}" for before, calls in rows] + [last])
     places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
     pieces = [text[start:end] for start, end in itertools.pairwise([0, *places, len(text)])]
     for cut in (False, True):
         parts = parts_of(form, pieces, cut=cut)
         assert parts == parts_of(form, [text], cut=cut) == parts_of(form, list(text), cut=cut)
-    items = [(part.name, part.arguments) for part in parts_of(form, pieces) if isinstance(part, CallPart)]
-    assert items == [call for _, calls in rows for call in calls]
+    items = [(part.name, json.loads(part.arguments)) for part in parts_of(form, pieces) if isinstance(part, CallPart)]
+    assert items == [(called, json.loads(given)) for _, calls in rows for called, given in calls]
     texts = "".join([part.text for part in parts_of(form, pieces) if isinstance(part, TextPart)])
     expected = "".join([before for before, _ in rows]) + last
     assert texts.split() == expected.split() or "".join(texts.split()) == "".join(expected.split())

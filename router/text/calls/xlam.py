@@ -1,0 +1,50 @@
+"""The tool-call format of xLAM, a JSON list without delimiters:
+
+[{"name": "get_weather", "arguments": {"city": "Paris"}}, {"name": "now", "arguments": {}}]
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from router.text.answer_grammar import literal, rule
+from router.text.calls.format import GAP, Function, Spell, Wanted, answer_rules, bodies, free, row
+from router.text.calls.json_calls import Delimiters, JSONFormat, JSONSyntax
+from router.text.calls.scanner import BLANKS, MarkedScanner
+
+OTHERS: tuple[Delimiters, ...] = (
+    *((("```json",), "```"), (("```",), "```")),
+    *((("<tool_call>",), "</tool_call>"), (("[TOOL_CALLS]",), "")),
+)
+
+
+class XLAMFormat(JSONFormat):
+    """A JSON list of calls of known functions. The scanner also reads it in a code block or after a tag."""
+
+    name = "xlam"
+    is_unmarked = True
+    syntax = JSONSyntax(((), ""), OTHERS, is_list=True)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.openings = ("[", *self.openings)
+        self.layouts = [layout for i, layout in enumerate(self.layouts) if i % 2]  # lists only
+
+    def scanner(
+        self, *, start: int, only_calls: bool, functions: Mapping[str, Function], thoughts: bool = True
+    ) -> MarkedScanner:
+        return MarkedScanner(self.openings, self.layouts, start=start, only_calls=only_calls, names=functions)
+
+    def grammar(self, wanted: Wanted, spell: Spell) -> str:
+        rules = bodies(wanted.functions, lambda function, arguments: self._call(function.name, arguments))
+        if not free(wanted):
+            listed = row(f"{GAP} body {GAP}", literal(","), several=wanted.several)
+            return answer_rules(wanted, f"{literal('[')} {listed} {literal(']')}", "") + rules
+        more = f"({literal(',')} {GAP} body {GAP})*" if wanted.several else ""
+        begun = []
+        for i, function in enumerate(wanted.functions):
+            words = ("[", "{", '"name"', ":", f'"{function.name}"', ",", '"arguments"', ":")
+            rules += rule(f"open_{i}[lazy]", f"TEXT /{BLANKS.join(map(re.escape, words))}/")
+            begun.append(f"open_{i} {GAP} arguments_{i} {GAP} {literal('}')} {GAP} {more} {literal(']')}")
+        return answer_rules(wanted, "", " | ".join(begun)) + rules
