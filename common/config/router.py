@@ -227,6 +227,14 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSetti
         details="It is reread when it changes. See docs/guides/lora.md.",
         **FILE,
     )
+    chat_template: str = setting(
+        "",
+        "file with a Jinja chat template that replaces the model's templates",
+        group="Model",
+        default_note="the model's own",
+        details="It must render a user message. It is read at start. See docs/guides/serve-your-model.md.",
+        **FILE,
+    )
     reasoning: str = setting(
         "auto",
         "handling of thoughts at the beginning of an answer",
@@ -407,6 +415,9 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSetti
             return
         if self.served_model_name:
             raise ConfigError("served_model_name", self.served_model_name, "empty with --models-file")
+        if self.chat_template:
+            allowed = "empty with --models-file: set chat_template for each model in the file"
+            raise ConfigError("chat_template", self.chat_template, allowed)
         default = next(field.default for field in fields_of(type(self)) if field.name == "model")
         if self.model != default:
             raise ConfigError("model", self.model, "omitted with --models-file")

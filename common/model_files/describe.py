@@ -12,7 +12,7 @@ from common.errors import ModelError, shown
 from common.model_files.architecture.fields import FieldReader
 from common.model_files.cache_folder import make_folder, write_atomically
 from common.model_files.config import from_hf
-from common.model_files.files import ModelFiles
+from common.model_files.files import TOOL_TEMPLATE, ModelFiles
 from common.model_files.gguf.metadata import GGUFHead, read_gguf_head, rope_factors
 from common.model_files.gguf.tokenizer import convert_gguf_tokenizer
 from common.model_files.gguf.vocabulary import CONTROL, GGUFVocabulary
@@ -25,6 +25,9 @@ from common.model_files.weight_scheme import read_weight_scheme
 
 log = logging.getLogger(__name__)
 EMBEDDING = "token_embd.weight"
+TEMPLATE = "tokenizer.chat_template"
+DEFAULT_TEMPLATE, TOOL_USE = "default", "tool_use"
+"""Names of chat templates: for all requests, and for requests with tools. Others, such as `rag`, are not used."""
 # Control tokens that end a turn in some chat format. GGUF files name one end token; the others are found by their text,
 # as in llama.cpp.
 END_TOKENS = frozenset(
@@ -58,11 +61,7 @@ def describe_gguf(parts: Sequence[Path], model_id: str, folder: Path, *, progres
     except ModelError as error:
         raise error if str(path) in str(error) else ModelError(f"{path}: {error}") from error
     _check_rows(path, head, vocabulary)
-    template = head.metadata.get("tokenizer.chat_template")
-    if not isinstance(template, str | None):
-        raise ModelError(
-            f"{path}: tokenizer.chat_template is {shown(template)}, expected a string: convert the model again"
-        )
+    template, tool_template = (_gguf_template(path, head, key) for key in (TEMPLATE, f"{TEMPLATE}.{TOOL_USE}"))
     target = make_folder(folder) / "tokenizer.json"
     write_atomically(target, tokenizer.to_str().encode())
     tokens, eos_token_ids = vocabulary.tokens, gguf_end_tokens(vocabulary)
@@ -72,6 +71,7 @@ def describe_gguf(parts: Sequence[Path], model_id: str, folder: Path, *, progres
         weights=tuple(parts),
         tokenizer=target,
         chat_template=template,
+        tool_template=tool_template,
         bos_token=tokens[vocabulary.ids["bos"]] if "bos" in vocabulary.ids else "",
         eos_token=tokens[eos_token_ids[0]] if eos_token_ids else "",
         eos_token_ids=eos_token_ids,
@@ -79,6 +79,13 @@ def describe_gguf(parts: Sequence[Path], model_id: str, folder: Path, *, progres
         vocab_size=len(tokens),
         weights_hash=hash_weights(parts, progress=progress),
     )
+
+
+def _gguf_template(path: Path, head: GGUFHead, key: str) -> str | None:
+    template = head.metadata.get(key)
+    if not isinstance(template, str | None):
+        raise ModelError(f"{path}: {key} is {shown(template)}, expected a string: convert the model again")
+    return template
 
 
 def _check_rows(path: Path, head: GGUFHead, vocabulary: GGUFVocabulary) -> None:
@@ -119,6 +126,7 @@ def describe_folder(folder: Path, model_id: str, *, progress: bool, weights: boo
     for shard in shards:
         check_safetensors(shard)
     tokenizer_config = read_json(folder / "tokenizer_config.json")
+    templates = _chat_templates(folder, tokenizer_config)
     bos_token, eos_token = _special_tokens(folder, tokenizer_config)
     sources = (read_json(folder / "generation_config.json"), fields, text)
     given = next((ids for source in sources if (ids := source.get("eos_token_id")) is not None), None)
@@ -130,7 +138,8 @@ def describe_folder(folder: Path, model_id: str, *, progress: bool, weights: boo
         weights=shards,
         tokenizer=tokenizer_path,
         config=path,
-        chat_template=_chat_template(folder, tokenizer_config),
+        chat_template=templates.get(DEFAULT_TEMPLATE) or None,
+        tool_template=templates.get(TOOL_USE) or None,
         bos_token=bos_token,
         eos_token=eos_token,
         eos_token_ids=_end_tokens([own, *listed], config.vocab_size, folder),
@@ -157,21 +166,33 @@ def _end_tokens(ids: Sequence[object], vocab_size: int, folder: Path) -> tuple[i
     return _unique(token_id for token_id in given if 0 <= token_id < vocab_size)
 
 
-def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
-    """Return the template of chat_template.jinja, or the (default) one of tokenizer_config.json."""
-    if (source := read_text(folder / "chat_template.jinja")) is not None:
-        return source
+def _chat_templates(folder: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
+    """Return the templates of a folder by name.
+
+    As in transformers, .jinja files take precedence over all templates of tokenizer_config.json. Only a missing default
+    template is taken from there.
+    """
+    files = {DEFAULT_TEMPLATE: folder / "chat_template.jinja", TOOL_USE: folder / TOOL_TEMPLATE}
+    templates = {name: source for name, path in files.items() if (source := read_text(path)) is not None}
+    if DEFAULT_TEMPLATE in templates:
+        return templates
     path, template = folder / "tokenizer_config.json", tokenizer_config.get("chat_template")
     if template is None:
         path = folder / "chat_template.json"
         template = read_json(path).get("chat_template")
-    if isinstance(template, list):
-        if not all(isinstance(entry, dict) for entry in template):
-            raise ModelError(f"{path}: chat_template is {shown(template)}, expected named templates: fetch it again")
-        template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
-    if not isinstance(template, str | None):
-        raise ModelError(f"{path}: chat_template is {shown(template)}, expected a string: fetch it again")
-    return template or None
+    entries = template if isinstance(template, list) else [{"name": DEFAULT_TEMPLATE, "template": template}]
+    if not all(isinstance(entry, dict) for entry in entries):
+        raise ModelError(f"{path}: chat_template is {shown(template)}, expected named templates: fetch it again")
+    named = {str(entry.get("name")): entry.get("template") for entry in entries}
+    wanted = (
+        {DEFAULT_TEMPLATE: named.get(DEFAULT_TEMPLATE)}
+        if templates
+        else {name: named.get(name) for name in (DEFAULT_TEMPLATE, TOOL_USE)}
+    )
+    for source in wanted.values():
+        if not isinstance(source, str | None):
+            raise ModelError(f"{path}: chat_template is {shown(source)}, expected a string: fetch it again")
+    return templates | {name: source for name, source in wanted.items() if source is not None}
 
 
 def _special_tokens(folder: Path, tokenizer_config: dict[str, Any]) -> tuple[str, str]:

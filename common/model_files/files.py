@@ -7,12 +7,16 @@ from typing import Literal
 
 import msgspec
 
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
+"""File with the chat template for requests with tools, relative to the model's folder."""
+
 
 class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
     """A model on disk.
 
     `weights` are absolute paths, in name order: a .gguf file or its parts, or .safetensors shards. `eos_token_ids` are
-    all tokens that end a turn, the model's own first. `chat_template` is Jinja source, or None for a base model.
+    all tokens that end a turn, the model's own first. `chat_template` is Jinja source, or None for a base model;
+    `tool_template` is the source for requests with tools, if the model has a separate one.
     `weights_hash` is 16 hex digits over the weights and the settings that affect the KV cache. `config` is the path of
     config.json for "hf". A model resolved without weights has no `weights` and no hash.
     """
@@ -23,6 +27,7 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: Path
     config: Path | None = None
     chat_template: str | None = None
+    tool_template: str | None = None
     bos_token: str = ""
     eos_token: str = ""
     eos_token_ids: tuple[int, ...]

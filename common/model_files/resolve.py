@@ -18,7 +18,7 @@ import xxhash
 from common.errors import ModelError
 from common.model_files.builtin import BUILTIN_MODELS, TINY_MODELS, BuiltinModel
 from common.model_files.cache_folder import cache_folder, locked, make_folder, write_atomically
-from common.model_files.files import ModelFiles
+from common.model_files.files import TOOL_TEMPLATE, ModelFiles
 from common.model_files.gguf.parts import gguf_name, gguf_parts
 from common.model_files.json_file import read_json
 from common.model_files.stamp import FileStamp, stamp_file, stamp_files
@@ -150,6 +150,7 @@ def _resolve_folder(folder: Path, model_id: str, *, progress: bool, weights: boo
         raise ModelError(f"{folder} has {len(ggufs)} .gguf files: select one, such as {ggufs[0]}")
     read_json(folder / "config.json", required=True)
     sources = [found[name] for name in DESCRIBED if name in found]
+    sources += [path] if (path := folder / TOOL_TEMPLATE).is_file() else []
     sources += weight_files(folder) if weights else []
 
     def describe() -> ModelFiles:

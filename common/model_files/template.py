@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from enum import StrEnum
 from functools import cached_property
+from traceback import walk_tb
 from typing import Any, NoReturn
 
 import jinja2
@@ -25,6 +26,8 @@ from common.model_files.files import ModelFiles
 
 MAX_REASON_CHARS = 200
 """Maximum length of a template's error that a client sees."""
+TEMPLATE_FILENAME = "<template>"
+"""Filename of a template in Jinja's tracebacks."""
 RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"))
 
 
@@ -97,21 +100,41 @@ BEFORE: Mapping[str, Sequence[Mapping[str, Any]]] = {
 class ChatTemplate:
     """Compiled chat template of a model. `source` is None for a base model, for which `render` always fails.
 
-    Raises ModelError if the source is not valid Jinja.
+    `with_tools` is the template for requests with tools: a separate one if the model has it (`tool_source`), otherwise
+    this one. Raises ModelError if a source is not valid Jinja.
     """
 
-    def __init__(self, source: str | None, *, model_id: str = "", bos_token: str = "", eos_token: str = "") -> None:
+    def __init__(
+        self,
+        source: str | None,
+        *,
+        model_id: str = "",
+        bos_token: str = "",
+        eos_token: str = "",
+        tool_source: str | None = None,
+    ) -> None:
         self.source, self._model_id = source, model_id
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         try:
             self._template = None if source is None else _compiled(source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(f"the chat template of {model_id} has an error in line {error.lineno}: {error}") from error
+        except RecursionError as error:
+            raise ModelError(f"the chat template of {model_id} is nested too deeply") from error
+        self.with_tools = self
+        if tool_source is not None:
+            self.with_tools = ChatTemplate(tool_source, model_id=model_id, bos_token=bos_token, eos_token=eos_token)
 
     @classmethod
     def from_files(cls, files: ModelFiles) -> ChatTemplate:
         """Return the template of a resolved model."""
-        return cls(files.chat_template, model_id=files.model_id, bos_token=files.bos_token, eos_token=files.eos_token)
+        return cls(
+            files.chat_template,
+            model_id=files.model_id,
+            bos_token=files.bos_token,
+            eos_token=files.eos_token,
+            tool_source=files.tool_template,
+        )
 
     @cached_property
     def content_forms(self) -> Mapping[str, ContentForm]:
@@ -120,6 +143,21 @@ class ChatTemplate:
         Like transformers, passes content unchanged: a template that loops over parts decides how to join them.
         """
         return {role: self._content_form(role) for role in BEFORE}
+
+    @classmethod
+    def problem_of(cls, source: str) -> str:
+        """Return why a template cannot render a user message, with the line, or "" if it can."""
+        try:
+            template = cls(source)
+            if FIRST in template._shown("user", PARTS) or FIRST in template.render([{**USER, "content": FIRST}]):
+                return ""
+        except (ModelError, InvalidRequest) as error:
+            cause = error.__cause__ or error
+            steps = walk_tb(cause.__traceback__)
+            lines = [line for frame, line in steps if frame.f_code.co_filename == TEMPLATE_FILENAME]
+            lines += [cause.lineno] if isinstance(cause, jinja2.TemplateSyntaxError) else []
+            return (f"line {lines[-1]}: " if lines else "") + (str(cause)[:MAX_REASON_CHARS] or type(cause).__name__)
+        return "it omits the user's message"
 
     def _content_form(self, role: str) -> ContentForm:
         """Determine the form for a role. A template that prints the list itself does not support parts."""

@@ -105,9 +105,10 @@ class ServedModel:
 
     def __post_init__(self) -> None:
         self.task = served_task(self.files, self.config.task)
-        self.dialect = dialect_of(self.text.template, self.config.tool_parser)
+        template = self.text.template.with_tools
+        self.dialect = dialect_of(template, self.config.tool_parser)
         if not self.dialect.is_known and self.task.name == "generate":
-            has_tools = "tools" in (self.text.template.source or "")
+            has_tools = "tools" in (template.source or "")
             log.log(
                 logging.WARNING if has_tools else logging.INFO,
                 "model %s: its chat template shows no known tool-call format. The router describes functions and the "

@@ -1,5 +1,6 @@
 from router.models.adapters_file import LORA_FIELD, AdapterEntry, AdaptersSource
 from router.models.catalog import Catalog
+from router.models.chat_template import read_template, with_chat_template
 from router.models.models_file import (
     MODELS_FIELD,
     ModelEntry,
@@ -21,7 +22,9 @@ __all__ = [
     "ModelTable",
     "ModelsSource",
     "check_planned",
+    "read_template",
     "same_model",
     "settings_of",
     "table_of",
+    "with_chat_template",
 ]

@@ -10,6 +10,7 @@ prefill = false                # it has no prefill workers; do not report them a
 requests_per_minute = 600      # total of all keys
 tokens_per_minute = 1000000
 concurrent_requests = 64
+chat_template = "small.jinja"  # file; default: the model's own template
 tool_parser = "hermes"         # default: --tool-parser
 reasoning = "none"             # default: --reasoning
 reasoning_start = "[THINK]"    # default: --reasoning-start, also reasoning_end
@@ -58,7 +59,7 @@ PLANNED = (
 )
 """Planner settings that a model can override."""
 MODEL_FIELDS = (
-    *("model", "name", "aliases", "fallbacks", "hold", "prefill", *LIMITS, "tool_parser", "reasoning"),
+    *("model", "name", "aliases", "fallbacks", "hold", "prefill", *LIMITS, "chat_template", "tool_parser", "reasoning"),
     *("reasoning_start", "reasoning_end", *GOALS, *PLANNED),
 )
 SPLIT_FIELDS = ("name", "weights")
@@ -71,8 +72,9 @@ class ModelEntry:
 
     While it has no ready worker or no capacity, `fallbacks` serve its requests, in order. Unless it `holds`, requests
     fail with 503 while it has no ready worker, instead of waiting. If not `has_prefill`, missing prefill workers are
-    not reported. `limits` apply to all keys together. Empty values of `tool_parser`, of `reasoning` and its marks, and
-    of the goals of class `default` mean the router's. `planned` are the planner settings that this model overrides.
+    not reported. `limits` apply to all keys together. `chat_template` is a file; if empty, the model's own is used.
+    Empty values of `tool_parser`, of `reasoning` and its marks, and of the goals of class `default` mean the router's.
+    `planned` are the planner settings that this model overrides.
     """
 
     model: str
@@ -82,6 +84,7 @@ class ModelEntry:
     holds: bool = True
     has_prefill: bool = True
     limits: Limits = Limits()
+    chat_template: str = ""
     tool_parser: str = ""
     reasoning: str = ""
     reasoning_start: str = ""
@@ -229,6 +232,7 @@ def _model(table: _Table) -> ModelEntry:
         holds=table.flag("hold", default=True),
         has_prefill=table.flag("prefill", default=True),
         limits=Limits(**{field: table.limit(field) for field in LIMITS}),
+        chat_template=table.text("chat_template"),
         tool_parser=table.text("tool_parser"),
         reasoning=table.text("reasoning"),
         reasoning_start=table.mark("reasoning_start"),
@@ -287,7 +291,7 @@ def same_model(entry: ModelEntry) -> tuple[str, ...]:
     """Return the values of an entry that cannot change while the router runs."""
     others = (entry.slo_ttft_ms, entry.slo_tpot_ms, entry.has_prefill, *sorted(entry.planned.items()))
     marks = (entry.reasoning, entry.reasoning_start, entry.reasoning_end)
-    return entry.model, entry.name, entry.tool_parser, *marks, *map(str, others)
+    return entry.model, entry.name, entry.chat_template, entry.tool_parser, *marks, *map(str, others)
 
 
 def check_planned(config: RouterConfig, models: Sequence[RouterConfig]) -> None:
@@ -315,6 +319,7 @@ def _of_model(config: RouterConfig, name: str, entry: ModelEntry, lease: str) ->
             model=entry.model,
             served_model_name=name if entry.name else "",
             models_file="",
+            chat_template=entry.chat_template or config.chat_template,
             tool_parser=entry.tool_parser or config.tool_parser,
             reasoning=entry.reasoning or config.reasoning,
             reasoning_start=entry.reasoning_start or config.reasoning_start,

@@ -8,6 +8,7 @@ from common.config import RouterConfig
 from common.model_files import ModelFiles, served_task
 from router.dispatch import Dispatcher
 from router.generation import ServedModel, ServingClient
+from router.models import with_chat_template
 from router.observe import ENGINE, MeasuredClient, PlanCollector, PoolCollector, RouterMetrics, SLOWindow
 from router.planner import Budget, LoadWindow, PlanLoop, SizingForecaster, scaler_of
 from router.text import TextPipeline, TextThreads
@@ -36,6 +37,7 @@ class ModelBackend:
         """
         needed = served_task(files, config.task).needed
         config.check_workers(needed)
+        files = with_chat_template(files, config)
         self.config, self.files = config, files
         self.name = config.served_model_name or files.model_id
         self.text = TextPipeline.from_files(files, threads=threads)

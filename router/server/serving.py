@@ -134,7 +134,7 @@ class Serving:
         table = await asyncio.to_thread(self._source.read)
         before = [same_model(entry) for entry in self._table.models]
         if before != [same_model(entry) for entry in table.models]:
-            allowed = "the same models, names, parsers, goals and prefill, in the same order (else restart)"
+            allowed = "the same models, names, templates, parsers, goals and prefill, in the same order (else restart)"
             raise ConfigError(MODELS_FIELD, self._config.models_file, allowed)
         self.catalog = Catalog(table, [model.files.model_id for model in self.models])
         router_state: RouterState = self.app.state.router_state

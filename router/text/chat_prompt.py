@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from common.errors import InvalidRequest
@@ -14,6 +16,7 @@ from router.text.tools import tools_as_text, uses_tools
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 OPEN_END = "\ue0f1OPEN-END\ue0f1"  # no template contains private use characters
+SPACED_END = f"{OPEN_END} "
 MARKED = re.compile(rf"{OPEN_END}([0-9]+){OPEN_END}")
 
 
@@ -29,13 +32,18 @@ def chat_prompt(
 ) -> str:
     """Render the prompt, to be encoded without special tokens. Raises InvalidRequest if that fails.
 
-    `dialect` is detected from the template if it is None.
+    `dialect` is detected from `template.with_tools` if it is None. As in transformers, a separate template for tools
+    renders only requests with `functions`.
     """
     if not messages:
         raise InvalidRequest("messages: must contain at least one message", param="messages")
+    dialect = dialect or dialect_of(template.with_tools)
+    if functions:
+        template = template.with_tools
+    elif template.with_tools is not template:
+        dialect = _without_tools(template, dialect)
     plain = template_messages(messages, has_developer="developer" in (template.source or ""))
     tools = [function.as_tool() for function in functions] or None
-    dialect = dialect or dialect_of(template)
     if dialect.native:
         plain = dialect.messages(plain)
     elif functions or any(map(uses_tools, plain)):
@@ -50,6 +58,16 @@ def chat_prompt(
             param="continue_final_message",
         )
     return _open_ended(template, plain, tools, extra)
+
+
+@lru_cache(maxsize=64)
+def _without_tools(template: ChatTemplate, dialect: Dialect) -> Dialect:
+    """Return the dialect of a template for requests without tools, whose messages may contain earlier calls.
+
+    If the template does not render calls, they are written in the format of `dialect`.
+    """
+    own = dialect_of(template)
+    return own if own.native else replace(dialect, native=False)
 
 
 def _check_roles(
@@ -78,15 +96,21 @@ def _open_ended(
     tools: Sequence[Mapping[str, Any]] | None,
     extra: Mapping[str, Any] | None,
 ) -> str:
-    """Mark where the last message ends and cut the prompt there, as transformers' `apply_chat_template` does."""
+    """Mark where the last message ends and cut the prompt there, as transformers' `apply_chat_template` does.
+
+    A template that trims the message would trim trailing space before the mark, too, so it is cut off.
+    """
     content = messages[-1]["content"]
+    said = content
     if isinstance(content, list):
         *before, last = content or [{"type": "text", "text": ""}]
-        content = [*before, {**last, "text": last["text"] + OPEN_END}]
+        said = last["text"]
+        content = [*before, {**last, "text": said + SPACED_END}]
     else:
-        content += OPEN_END
+        content += SPACED_END
     marked = [*messages[:-1], {**messages[-1], "content": content}]
-    text, mark, _ = template.render(marked, tools=tools, add_generation_prompt=False, extra=extra).rpartition(OPEN_END)
+    shown = template.render(marked, tools=tools, add_generation_prompt=False, extra=extra)
+    text, mark, rest = shown.rpartition(OPEN_END)
     if not mark:
         raise InvalidRequest("The chat template omits the last message, so it cannot be continued.", param="messages")
-    return text
+    return text if rest.startswith(SPACED_END[-1]) else text.removesuffix(said[len(said.rstrip()) :])

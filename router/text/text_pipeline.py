@@ -59,7 +59,8 @@ class TextPipeline:
         self._floor, self.grammars = floor or TokenFloor(), grammars
         self._may_exceed = tokenizer.highest_id >= self.vocab_size
         self._table = token_table(tokenizer)
-        self._prefixes = PromptTokenCache(tokenizer, f"{self.template.source or ''}{eos_token}")
+        sources = dict.fromkeys((self.template.source, self.template.with_tools.source, eos_token))
+        self._prefixes = PromptTokenCache(tokenizer, "".join(filter(None, sources)))
         self._threads = threads if isinstance(threads, TextThreads) else TextThreads(threads, max_pending)
 
     @classmethod

@@ -27,7 +27,7 @@ from router.cli.serve.keeper import StartFailed
 from router.cli.serve.probe import claim_port, reachable_host
 from router.cli.serve.processes import ServePlan, read_plan
 from router.cli.serve.supervisor import Supervisor
-from router.models import AdaptersSource, Catalog, check_planned, settings_of, table_of
+from router.models import AdaptersSource, Catalog, check_planned, read_template, settings_of, table_of
 from router.policy import load_policy
 from router.request import CHAT_PATH, EMBEDDINGS_PATH, SCORE_PATH
 from router.stored import check_stores
@@ -64,6 +64,8 @@ def check_settings(config: RouterConfig) -> None:
     load_policy(config.routing_policy, config.local_prefill_threshold)
     check_access_files(config)
     check_stores(config)
+    for template in {entry.chat_template or config.chat_template for entry in table_of(config).models} - {""}:
+        read_template(template)
     if config.otlp_traces_endpoint:
         from router.generation import Tracing  # loads the library of an extra
 

@@ -192,6 +192,34 @@ def test_where_chat_templates_come_from(folder: Path) -> None:
     assert resolve_model(str(folder)).chat_template is None
 
 
+def test_named_chat_templates(folder: Path) -> None:
+    """As transformers reads them: files instead of tokenizer_config.json, which only adds a default."""
+
+    def found() -> tuple[str | None, str | None]:
+        files = resolve_model(str(folder))
+        return files.chat_template, files.tool_template
+
+    named = [{"name": name, "template": f"{name} of the list"} for name in ("default", "tool_use", "rag")]
+    edit(folder / "tokenizer_config.json", chat_template=named)
+    assert found() == ("default of the list", "tool_use of the list")
+    more = folder / "additional_chat_templates"
+    more.mkdir()
+    (more / "tool_use.jinja").write_text("tool_use of a file")
+    assert found() == ("default of the list", "tool_use of a file")
+    (folder / "chat_template.jinja").write_text("default of a file")
+    assert found() == ("default of a file", "tool_use of a file")
+    (more / "tool_use.jinja").write_text("tool_use of a changed file")
+    assert found() == ("default of a file", "tool_use of a changed file")
+    (more / "tool_use.jinja").unlink()
+    assert found() == ("default of a file", None)
+    (folder / "chat_template.jinja").unlink()
+    edit(folder / "tokenizer_config.json", chat_template=[{"name": ["odd"], "template": 3}, *named[1:]])
+    assert found() == (None, "tool_use of the list")
+    edit(folder / "tokenizer_config.json", chat_template=[{"name": "tool_use", "template": 3}])
+    with pytest.raises(ModelError, match="tokenizer_config.json: chat_template is 3, expected a string"):
+        found()
+
+
 def test_a_cache_that_cannot_be_written_is_named(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIPTYCH_CACHE", "/dev/null/cache")
     with pytest.raises(ModelError, match="set DIPTYCH_CACHE to a writable folder"):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from datetime import datetime
 from typing import Any
 
@@ -120,6 +121,29 @@ def test_extra_variables() -> None:
 def test_the_year_is_todays() -> None:
     before = datetime.now().year
     assert before <= int(ChatTemplate("{{ strftime_now('%Y') }}").render(USER)) <= datetime.now().year
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        (CHAT_TEMPLATE, ""),
+        (GEMMA, ""),
+        ("{% for m in messages %}{% for part in m.content %}{{ part['text'] }}{% endfor %}{% endfor %}", ""),
+        ("x\n{% if %}", "line 2: Expected an expression"),
+        ("x\n\n{{ messages | shout }}", "line 3: No filter named 'shout'"),
+        (
+            "{% macro m() %}\n{{ none.x.y }}{% endmacro %}\n{{ messages[0].content }}\n{{ m() }}",
+            "line 2: .* no attribute",
+        ),
+        ("\n{{ raise_exception('only tools') }}", "line 2: only tools"),
+        ("{{ messages[0].role }}", "omits the user's message"),
+        ("{{ " + "(" * 9999, "maximum recursion depth"),
+    ],
+)
+def test_why_a_template_is_of_no_use(source: str, problem: str) -> None:
+    assert re.search(problem, ChatTemplate.problem_of(source)) and bool(ChatTemplate.problem_of(source)) == bool(
+        problem
+    )
 
 
 def test_a_template_with_a_syntax_error_stops_the_start() -> None:

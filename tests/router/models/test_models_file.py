@@ -17,6 +17,7 @@ model = "org/small"
 name = "small"
 aliases = ["fast"]
 fallbacks = ["large"]
+chat_template = "small.jinja"
 requests_per_minute = 600
 concurrent_requests = 3
 
@@ -39,7 +40,7 @@ def write(tmp_path: Path, text: str) -> str:
 def test_a_file_of_models(tmp_path: Path) -> None:
     table = read_models(write(tmp_path, FILE))
     limits = Limits(requests_per_minute=600, concurrent_requests=3)
-    small = ModelEntry("org/small", "small", ("fast",), ("large",), limits=limits)
+    small = ModelEntry("org/small", "small", ("fast",), ("large",), limits=limits, chat_template="small.jinja")
     assert table.models == (small, ModelEntry("large", holds=False))
     assert table.splits == (Split("chat", {"small": 95.0, "large": 5.0}),)
 
@@ -135,6 +136,7 @@ def test_several_models_are_named_by_a_file_only() -> None:
     [
         ("--models-file", "m.toml", "--served-model-name", "c"),
         ("--models-file", "m.toml", "--model", "a"),
+        ("--models-file", "m.toml", "--chat-template", "a.jinja"),
     ],
 )
 def test_settings_that_exclude_each_other(flags: tuple[str, ...]) -> None:

@@ -23,6 +23,7 @@ from router.siblings.part import LOCK, RouterPart
 
 from ...kubernetes_api import KubernetesAPI
 
+TEMPLATE = "{{ messages[-1].content }}"
 FILE = """
 [[model]]
 model = "tiny-random"
@@ -33,6 +34,7 @@ aliases = ["old"]
 model = "{folder}"
 hold = false
 tool_parser = "none"
+chat_template = "{folder}/given.jinja"
 slo_tpot_ms = 40
 prefill = false
 """
@@ -43,6 +45,7 @@ async def serving(tmp_path: Path) -> AsyncIterator[Any]:
     """Makes a `Serving` of a file, which is closed."""
     made: list[Serving] = []
     folder = make_tiny_model(tmp_path / "large", seed=3)
+    (folder / "given.jinja").write_text(TEMPLATE)
 
     def make(text: str | None = FILE, part: RouterPart | None = None, **settings: Any) -> tuple[Serving, Path]:
         file = tmp_path / "models.toml"
@@ -69,6 +72,7 @@ async def test_each_model_has_settings_of_its_own_and_all_share_the_threads(serv
     small, large = found.app.state.router_state.models.served.values()
     assert (small.name, large.name) == ("small", "large")
     assert (small.config.tool_parser, large.config.tool_parser) == ("auto", "none")
+    assert small.text.chat_template != TEMPLATE and large.text.chat_template == TEMPLATE
     assert [one.config.classes["default"].tpot_s for one in (small, large)] == [0.0, 0.04]
     assert [one.dispatcher.core.has_prefill for one in found.models] == [True, False]
     assert small.text._threads is large.text._threads

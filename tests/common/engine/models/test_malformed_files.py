@@ -232,9 +232,20 @@ GGUF_KEYS = (
     *("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.merges", "tokenizer.ggml.model"),
     *("tokenizer.ggml.pre", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.bos_token_id", "tokenizer.chat_template"),
     *("tokenizer.ggml.add_bos_token", "tokenizer.ggml.scores", "general.alignment", "llama.block_count"),
+    "tokenizer.chat_template.tool_use",
     *("llama.context_length", "llama.embedding_length", "llama.attention.head_count", "llama.rope.freq_base"),
     *("llama.attention.layer_norm_rms_epsilon", "llama.expert_count", "llama.rope.scaling.type"),
 )
+
+
+def test_a_gguf_file_with_a_template_for_tools(
+    small_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIPTYCH_CACHE", str(tmp_path / "cache"))
+    assert rewritten(small_gguf, tmp_path / "named.gguf", "tokenizer.chat_template.tool_use", "{{ tools }}")
+    assert resolve_model(str(tmp_path / "named.gguf"), progress=False).tool_template == "{{ tools }}"
+
+
 GGUF_WRONG: tuple[Any, ...] = (None, True, -1, 0, 3, 2**31, 2**62, 1.5, "", "x", [1], ["x"], ["x", "x"], [True])
 
 
