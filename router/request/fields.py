@@ -235,6 +235,8 @@ def has_many_parts(items: Iterable[object]) -> bool:
             if num_parts > MANY_PARTS:
                 break
             left += [iter(parts) for name in _PARTS if isinstance(parts := getattr(item, name, None), list)]
+            if isinstance(source := getattr(item, "source", None), Fields):
+                left.append(iter((source,)))
     return num_parts > MANY_PARTS
 
 

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from common.errors import InvalidRequest
 from common.wire import MAX_GRAMMAR_CHARS
+from router.api.anthropic.blocks import Block, Content, content_of, parts_of, references
 from router.request import (
     EXTENSIONS,
     Extensions,
@@ -20,13 +21,11 @@ from router.request import (
     as_content,
     function_tool,
     named_tool,
-    text_content,
 )
 from router.request import fields as ours
 from router.request.errors import ThreadUnsupported, unsupported
 from router.request.fields import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, ChatRequest, Effort, TopP, thinking_switches
 
-TEXT = frozenset(("text",))
 UNSEEN = frozenset(("thinking", "redacted_thinking"))
 """Types of blocks in earlier answers that are omitted from the prompt."""
 CLEARS_THINKING = "clear_thinking_20251015"
@@ -36,24 +35,6 @@ NAMES: Mapping[str, str] = {
     "tool_choice.function": "tool_choice",
 }
 """Fields of a chat request, mapped to their names in this API."""
-
-
-class Block(Fields):
-    """One part of a message. Its type determines its members."""
-
-    type: Annotated[str, Field(max_length=64)]
-    text: str | None = Field(None, description='Only with type "text".')
-    id: Annotated[str, Field(max_length=256)] | None = Field(None, description='Only with type "tool_use".')
-    name: Annotated[str, Field(max_length=64)] | None = None
-    input: dict[str, Any] | None = None
-    tool_use_id: Annotated[str, Field(max_length=256)] | None = Field(None, description='Only with type "tool_result".')
-    content: str | Annotated[list[Block], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
-    is_error: bool | None = None
-    caller: Annotated[Any, Only(({"type": "direct"},))] = None
-    toolset_name: Refused = None
-
-
-Content = str | Annotated[list[Block], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class Turn(Fields):
@@ -69,7 +50,9 @@ class MessageTool(Fields):
     description: Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)] | None = None
     input_schema: dict[str, Any] | None = None
     input_examples: Refused = None
-    defer_loading: Refused = None
+    defer_loading: bool | None = Field(
+        None, description="The prompt has the tool only if a `tool_reference` block in `messages` names it."
+    )
     allowed_callers: Annotated[Any, Only(([], ["direct"]))] = None
 
 
@@ -168,12 +151,23 @@ class Conversation(Fields):
         members["response_format"] = self._response_format()
         if self.messages[-1].role == "assistant" and messages[-1].role == "assistant":
             members["continue_final_message"] = True
-        if self.tools:
-            members["tools"] = [_tool(tool, i) for i, tool in enumerate(self.tools)]
+        members["tools"] = self._tools() or None
         if self.tool_choice is not None:
             members["tool_choice"] = _tool_choice(self.tool_choice)
             members["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
         return members
+
+    def _tools(self) -> list[ours.Tool]:
+        """Return the tools that the prompt describes."""
+        named = {tool.name for tool in self.tools or ()}
+        referenced: set[str] = set()
+        for i, turn in enumerate(self.messages):
+            for name, where in references(turn.content, f"messages[{i}].content"):
+                if name not in named:
+                    raise InvalidRequest(f"{where}: {name!r} is not in tools", param="messages")
+                referenced.add(name)
+        tools = [(_tool(tool, i), tool) for i, tool in enumerate(self.tools or ())]
+        return [made for made, tool in tools if not tool.defer_loading or tool.name in referenced]
 
     def _response_format(self) -> ours.ResponseFormat | None:
         wanted = self.output_config.format if self.output_config is not None else None
@@ -222,7 +216,7 @@ class CountTokensRequest(Conversation):
 
 
 def _system(content: Content | None) -> Iterator[ours.Message]:
-    if system := _content(content, "system"):
+    if system := content_of(content, "system"):
         yield ours.Message(role="system", content=system)
 
 
@@ -242,7 +236,9 @@ def _messages(turn: Turn, where: str) -> Iterator[ours.Message]:
                 texts = []
             yield _result(block, f"{where}[{j}]")
         elif block.type not in UNSEEN:
-            texts += text_content([block], TEXT, where, first=j)
+            if block.type != "text" and turn.role != "user":
+                raise unsupported(f"{where}[{j}].type", f"{block.type!r} here")
+            texts += parts_of(block, where, j)
     if texts or calls:
         content = as_content(texts) or (None if calls else "")
         yield ours.Message(role=turn.role, content=content, tool_calls=calls or None)
@@ -258,17 +254,13 @@ def _call(block: Block, where: str) -> ours.ToolCall:
 def _result(block: Block, where: str) -> ours.Message:
     if block.tool_use_id is None:
         raise InvalidRequest(f"{where}.tool_use_id: is required", param="messages")
-    content = _content(block.content, f"{where}.content")
+    content = content_of(block.content, f"{where}.content", has_documents=True)
     if block.is_error:  # chat messages have no error flag
         if isinstance(content, str):
             content = f"Error: {content}"
         else:
             content = [content[0].model_copy(update={"text": f"Error: {content[0].text}"}), *content[1:]]
     return ours.Message(role="tool", content=content, tool_call_id=block.tool_use_id)
-
-
-def _content(content: Content | None, where: str) -> str | list[ours.ContentPart]:
-    return content if isinstance(content, str) else as_content(text_content(content or (), TEXT, where))
 
 
 def _tool(tool: MessageTool, index: int) -> ours.Tool:

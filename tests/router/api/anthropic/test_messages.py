@@ -261,6 +261,60 @@ async def test_tokens_are_counted(running: Any, sdk: anthropic.AsyncAnthropic) -
 
 
 BLOCK = {"type": "text", "text": "x"}
+PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}}
+RESULT = {"type": "search_result", "source": "https://a.example", "title": "A", "content": [BLOCK]}
+REFERENCE = {"type": "tool_reference", "tool_name": "never"}
+LOADED = {"type": "tool_result", "tool_use_id": "c1", "content": [REFERENCE]}
+
+
+def of(block: dict[str, Any], role: str = "user") -> dict[str, Any]:
+    """The messages of a conversation with a block."""
+    return {"messages": [{"role": role, "content": [BLOCK, block]}]}
+
+
+def test_documents_and_search_results_are_text_in_the_prompt() -> None:
+    text = {"type": "text", "media_type": "text/plain", "data": "The sky\nis blue."}
+    document = {"type": "document", "source": text, "title": "Sky", "context": "From a book."}
+    parts = {"type": "document", "source": {"type": "content", "content": [BLOCK, BLOCK]}, "citations": None}
+    question = {"type": "text", "text": "Why?"}
+    (turn,) = chat_of(messages=[{"role": "user", "content": [document, RESULT, parts, question]}])
+    assert [part["text"] for part in turn["content"]] == [
+        "<document>\n<title>Sky</title>\n<context>From a book.</context>\n"
+        "<content>\nThe sky\nis blue.\n</content>\n</document>",
+        "<search_result>\n<title>A</title>\n<source>https://a.example</source>\n"
+        "<content>\nx\n</content>\n</search_result>",
+        "<document>\n<content>\nx\nx\n</content>\n</document>",
+        "Why?",
+    ]
+
+
+def test_a_document_of_many_parts_is_translated_in_a_thread() -> None:
+    for num_parts, is_long in ((2, False), (300, True)):
+        parts = {"type": "document", "source": {"type": "content", "content": [BLOCK] * num_parts}}
+        request = MessagesRequest.model_validate({"max_tokens": 1, **of(parts)}, strict=True)
+        assert request.is_long is is_long
+
+
+def test_the_result_of_a_call_may_be_documents() -> None:
+    call = {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "now"}]}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": [RESULT], "is_error": True}
+    *_, found = chat_of(messages=[*HI, call, {"role": "user", "content": [result]}])
+    assert found["role"] == "tool" and found["content"].startswith("Error: <search_result>\n<title>A</title>")
+
+
+def test_deferred_tools_are_those_that_a_result_refers_to() -> None:
+    now, never = TOOLS[1], {"name": "never", "input_schema": {"type": "object"}, "defer_loading": True}
+    later = {"name": "later", "input_schema": {"type": "object"}, "defer_loading": True}
+
+    def chat(*turns: Any) -> Any:
+        fields = {"max_tokens": 1, "messages": [*HI, *turns], "tools": [now, never, later]}
+        return MessagesRequest.model_validate(fields, strict=True).as_chat()
+
+    assert [tool.function.name for tool in chat().tools] == ["now"]
+    call = {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "now"}]}
+    found = chat(call, {"role": "user", "content": [LOADED]})
+    assert [tool.function.name for tool in found.tools] == ["now", "never"]
+    assert found.messages[-1].content == "<tool_reference>never</tool_reference>"
 
 
 @pytest.mark.parametrize(
@@ -271,7 +325,14 @@ BLOCK = {"type": "text", "text": "x"}
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, r"messages\[0\].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, r"content\[0\].type: 'image'"),
-        ({"messages": [{"role": "user", "content": [BLOCK, {"type": "document"}]}]}, r"content\[1\].type: 'document'"),
+        (of({"type": "document"}), r"content\[1\].source: is required"),
+        (of({"type": "document", "source": {"type": "text"}}), r"content\[1\].source.data: is required"),
+        (of(PDF), r"content\[1\].source.type: 'base64' is not supported, because this server does not read PDF files"),
+        (of(RESULT | {"citations": {"enabled": True}}), r"content\[1\].citations.enabled: true is not supported"),
+        (of(RESULT | {"content": [{"type": "image"}]}), r"content\[1\].content\[0\].type: 'image'"),
+        (of(RESULT | {"source": None}), r"content\[1\].source: is required"),
+        (of(PDF | {"source": {"type": "text", "data": "x"}}, role="assistant"), r"content\[1\].type: 'document' here"),
+        ({**of(LOADED), "tools": TOOLS}, r"content\[1\].content\[0\].tool_name: 'never' is not in tools"),
         ({"messages": [{"role": "user", "content": [BLOCK, {"type": "tool_use", "id": "a"}]}]}, r"content\[1\].type"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, r"content\[0\].text: is required"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "must have an id and a name"),

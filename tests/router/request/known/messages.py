@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from .chat import SCHEMA
@@ -50,11 +51,64 @@ def choice(kind: str, **members: Any) -> dict[str, Any]:
 
 
 FOREIGN_BLOCKS = (
-    *("image", "document", "search_result", "server_tool_use", "web_search_tool_result", "web_fetch_tool_result"),
+    *("image", "server_tool_use", "web_search_tool_result", "web_fetch_tool_result"),
     *("advisor_tool_result", "code_execution_tool_result", "bash_code_execution_tool_result"),
     *("text_editor_code_execution_tool_result", "tool_search_tool_result", "mcp_tool_use", "mcp_tool_result"),
     *("container_upload", "compaction", "tool_addition", "tool_removal", "mcp_tool_listing", "fallback"),
 )
+
+
+DOCUMENTS: dict[str, dict[str, Any]] = {
+    "document": {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "a"}},
+    "search_result": {"type": "search_result", "source": "s", "title": "t", "content": [TEXT]},
+}
+
+
+def documents(place: str, having: Callable[[dict[str, Any]], dict[str, Any]]) -> Table:
+    """Documents and search results in the content `place`; `having` returns a request with a block."""
+    document, result = DOCUMENTS["document"], DOCUMENTS["search_result"]
+    source = f"{place}[document].source"
+
+    def of(content: Any) -> dict[str, Any]:
+        return having({"type": "document", "source": {"type": "content", "content": content}})
+
+    found: Table = {
+        f"{place}[document]": served(**having(document)),
+        source: served(**having(document)),
+        f"{source}[text]": served(**having(document)),
+        f"{source}[text].data": served(**having(document)),
+        f"{source}[text].media_type": served(**having(document)),
+        f"{source}[text].media_type=text/plain": served(**having(document)),
+        f"{source}[content]": served(**of("a")),
+        f"{source}[content].content": served(**of([TEXT])),
+        f"{source}[content].content[text]": served(**of([TEXT])),
+        f"{source}[content].content[text].text": served(**of([TEXT])),
+        f"{source}[content].content[text].cache_control": no_effect(**of([TEXT | CACHE])),
+        f"{source}[content].content[text].citations": no_effect(**of([TEXT | {"citations": []}])),
+        f"{source}[content].content[image]": refused(**of([{"type": "image"}])),
+        f"{place}[document].title": served(**having(document | {"title": "t"})),
+        f"{place}[document].context": served(**having(document | {"context": "c"})),
+        f"{place}[search_result]": served(**having(result)),
+        f"{place}[search_result].source": served(**having(result)),
+        f"{place}[search_result].title": served(**having(result)),
+        f"{place}[search_result].content": served(**having(result)),
+        f"{place}[search_result].content.text": served(**having(result)),
+        f"{place}[search_result].content.cache_control": no_effect(**having(result | {"content": [TEXT | CACHE]})),
+        f"{place}[search_result].content.citations": no_effect(
+            **having(result | {"content": [TEXT | {"citations": []}]})
+        ),
+    }
+    for kind in ("base64", "url", "file"):
+        block = {"type": "document", "source": {"type": kind, "media_type": "application/pdf", "data": ""}}
+        found[f"{source}[{kind}]"] = refused(**having(block))
+    for kind, block in DOCUMENTS.items():
+        found[f"{place}[{kind}].cache_control"] = no_effect(**having(block | CACHE))
+        found[f"{place}[{kind}].citations"] = refused(**having(block | {"citations": {"enabled": True}}))
+    return found
+
+
+def reference(**members: Any) -> dict[str, Any]:
+    return {**result(content=[{"type": "tool_reference", "tool_name": "now", **members}]), "tools": [TOOL]}
 
 
 def blocks(role: str) -> Table:
@@ -72,6 +126,11 @@ def blocks(role: str) -> Table:
         f"{place}[{own}]": served(**(use() if role == "assistant" else result())),
         f"{place}[{other}]": refused(**turn({"type": other, "id": "c1", "name": "now", "input": {}}, role=role)),
         **each(FOREIGN_BLOCKS, place + "[{}]", lambda kind: refused(**turn(TEXT, {"type": kind}, role=role))),
+        **(
+            documents(place, lambda block: turn(block))
+            if role == "user"
+            else each(DOCUMENTS, place + "[{}]", lambda kind: refused(**turn(DOCUMENTS[kind], role=role)))
+        ),
     }
 
 
@@ -101,10 +160,14 @@ MESSAGES: Table = {
         **result(content=[TEXT | {"citations": []}])
     ),
     **each(
-        ("image", "search_result", "document", "tool_reference", "browser_state"),
+        ("image", "browser_state"),
         "messages[user].content[tool_result].content[{}]",
         lambda kind: refused(**result(content=[{"type": kind}])),
     ),
+    **documents("messages[user].content[tool_result].content", lambda block: result(content=[block])),
+    "messages[user].content[tool_result].content[tool_reference]": served(**reference()),
+    "messages[user].content[tool_result].content[tool_reference].tool_name": served(**reference()),
+    "messages[user].content[tool_result].content[tool_reference].cache_control": no_effect(**reference(**CACHE)),
     "messages[system]": served(**system()),
     "messages[system].content": served(**system()),
     "messages[system].content.text": served(**system(content=[TEXT])),
@@ -136,7 +199,7 @@ TOOLS: Table = {
     "tools[custom].cache_control": no_effect(**tool(**CACHE)),
     "tools[custom].eager_input_streaming": no_effect(**tool(eager_input_streaming=False)),
     "tools[custom].input_examples": refused(**tool(input_examples=[{"a": 1}])),
-    "tools[custom].defer_loading": refused(**tool(defer_loading=True)),
+    "tools[custom].defer_loading": served(**tool(defer_loading=True)),
     "tools[custom].allowed_callers": refused(**tool(allowed_callers=["code_execution_20260120"])),
     **each(
         (
