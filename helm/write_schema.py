@@ -219,7 +219,12 @@ def model() -> Schema:
                 }
             ),
             **{
-                key: of_field(fields[name]) for key, name in (("toolParser", "tool_parser"), ("reasoning", "reasoning"))
+                key: of_field(fields[name])
+                for key, name in (
+                    ("chatTemplate", "chat_template"),
+                    ("toolParser", "tool_parser"),
+                    ("reasoning", "reasoning"),
+                )
             },
         },
         ("source",),

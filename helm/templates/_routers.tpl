@@ -81,6 +81,9 @@ prefill = false
 {{ $field }} = {{ int64 . }}
 {{- end }}
 {{- end }}
+{{- with $model.chatTemplate }}
+chat_template = {{ toJson . }}
+{{- end }}
 {{- with $model.toolParser }}
 tool_parser = {{ toJson . }}
 {{- end }}
@@ -139,7 +142,8 @@ revision = {{ toJson . }}
 {{- range (include "diptych.models" (dict "root" .root) | fromYaml).models }}
 {{- $view := include "diptych.routerView" (dict "model" .) | fromYaml }}
 {{- $parts := list (include "diptych.modelSetting" (dict "root" $.root "model" $view)) (include "diptych.servedName" (dict "model" .)) .toolParser .reasoning .slo (len (include "diptych.pools" (dict "root" $.root "role" "prefill" "model" .name) | fromYaml).pools | eq 0) }}
-{{- /* Only if there is a plan: otherwise a chart upgrade would restart routers that plan nothing. */}}
+{{- /* Only if set: otherwise a chart upgrade would restart routers without these settings. */}}
+{{- with .chatTemplate }}{{ $parts = append $parts . }}{{ end }}
 {{- with include "diptych.planSettings" (dict "root" $.root "model" .name) | fromYaml }}{{ $parts = append $parts . }}{{ end }}
 {{- $fixed = append $fixed $parts }}
 {{- end }}
@@ -185,7 +189,7 @@ revision = {{ toJson . }}
 {{- end }}
 {{- else }}
 {{- range $model := (include "diptych.models" (dict "root" .root) | fromYaml).models }}
-{{- range $key := list "aliases" "fallbacks" "hold" "limits" "toolParser" "reasoning" }}
+{{- range $key := list "aliases" "fallbacks" "hold" "limits" "chatTemplate" "toolParser" "reasoning" }}
 {{- if hasKey $model $key }}{{ fail (printf "model %s: %s needs sharedRouter.enabled, one router for all models" $model.name $key) }}{{ end }}
 {{- end }}
 {{- end }}

@@ -106,7 +106,7 @@ def test_models_share_a_cache_that_all_of_them_name(helm4: Path) -> None:
 
 
 @pytest.mark.slow
-def test_only_what_a_running_router_does_not_take_restarts_it(helm4: Path) -> None:
+def test_only_what_a_running_router_does_not_take_restarts_it(helm4: Path, tmp_path: Path) -> None:
     first = checksum(render(helm4, over=values(model("a"), model("b"))))
     live = values(
         model("a", aliases=["x"], fallbacks=["b"], hold=False, limits={"tokensPerMinute": 7}),
@@ -118,9 +118,12 @@ def test_only_what_a_running_router_does_not_take_restarts_it(helm4: Path) -> No
         [model("a"), model("c")],
         [model("a", servedName="x"), model("b")],
         [model("a", toolParser="hermes"), model("b")],
+        [model("a", chatTemplate="/models/own.jinja"), model("b")],
         [model("a", slo={"ttftMs": 100}), model("b")],
     )
-    assert all(checksum(render(helm4, over=values(*models))) != first for models in others)
+    rendered = [render(helm4, over=values(*models)) for models in others]
+    assert first not in map(checksum, rendered)
+    assert table_of(rendered[3], tmp_path).models[0].chat_template == "/models/own.jinja"
 
 
 @pytest.mark.slow
