@@ -33,14 +33,14 @@ def chat_prompt(
     """Render the prompt, to be encoded without special tokens. Raises InvalidRequest if that fails.
 
     `dialect` is detected from `template.with_tools` if it is None. As in transformers, a separate template for tools
-    renders only requests with `functions`.
+    renders only requests with `functions`. It is not used if its format of calls is unknown.
     """
     if not messages:
         raise InvalidRequest("messages: must contain at least one message", param="messages")
     dialect = dialect or dialect_of(template.with_tools)
-    if functions:
+    if functions and dialect.native:
         template = template.with_tools
-    elif template.with_tools is not template:
+    elif not functions and template.with_tools is not template:
         dialect = _without_tools(template, dialect)
     plain = template_messages(messages, has_developer="developer" in (template.source or ""))
     tools = [function.as_tool() for function in functions] or None

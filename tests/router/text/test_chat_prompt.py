@@ -223,6 +223,14 @@ def test_earlier_calls_are_written_in_the_template_without_tools() -> None:
     assert "<|im_start|>user\n<tool_response>\nblue\n</tool_response><|im_end|>" in shown
 
 
+def test_a_template_for_tools_whose_calls_are_not_recognised_is_not_used() -> None:
+    """It would be rendered without tools, because these are text in the prompt."""
+    unknown = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}{{ messages[0].content }}"
+    shown = chat_prompt(ChatTemplate(CHATML, tool_source=unknown), [USER], functions=[LOOK])
+    assert shown == chat_prompt(ChatTemplate(CHATML), [USER], functions=[LOOK])
+    assert "You can call these functions" in shown
+
+
 def test_a_template_for_tools_only() -> None:
     template = ChatTemplate(None, tool_source=WITH_TOOLS)
     assert chat_prompt(template, [USER], functions=[LOOK]).endswith("<user>Hi")
