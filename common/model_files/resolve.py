@@ -27,7 +27,7 @@ from common.observe import in_bytes
 
 log = logging.getLogger(__name__)
 
-DESCRIPTION_VERSION = 5  # increment when descriptions or tokenizer conversion change, to invalidate caches
+DESCRIPTION_VERSION = 6  # increment when descriptions or tokenizer conversion change, to invalidate caches
 DESCRIBED = (
     *("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json"),
     *("chat_template.jinja", "chat_template.json", "hf_quant_config.json"),
