@@ -108,15 +108,21 @@ class ServedModel:
         template = self.text.template.with_tools
         self.dialect = dialect_of(template, self.config.tool_parser)
         if not self.dialect.is_known and self.task.name == "generate":
-            has_tools = "tools" in (template.source or "")
-            log.log(
-                logging.WARNING if has_tools else logging.INFO,
-                "model %s: its chat template shows no known tool-call format. The router describes functions and the "
-                "format %s in the prompt. If the model was trained with another format, set --tool-parser, or "
-                "tool_parser in the models file.",
-                self.name,
-                self.dialect.format.name,
-            )
+            if "tools" in (template.source or ""):
+                log.warning(
+                    "model %s: its chat template shows no known tool-call format. The router describes functions and "
+                    "the format %s in the prompt. If the model was trained with another format, set --tool-parser, or "
+                    "tool_parser in the models file.",
+                    self.name,
+                    self.dialect.format.name,
+                )
+            else:
+                log.info(
+                    "model %s: its chat template has no tools: prompts describe functions in the tool-call format %s "
+                    "(--tool-parser)",
+                    self.name,
+                    self.dialect.format.name,
+                )
         self.marks = self.text.mark_tokens(self.dialect.format.marks)
         self.thoughts = self._thought_marks()
         marks = () if self.thoughts is None else (self.thoughts.start, self.thoughts.end)
