@@ -9,17 +9,13 @@ which is irrelevant per step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from functools import cache
-from typing import Any, get_args
-
 import msgpack
 import msgspec
 import xxhash
-from msgspec.structs import astuple, fields
+from msgspec.structs import astuple
 
 from common.errors import WireError
-from common.wire.message_fields import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
+from common.wire.message_fields import MAX_MESSAGE_BYTES
 from common.wire.messages import AnyMessage, Message
 
 CHECKSUM_BYTES = 8
@@ -30,35 +26,11 @@ MAX_MESSAGES_PER_TURN = 64
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 
 
-def encode(message: Message, version: int = PROTOCOL_VERSION) -> bytes:
-    """Encode a message for a peer whose newest protocol version is `version`."""
-    if version >= PROTOCOL_VERSION:
-        return seal(_packed(message, astuple))
-
-    def known(struct: msgspec.Struct) -> tuple[Any, ...]:
-        kind: Hashable = type(struct)
-        return astuple(struct)[: num_fields(kind, version)]
-
-    return seal(_packed(message, known))
-
-
-def _packed(message: Message, values: Callable[[Any], tuple[Any, ...]]) -> bytes:
-    packed: bytes = msgpack.packb(
-        (message.__struct_config__.tag, *values(message)),
-        default=values,  # structs within a message have no tag
-    )
-    return packed
-
-
-@cache
-def num_fields(struct: Any, version: int) -> int:
-    """Return the number of fields that a type of structs had in `version`. Later fields stand after them."""
-    return sum(_added_in(field.type) <= version for field in fields(struct))
-
-
-def _added_in(annotation: Any) -> int:
-    marks = [meta.extra["since"] for meta in get_args(annotation)[1:] if isinstance(meta, msgspec.Meta) and meta.extra]
-    return max(marks, default=0)
+def encode(message: Message) -> bytes:
+    """Encode a message."""
+    fields = (message.__struct_config__.tag, *astuple(message))
+    packed: bytes = msgpack.packb(fields, default=astuple)  # structs within a message have no tag
+    return seal(packed)
 
 
 def seal(packed: bytes) -> bytes:

@@ -12,18 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import WireError
-from common.wire.message_fields import (
-    MAX_TOKENS,
-    UNSTATED_PROTOCOL_VERSION,
-    Count,
-    Finite,
-    Message,
-    Name,
-    Protocol,
-    Seconds,
-    Text,
-    TokenBytes,
-)
+from common.wire.message_fields import MAX_TOKENS, Count, Finite, Message, Name, Seconds, Text, TokenBytes
 from common.wire.sampling_params import TokenLogprobs
 
 MAX_BLOCKS_PER_FRAME = 256
@@ -66,7 +55,7 @@ class KVOpen(Message, frozen=True, tag=40):
 
     With `offer`, D may copy the blocks from P's cache, or from slots to which P copies them. With `quantised`, P offers
     frames of 8-bit numbers in the format of `kernels.blocks`. The blocks before `first_block` are outside the model's
-    window: P releases them and does not send them. `protocol`: newest version that P speaks.
+    window: P releases them and does not send them.
     """
 
     request_id: Name
@@ -80,7 +69,6 @@ class KVOpen(Message, frozen=True, tag=40):
     offer: KVOffer | None = None
     quantised: bool = False
     first_block: Count = 0
-    protocol: Protocol = UNSTATED_PROTOCOL_VERSION
 
 
 class KVBlocks(Message, frozen=True, tag=41):
@@ -196,8 +184,7 @@ class KVPull(Message, frozen=True, tag=47):
     replies with `KVBlocks` of all blocks in order, in one or more messages, or with `KVFailed` for the first missing
     one. Numbers start at `first_block`, and the secret `token` is repeated. Without `hashes`, the lender replies with
     `KVOpen` that offers its memory. `shared`: the puller can read that memory, so block numbers are sent instead of
-    frames. `KVAck` ends the pull. `epoch` and `fingerprint` must match those of the lender. `protocol`: newest
-    version that the puller speaks.
+    frames. `KVAck` ends the pull. `epoch` and `fingerprint` must match those of the lender.
     """
 
     request_id: Name
@@ -208,7 +195,6 @@ class KVPull(Message, frozen=True, tag=47):
     hashes: Annotated[bytes, Meta(max_length=MAX_BLOCKS_PER_FRAME * BLOCK_HASH_BYTES)] = b""
     token: Count = 0
     shared: bool = False
-    protocol: Protocol = UNSTATED_PROTOCOL_VERSION
 
 
 ToLender = KVPull | KVAck

@@ -18,7 +18,7 @@ A version is increased with every change of a message, once per release. Each re
 release before, so that processes can be upgraded one by one:
 
 - A new field stands at the end of its struct, is marked with `since`, and has a default that means "as before".
-  `encode` omits it for older peers. Receivers ignore further fields, and use the default of a missing one.
+  Receivers ignore further fields at the end, and use the default of a missing one.
 - A new message, a new value of an existing field or a wider limit is sent only to peers that speak its version. The
   same holds for a field that an older peer must not ignore, such as a sampling parameter: the router must choose a
   worker whose `WorkerHello.protocol` is new enough.

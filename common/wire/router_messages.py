@@ -10,7 +10,6 @@ from msgspec import Meta
 from common.wire.adapter_messages import Digest, SetAdapter
 from common.wire.message_fields import (
     OLDEST_PROTOCOL_VERSION,
-    UNSTATED_PROTOCOL_VERSION,
     Address,
     Count,
     Message,
@@ -46,28 +45,23 @@ class RouterHeartbeat(Message, frozen=True, tag=2):
 
 
 class KVTarget(msgspec.Struct, frozen=True, array_like=True):
-    """The decode worker to which a prefill worker sends KV, with the epoch it must have.
-
-    `protocol`: newest version that it speaks.
-    """
+    """The decode worker to which a prefill worker sends KV, with the epoch it must have."""
 
     worker_id: Name
     epoch: Count
     address: Address
-    protocol: Protocol = UNSTATED_PROTOCOL_VERSION
 
 
 class KVPeer(msgspec.Struct, frozen=True, array_like=True):
     """A lender at `address` with the epoch it must have. It reported the prompt's first `num_blocks` blocks as cached.
 
-    They may have been evicted since. `protocol`: newest version that it speaks.
+    They may have been evicted since.
     """
 
     worker_id: Name
     epoch: Count
     address: Address
     num_blocks: Count
-    protocol: Protocol = UNSTATED_PROTOCOL_VERSION
 
 
 class PrefillRequest(Message, frozen=True, tag=3):

@@ -93,7 +93,7 @@ class FetchPlanner:
         if seconds > WORTHWHILE * computed_s:
             return None
         hello = lender.identity
-        peer = KVPeer(hello.worker_id, hello.epoch, hello.lend_address, num_lent, hello.protocol)
+        peer = KVPeer(hello.worker_id, hello.epoch, hello.lend_address, num_lent)
         return computed_s - seconds, Fetch(size * num_lent, seconds, peer, lender.address, lending_s)
 
 

@@ -160,7 +160,7 @@ def prefill_request(
 def kv_target(decode: Worker) -> KVTarget:
     """Return the address at which a decode worker receives KV."""
     hello = decode.identity
-    return KVTarget(hello.worker_id, hello.epoch, hello.kv_address, hello.protocol)
+    return KVTarget(hello.worker_id, hello.epoch, hello.kv_address)
 
 
 Send = Callable[[str, Message], bool]

@@ -17,11 +17,8 @@ import zmq.asyncio
 from common.errors import WireError
 from common.wire import MAX_MESSAGE_BYTES, MAX_MESSAGES_PER_TURN, WATCHED, Curve, Dialer, DropLog, decode, encode
 from common.wire.messages import (
-    OLDEST_PROTOCOL_VERSION,
-    PROTOCOL_VERSION,
     AbortRequest,
     Message,
-    RouterHello,
     ToRouter,
     WorkerHello,
 )
@@ -85,7 +82,6 @@ class WorkerConnection:
     _dialer: Dialer | None = None
     _refusal: str = ""
     _is_up: bool = False
-    _protocol: int = OLDEST_PROTOCOL_VERSION
     _name: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -120,8 +116,7 @@ class WorkerConnection:
         if self._socket is None or self._socket.closed:
             return False
         try:
-            protocol = PROTOCOL_VERSION if isinstance(message, RouterHello) else self._protocol
-            self._socket.send(encode(message, protocol), zmq.NOBLOCK)
+            self._socket.send(encode(message), zmq.NOBLOCK)
         except zmq.ZMQError:
             self.counters.num_unsent += 1
             sent = False
@@ -196,7 +191,6 @@ class WorkerConnection:
                 message = self._parse(socket.recv_multipart(zmq.NOBLOCK))
                 if message is not None:
                     if isinstance(message, WorkerHello):
-                        self._protocol = message.protocol
                         self._name = worker_name(message.worker_id, self.address)
                         self.drops.what = f"a frame from {self._name}"
                     self.events.on_message(self.address, message)

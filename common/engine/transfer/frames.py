@@ -13,7 +13,7 @@ import zmq
 
 from common.engine.kv import checksum as checksum
 from common.wire import encode
-from common.wire.messages import MAX_BLOCKS_PER_FRAME, OLDEST_PROTOCOL_VERSION, KVBlocks, Message
+from common.wire.messages import MAX_BLOCKS_PER_FRAME, KVBlocks, Message
 
 FRAME_TARGET_BYTES = 2 * 1024 * 1024
 """Target size of the blocks in one message."""
@@ -59,10 +59,10 @@ def events(socket: zmq.Socket[bytes]) -> int:
     return int(socket.getsockopt(zmq.EVENTS))
 
 
-def try_send(socket: zmq.Socket[bytes], message: Message, protocol: int = OLDEST_PROTOCOL_VERSION) -> bool:
-    """Send a message without frames; False if the socket's queue is full. `protocol`: newest version of the peer."""
+def try_send(socket: zmq.Socket[bytes], message: Message) -> bool:
+    """Send a message without frames; False if the socket's queue is full."""
     try:
-        socket.send(encode(message, protocol), zmq.NOBLOCK)
+        socket.send(encode(message), zmq.NOBLOCK)
     except zmq.Again:
         return False
     return True
@@ -77,13 +77,12 @@ def try_send_blocks(
     sources: Sequence[int] = (),
     token: int = 0,
     checksums: Sequence[int] = (),
-    protocol: int = OLDEST_PROTOCOL_VERSION,
 ) -> bool:
     """Send `blocks` as one message, zero-copy; False if the socket's queue is full.
 
     `token` is the token of the grant. With `sources` (block numbers or slots in shared memory), no frames are sent;
     `checksums` are computed from `blocks` if not given. ZeroMQ accepts or rejects a multipart message at its first
-    part, so it never queues a partial message. `protocol`: newest version of the peer.
+    part, so it never queues a partial message.
     """
     if not events(socket) & zmq.POLLOUT:
         return False
@@ -96,9 +95,9 @@ def try_send_blocks(
         token=token,
     )
     if sources:
-        return try_send(socket, header, protocol)
+        return try_send(socket, header)
     try:
-        socket.send(encode(header, protocol), zmq.NOBLOCK | zmq.SNDMORE)
+        socket.send(encode(header), zmq.NOBLOCK | zmq.SNDMORE)
     except zmq.Again:
         return False
     for block in blocks[:-1]:

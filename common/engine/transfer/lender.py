@@ -24,17 +24,7 @@ from common.engine.transfer.frames import blocks_per_message
 from common.engine.transfer.mailbox import Mailbox
 from common.errors import WireError
 from common.wire import Curve, DropLog, bind, decode, encode
-from common.wire.messages import (
-    BLOCK_HASH_BYTES,
-    PROTOCOL_VERSION,
-    KVAck,
-    KVBlocks,
-    KVFailed,
-    KVOffer,
-    KVOpen,
-    KVPull,
-    Message,
-)
+from common.wire.messages import BLOCK_HASH_BYTES, KVAck, KVBlocks, KVFailed, KVOffer, KVOpen, KVPull, Message
 
 if TYPE_CHECKING:
     from common.engine.kv import OutgoingBlocks
@@ -184,7 +174,7 @@ class KVLender:
         elif not self._take_place((peer, pull.request_id, pull.attempt), now):
             self._refuse(peer, pull, f"too many concurrent pulls (limit {MAX_LENT})")
         elif not pull.hashes:
-            self._send(peer, pull, self._offer(pull))
+            self._send(peer, self._offer(pull))
         else:
             self._lend(peer, pull)
 
@@ -210,7 +200,6 @@ class KVLender:
             num_blocks=max(1, self._blocks.num_blocks),
             sent_at=time.monotonic(),
             offer=me.offer,
-            protocol=PROTOCOL_VERSION,
         )
 
     def _lend(self, peer: bytes, pull: KVPull) -> None:
@@ -252,11 +241,11 @@ class KVLender:
         )
         frames = [] if is_shared else [block.view for block, _ in found]
         # ROUTER drops messages to a puller that has disconnected or does not read. Such a puller times out.
-        self._socket.send_multipart([peer, encode(header, pull.protocol), *frames], copy=False)
+        self._socket.send_multipart([peer, encode(header), *frames], copy=False)
 
     def _refuse(self, peer: bytes, pull: KVPull, why: str) -> None:
         self.num_refused += 1
-        self._send(peer, pull, KVFailed(request_id=pull.request_id, attempt=pull.attempt, reason=why[:1000]))
+        self._send(peer, KVFailed(request_id=pull.request_id, attempt=pull.attempt, reason=why[:1000]))
 
-    def _send(self, peer: bytes, pull: KVPull, message: Message) -> None:
-        self._socket.send_multipart([peer, encode(message, pull.protocol)])
+    def _send(self, peer: bytes, message: Message) -> None:
+        self._socket.send_multipart([peer, encode(message)])

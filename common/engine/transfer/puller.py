@@ -35,7 +35,7 @@ from common.engine.transfer.transports.interface import IncomingEnd, ReadableMem
 from common.errors import WireError
 from common.latency import LinkFit, LinkModel
 from common.wire import COUNT_BITS, Curve, DropLog, decode
-from common.wire.messages import PROTOCOL_VERSION, KVAck, KVBlocks, KVFailed, KVOpen, KVPeer, KVPull, Message
+from common.wire.messages import KVAck, KVBlocks, KVFailed, KVOpen, KVPeer, KVPull, Message
 
 if TYPE_CHECKING:
     from common.engine.kv import IncomingBlocks
@@ -112,7 +112,6 @@ class Pull:
             hashes=hashes,
             token=self.token,
             shared=self.shared,
-            protocol=PROTOCOL_VERSION,
         )
 
 
@@ -224,7 +223,7 @@ class KVPuller:
             return
         if where in self._offers:
             self._opened(pull, self._offers[where])
-        elif not try_send(connection.streams[0], pull.opening(), pull.peer.protocol):
+        elif not try_send(connection.streams[0], pull.opening()):
             self._fail(pull, f"send queue to {pull.peer.worker_id} is full")
 
     def _connection(self, where: tuple[str, int]) -> KVConnection:
@@ -257,7 +256,7 @@ class KVPuller:
     def _ask(self, pull: Pull) -> None:
         socket = self._connections[(pull.peer.address, pull.peer.epoch)].streams[0]
         while (message := pull.next_ask(self._batch)) is not None:
-            if not try_send(socket, message, pull.peer.protocol):
+            if not try_send(socket, message):
                 self._fail(pull, f"send queue to {pull.peer.worker_id} is full")
                 return
 
@@ -373,7 +372,7 @@ class KVPuller:
         connection = self._connections.get((pull.peer.address, pull.peer.epoch))
         if connection is not None:
             request_id, attempt = pull.key
-            try_send(connection.streams[0], KVAck(request_id=request_id, attempt=attempt), pull.peer.protocol)
+            try_send(connection.streams[0], KVAck(request_id=request_id, attempt=attempt))
         with self._lock:
             self._num_active -= 1
         pull.read.ended = True

@@ -32,16 +32,7 @@ from common.engine.transfer.transports.interface import (
 )
 from common.errors import BlockError, WireError
 from common.wire import Curve, DropLog, bind, decode, encode
-from common.wire.messages import (
-    OLDEST_PROTOCOL_VERSION,
-    KVAck,
-    KVBlocks,
-    KVDone,
-    KVFailed,
-    KVOpen,
-    KVTaken,
-    Message,
-)
+from common.wire.messages import KVAck, KVBlocks, KVDone, KVFailed, KVOpen, KVTaken, Message
 
 if TYPE_CHECKING:
     from common.engine.kv import IncomingBlocks
@@ -51,8 +42,6 @@ RECEIVE_HWM = 64
 """Messages that ZeroMQ queues per sender until they are read, in addition to the sender's `SEND_HWM`."""
 POLL_MS = 1000
 """Poll timeout of an idle thread, in milliseconds."""
-MAX_PEERS = 4096
-"""Connections of senders whose protocol versions are remembered. Further ones get messages of the oldest version."""
 WRITE_S = 30.0
 """Timeout, in seconds, for writing a received block, which is a memory copy."""
 
@@ -216,7 +205,6 @@ class KVReceiver:
         self._transports = tuple(transports)
         self._memories = PeerMemories(transports)
         self._outbox: Mailbox[tuple[bytes, Message] | None] = Mailbox(context)
-        self._protocols: dict[bytes, int] = {}  # newest version of each sender, by connection; oldest entry first
         self.num_bytes = 0
         self._drops = DropLog(log, "a KV frame")
         self._num_late = 0
@@ -318,9 +306,7 @@ class KVReceiver:
 
     def _answer(self, peer: bytes, message: Message) -> None:
         # ROUTER drops messages to a disconnected peer, whose lease expires.
-        self._socket.send_multipart(
-            [peer, encode(message, self._protocols.get(peer, OLDEST_PROTOCOL_VERSION))], zmq.NOBLOCK
-        )
+        self._socket.send_multipart([peer, encode(message)], zmq.NOBLOCK)
 
     def _receive(self) -> None:
         """Process one message. All of its parts are always consumed."""
@@ -352,9 +338,6 @@ class KVReceiver:
 
     def _open(self, peer: bytes, message: KVOpen) -> None:
         received_at = time.monotonic()
-        self._protocols[peer] = message.protocol
-        if len(self._protocols) > MAX_PEERS:
-            del self._protocols[next(iter(self._protocols))]
         try:
             memory = self._memories.of(message)
         except WireError as error:

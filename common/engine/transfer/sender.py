@@ -31,18 +31,7 @@ from common.engine.transfer.transports.interface import OutgoingEnd
 from common.engine.transfer.transports.tcp import Frames
 from common.errors import WireError
 from common.wire import Curve, DropLog, decode
-from common.wire.messages import (
-    PROTOCOL_VERSION,
-    KVAck,
-    KVDone,
-    KVFailed,
-    KVGrant,
-    KVOpen,
-    KVTaken,
-    KVTarget,
-    KVWait,
-    ToPrefill,
-)
+from common.wire.messages import KVAck, KVDone, KVFailed, KVGrant, KVOpen, KVTaken, KVTarget, KVWait, ToPrefill
 
 log = logging.getLogger(__name__)
 IDLE_CONNECTION_S = 60.0
@@ -494,7 +483,7 @@ class KVSender:
         blocked: set[zmq.Socket[bytes]] = set()
         for key in list(self._unopened):
             transfer = self._transfers[key]
-            if try_send(self._streams(transfer)[0], self._open_message(transfer), transfer.target.protocol):
+            if try_send(self._streams(transfer)[0], self._open_message(transfer)):
                 del self._unopened[key]
             else:
                 blocked.add(self._streams(transfer)[0])
@@ -532,7 +521,7 @@ class KVSender:
             self.num_bytes += prepared.num_bytes
             return bool(transfer.shippable(1)) or transfer.can_finish
         if transfer.can_finish and transfer.done is not None:
-            if try_send(streams[0], replace(transfer.done, token=transfer.token), transfer.target.protocol):
+            if try_send(streams[0], replace(transfer.done, token=transfer.token)):
                 transfer.finish()
             else:
                 blocked.add(streams[0])
@@ -549,7 +538,7 @@ class KVSender:
         for transfer in self._transfers.values():
             if transfer.wants_echo or (transfer.computing and transfer.announced_at < now - ANNOUNCE_S):
                 transfer.announced_at = now
-                if try_send(self._streams(transfer)[0], self._open_message(transfer), transfer.target.protocol):
+                if try_send(self._streams(transfer)[0], self._open_message(transfer)):
                     transfer.ask()
 
     def _expire(self, now: float) -> None:
@@ -567,8 +556,7 @@ class KVSender:
     def _send_failed(self, transfer: OutgoingTransfer, reason: str, phase: str = "") -> None:
         message = KVFailed(request_id=transfer.request_id, attempt=transfer.attempt, reason=reason[:1000], phase=phase)
         if transfer.key not in self._unopened:
-            # If the queue is full, the receiver's deadline applies.
-            try_send(self._streams(transfer)[0], message, transfer.target.protocol)
+            try_send(self._streams(transfer)[0], message)  # if the queue is full, the receiver's deadline applies
 
     def _end(self, transfer: OutgoingTransfer, reason: str) -> None:
         self._forget(transfer)
@@ -599,7 +587,6 @@ class KVSender:
             offer=self._outgoing.offer if self._outgoing is not None else None,
             quantised=self.quantises,
             first_block=transfer.first_kept,
-            protocol=PROTOCOL_VERSION,
         )
 
     def _drop(self, why: str) -> None:

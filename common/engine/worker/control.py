@@ -55,8 +55,6 @@ class RouterPeer:
     epoch: int
     last_heard: float
     changes_roles: bool = False
-    protocol: int = OLDEST_PROTOCOL_VERSION
-    """Newest protocol version that it speaks."""
     num_cut: int = 0
     """Consecutive heartbeats without a connection."""
     wants_snapshot: bool = False
@@ -120,10 +118,7 @@ class ControlServer:
 
     def send(self, router: bytes, message: Message) -> int:
         """Queue a message for a router. Returns 0, or the errno if the router is gone or its queue is full."""
-        peer = self._routers.get(router)
-        # Hellos are readable by all versions, and tell a router of another version which ones this worker speaks.
-        protocol = PROTOCOL_VERSION if isinstance(message, WorkerHello) or peer is None else peer.protocol
-        future = self._socket.send_multipart([router, encode(message, protocol)], zmq.NOBLOCK)
+        future = self._socket.send_multipart([router, encode(message)], zmq.NOBLOCK)
         sent = cast("asyncio.Future[object]", future)
         # With NOBLOCK the future completes at once: ROUTER rejects peers that are gone or past the high-water mark.
         if sent.done() and (error := sent.exception()) is not None:
@@ -216,7 +211,7 @@ class ControlServer:
             self._on_router_lost(router)
         if peer is None:
             log.info("router %s connected", message.router_id)
-        self._routers[router] = RouterPeer(message.router_id, message.epoch, now, message.changes_roles, newest)
+        self._routers[router] = RouterPeer(message.router_id, message.epoch, now, message.changes_roles)
         self.send(router, self._hello())
         self.send(router, self._heartbeat(router))
 

@@ -213,14 +213,7 @@ class PreparedBlocks:
     def try_send(self, socket: zmq.Socket[bytes], transfer: OutgoingTransfer) -> bool:
         """Send the blocks; False if the socket's queue is full."""
         return try_send_blocks(
-            socket,
-            *transfer.key,
-            self.indices.start,
-            self.views,
-            self.sources,
-            transfer.token,
-            self.checksums,
-            transfer.target.protocol,
+            socket, *transfer.key, self.indices.start, self.views, self.sources, transfer.token, self.checksums
         )
 
 
