@@ -218,10 +218,13 @@ def json_call(
     lexeme. A longer lexeme would take precedence over JSON of the answer's schema.
     """
     inner = "" if gap == BLANK else gap
-    called = f"{literal(json.dumps(name_key))} {literal(':')} {BLANK} {literal(json.dumps(name))}"
-    key = " | ".join([literal(json.dumps(each)) for each in keys])
-    given = f"({key}) {literal(':')} {BLANK} {arguments}"
+    called, given = member(literal(json.dumps(name)), name_key), member(arguments, *keys)
     return f"{literal('{')} {inner} {before} {called} {literal(',')} {gap} {given} {more} {inner} {literal('}')}"
+
+
+def member(value: str, *names: str) -> str:
+    """Return the right side of a rule for a member of a JSON object with one of these names."""
+    return f"({' | '.join([literal(json.dumps(name)) for name in names])}) {literal(':')} {BLANK} {value}"
 
 
 def arguments_rules(functions: Sequence[Function]) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from router.text.answer_grammar import literal
 from router.text.calls.format import BREAK, PROBE_NAME, Spell
 from router.text.calls.hermes import CLOSE, OPEN
-from router.text.calls.scanner import Layout, Pattern, function_name, peek_one_of, space
+from router.text.calls.scanner import Layout, Pattern, function_name, peek, space
 from router.text.calls.tagged import ArgumentTags, TaggedFormat
 
 KEY, END_KEY, VALUE, END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
@@ -29,7 +29,7 @@ class GLMFormat(TaggedFormat):
     tags = ArgumentTags(KEY, END_KEY, VALUE, END_VALUE)
     layouts = (
         Layout(
-            Pattern(OPEN, space, function_name, space, peek_one_of(KEY, CLOSE)),
+            Pattern(OPEN, space, function_name, space, peek(KEY, CLOSE)),
             Pattern(space, CLOSE),
         ),
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from router.text.answer_grammar import rule
 from router.text.calls.format import BREAK, PROBE_NAME, Spell, Wanted, opening, row
-from router.text.calls.scanner import Layout, Pattern, PatternPart, function_name, peek_one_of, space
+from router.text.calls.scanner import Layout, Pattern, PatternPart, function_name, peek, space
 from router.text.calls.tagged import OTHER, STRING, ArgumentTags, TaggedFormat, spelled
 
 
@@ -26,7 +26,7 @@ class InvokeFormat(TaggedFormat):
         self.marks = (prefix,) if prefix else (self._open, self._close)
         self.openings = (self._open,)
         begun: tuple[str | PatternPart, ...] = (space, self._invoke, function_name, '">', space)
-        begun = (*begun, peek_one_of(self.tags.open, self._end_invoke))
+        begun = (*begun, peek(self.tags.open, self._end_invoke))
         self.layouts = (
             Layout(
                 Pattern(self._open, *begun),

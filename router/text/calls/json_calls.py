@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from router.text.answer_grammar import literal, rule
 from router.text.calls.format import (
-    BLANK,
     GAP,
     PROBE_NAME,
     CallFormat,
@@ -18,6 +17,7 @@ from router.text.calls.format import (
     bodies,
     free,
     json_call,
+    member,
     opening,
     row,
 )
@@ -127,13 +127,11 @@ class JSONFormat(CallFormat):
 
     def _call(self, name: str, arguments: str) -> str:
         syntax = self.syntax
-        number = f"({literal(json.dumps(syntax.id_key))} {literal(':')} {BLANK} {ID} {literal(',')} {GAP})?"
-        before = number if syntax.id_key else ""
+        before = f"({member(ID, syntax.id_key)} {literal(',')} {GAP})?" if syntax.id_key else ""
         call = json_call(name, syntax.argument_keys, arguments, name_key=syntax.name_key, before=before, gap=GAP)
         if not syntax.any_order:
             return call
-        given = f"{literal(json.dumps(syntax.argument_keys[0]))} {literal(':')} {BLANK} {arguments}"
-        named = f"{literal(json.dumps(syntax.name_key))} {literal(':')} {BLANK} {literal(json.dumps(name))}"
+        given, named = member(arguments, syntax.argument_keys[0]), member(literal(json.dumps(name)), syntax.name_key)
         return f"{call} | {literal('{')} {GAP} {given} {literal(',')} {GAP} {named} {GAP} {literal('}')}"
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from router.text.calls.format import (
     bodies,
     free,
     json_call,
+    member,
     opening,
     row,
 )
@@ -40,7 +40,8 @@ OPEN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 NAME, ARGUMENTS = '{"name": "', '", "arguments": '
 ID_CHARS = 9
 """Chat templates reject call ids that are not exactly 9 letters and digits."""
-ID = f'({literal(",")} {BLANK} {literal(json.dumps("id"))} {literal(":")} {BLANK} /"[a-zA-Z0-9]{{{ID_CHARS}}}"/)?'
+ID_VALUE = f'/"[a-zA-Z0-9]{{{ID_CHARS}}}"/'
+ID = f"({literal(',')} {BLANK} {member(ID_VALUE, 'id')})?"
 """Optional id of a call. Some templates render it."""
 LAYOUTS = (
     Layout(

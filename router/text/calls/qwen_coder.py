@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from router.text.answer_grammar import literal
 from router.text.calls.format import BREAK, PROBE_NAME, Spell
 from router.text.calls.hermes import CLOSE, OPEN
-from router.text.calls.scanner import Layout, Pattern, PatternPart, function_name, peek_one_of, space
+from router.text.calls.scanner import Layout, Pattern, PatternPart, function_name, peek, space
 from router.text.calls.tagged import ArgumentTags, TaggedFormat
 
 FUNCTION, END_FUNCTION, PARAMETER, END_PARAMETER = "<function=", "</function>", "<parameter=", "</parameter>"
-BEGUN: tuple[str | PatternPart, ...] = (FUNCTION, function_name, ">", space, peek_one_of(PARAMETER, END_FUNCTION))
+BEGUN: tuple[str | PatternPart, ...] = (FUNCTION, function_name, ">", space, peek(PARAMETER, END_FUNCTION))
 
 
 def function_layouts(opened: str, closed: str) -> tuple[Layout, Layout]:

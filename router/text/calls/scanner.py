@@ -100,18 +100,7 @@ def one_of(*wanted: str) -> PatternPart:
     return read
 
 
-def peek(wanted: str) -> PatternPart:
-    """Match a literal text without consuming it."""
-    part = exactly(wanted)
-
-    def read(text: str, position: int) -> int | Missing:
-        end = part(text, position)
-        return end if isinstance(end, Missing) else position
-
-    return read
-
-
-def peek_one_of(*wanted: str) -> PatternPart:
+def peek(*wanted: str) -> PatternPart:
     """Match one of several texts without consuming it."""
     part = one_of(*wanted)
 
@@ -227,19 +216,8 @@ def object_head(
 def late_object_head(name_key: str, *argument_keys: str) -> tuple[str | PatternPart, ...]:
     """Return the parts of a call as a JSON object whose arguments precede its name, up to the name."""
     return (
-        *(
-            "{",
-            space,
-            one_of(*[f'"{key}"' for key in argument_keys]),
-            space,
-            ":",
-            space,
-            whole_object,
-            space,
-            ",",
-            space,
-        ),
-        *(f'"{name_key}"', space, ":", space, '"', function_name, '"'),
+        *("{", space, one_of(*[f'"{key}"' for key in argument_keys]), space, ":", space, whole_object),
+        *(space, ",", space, f'"{name_key}"', space, ":", space, '"', function_name, '"'),
     )
 
 
