@@ -400,13 +400,9 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSetti
         self.check_silence("worker_timeout_s")
         request_classes(self.request_class, self.slo_ttft_ms, self.slo_tpot_ms)
         self._check_models()
-        for given, other, field in (
-            (self.reasoning_start, self.reasoning_end, "end"),
-            (self.reasoning_end, self.reasoning_start, "start"),
-        ):
-            if given and not other:
-                allowed = "a text, because --reasoning-start and --reasoning-end belong together"
-                raise ConfigError(f"reasoning_{field}", "", allowed)
+        if bool(self.reasoning_start) != bool(self.reasoning_end):
+            missing = "reasoning_end" if self.reasoning_start else "reasoning_start"
+            raise ConfigError(missing, "", "a text, because --reasoning-start and --reasoning-end belong together")
         if self.planner == "kubernetes" and not (self.decode_deployment or self.models_file):
             raise ConfigError("decode_deployment", "", "the name of a Deployment with --planner kubernetes")
 

@@ -184,15 +184,12 @@ def _chat_templates(folder: Path, tokenizer_config: dict[str, Any]) -> dict[str,
     if not all(isinstance(entry, dict) for entry in entries):
         raise ModelError(f"{path}: chat_template is {shown(template)}, expected named templates: fetch it again")
     named = {str(entry.get("name")): entry.get("template") for entry in entries}
-    wanted = (
-        {DEFAULT_TEMPLATE: named.get(DEFAULT_TEMPLATE)}
-        if templates
-        else {name: named.get(name) for name in (DEFAULT_TEMPLATE, TOOL_USE)}
-    )
-    for source in wanted.values():
-        if not isinstance(source, str | None):
+    for name in (DEFAULT_TEMPLATE,) if templates else (DEFAULT_TEMPLATE, TOOL_USE):
+        if not isinstance(source := named.get(name), str | None):
             raise ModelError(f"{path}: chat_template is {shown(source)}, expected a string: fetch it again")
-    return templates | {name: source for name, source in wanted.items() if source is not None}
+        if source is not None:
+            templates[name] = source
+    return templates
 
 
 def _special_tokens(folder: Path, tokenizer_config: dict[str, Any]) -> tuple[str, str]:
