@@ -66,19 +66,17 @@ class Pairing:
         }
         if not prefill or not decode:
             return cls(unpaired)
-        shared = by_fingerprint(prefill).keys() & by_fingerprint(decode).keys()
-        for pool, partners in ((prefill, decode), (decode, prefill)):
-            groups = by_fingerprint(partners)
-            known: dict[str, tuple[str, str]] = {}
-            for worker in pool:
-                layout = worker.identity.fingerprint
+        pools = by_fingerprint(prefill), by_fingerprint(decode)
+        shared = pools[0].keys() & pools[1].keys()
+        if all(pool.keys() == shared for pool in pools):
+            return cls(unpaired)
+        for pool, partners in (pools, pools[::-1]):
+            for layout, workers in pool.items():
                 if layout in shared:
                     continue
-                if layout not in known:  # equal for all workers of a layout
-                    known[layout] = _difference(worker, [group[0] for group in groups.values()])
-                unpaired[worker.address] = Unpaired(worker.worker_id, worker.role, *known[layout])
-        if all(worker.identity.fingerprint in shared for worker in (*prefill, *decode)):
-            return cls(unpaired)
+                difference = _difference(workers[0], [group[0] for group in partners.values()])
+                for worker in workers:
+                    unpaired[worker.address] = Unpaired(worker.worker_id, worker.role, *difference)
         return cls(
             unpaired,
             not shared,
