@@ -14,8 +14,8 @@ from common.errors import WireError
 PROTOCOL_VERSION = 13
 """Newest version that this process speaks. Peers use the highest version that both speak.
 
-A version is increased with every change of a message, once per release. Each release also speaks the version of the
-release before, so that processes can be upgraded one by one:
+The first change of a message after a release increases it. Each release also speaks the version of the release before,
+so that processes can be upgraded one by one:
 
 - A new field stands at the end of its struct, is marked with `since`, and has a default that means "as before".
   Receivers ignore further fields at the end, and use the default of a missing one.
@@ -30,7 +30,7 @@ release before, so that processes can be upgraded one by one:
 OLDEST_PROTOCOL_VERSION = 12
 """Oldest version that this process speaks."""
 UNSTATED_PROTOCOL_VERSION = 12
-"""Version of processes whose messages state none."""
+"""Version of processes whose hellos do not state it."""
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Maximum size of a message without blocks: a prompt of four million tokens."""
 TOKEN_BYTES = 4

@@ -86,7 +86,7 @@ def hello_of(
 
 
 def layout_of(loaded: LoadedModel, config: WorkerConfig) -> tuple[tuple[str, str], ...]:
-    """Return the names and values of the settings that the layout fingerprint covers, besides the model."""
+    """Return the settings that the layout fingerprint covers in addition to the model, as names and values."""
     kv = loaded.kv
     return (
         ("dtype", loaded.dtype),
