@@ -20,6 +20,8 @@ DiptychError
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 RETRY_AFTER_S = 1.0
 """Default of `Retry-After` for capacity errors without an estimate, in seconds."""
 MAX_RETRY_AFTER_S = 60.0
@@ -179,3 +181,9 @@ def shown(value: object, most: int = MAX_SHOWN_CHARS) -> str:
     """Format a file's value for an error message, with up to `most` characters."""
     written = repr(value[:most] if isinstance(value, str | list | tuple) else value)
     return written if len(written) <= most else written[:most] + "…"
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """Format names for a message, up to `most` of them: "a, b and 3 more"; "none" for no names."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return (", ".join(names[:most]) or "none") + more

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from common.config import DEFAULT, RouterConfig
-from common.errors import ConfigError
+from common.errors import ConfigError, listed
 from router.access.files import FileWatch, check_size, content_of
 from router.siblings import AgreedFile, RouterPart
 
@@ -142,15 +142,11 @@ class KeyRing:
             "added": self._named.keys() - kept,
             "other secrets for": {name for name in kept if self._named[name].digests != before._named[name].digests},
         }
-        return "; ".join(f"{what} {_listed(names)}" for what, names in found.items() if names) or "the same secrets"
+        changes = [f"{what} {listed(sorted(names), MAX_LISTED)}" for what, names in found.items() if names]
+        return "; ".join(changes) or "the same secrets"
 
     def _blinded(self, digest: bytes) -> bytes:
         return hashlib.blake2b(digest, key=self._secret).digest()
-
-
-def _listed(names: Collection[str]) -> str:
-    shown = ", ".join(sorted(names)[:MAX_LISTED])
-    return f"{shown} and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else shown
 
 
 def read_keys(path: str, classes: Collection[str] = (DEFAULT,), data: bytes | None = None) -> list[ApiKey]:

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from common.errors import ConfigError, ModelNotFound, quoted
+from common.errors import ConfigError, ModelNotFound, listed, quoted
 from router.access import ANONYMOUS, ApiKey, Forbidden
 from router.models.models_file import MODELS_FIELD, ModelEntry, ModelTable, Split
 
@@ -157,9 +157,7 @@ class Catalog:
         return found
 
     def _names(self, key: ApiKey) -> str:
-        names = [repr(one.name) for one in self.listed(key)]
-        more = f" and {len(names) - MAX_SHOWN_NAMES:,} more" if len(names) > MAX_SHOWN_NAMES else ""
-        return (", ".join(names[:MAX_SHOWN_NAMES]) or "none") + more
+        return listed([repr(one.name) for one in self.listed(key)], MAX_SHOWN_NAMES)
 
     def _add_name(self, name: str, model: str) -> None:
         self._check_free(name)

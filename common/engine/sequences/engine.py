@@ -32,7 +32,7 @@ from common.engine.worker import (
     StepRate,
     WorkerMetrics,
 )
-from common.errors import WireError
+from common.errors import WireError, listed
 from common.grammar import GrammarReady, Grammars
 from common.latency import StepShape
 from common.wire import Role
@@ -166,9 +166,8 @@ class RequestEngine(Engine, Generic[R, S]):
         if not (problem := self._device_failure()):
             return ""
         ids = list(dict.fromkeys(sequence.request_id for sequence in self._in_step))
-        listed = ", ".join(ids[:MAX_LISTED]) + (f" and {len(ids) - MAX_LISTED} more" if len(ids) > MAX_LISTED else "")
         return (
-            f"{problem}. The step had requests {listed or 'none'}. {len(self.scheduler)} requests move to other "
+            f"{problem}. The step had requests {listed(ids, MAX_LISTED)}. {len(self.scheduler)} requests move to other "
             "workers. Check the GPU: nvidia-smi, and Xid in the kernel's log"
         )
 
