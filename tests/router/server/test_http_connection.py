@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import trustme
 
 from router.request.body import BodyBudget
 from router.server import http_connection
-from router.server import http_connection as connection_module
 from router.server import server as server_module
 from router.server.http_connection import (
     IDLE_S,
@@ -32,7 +32,7 @@ from ..raw_http import BODY, GET, POST, Connect, all_of, closed, error_in, raw, 
 @pytest.fixture(autouse=True)
 def refused_clients_are_soon_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients that do not close a refused connection are not waited for as long as usual."""
-    monkeypatch.setattr(connection_module, "LINGER_S", 0.2)
+    monkeypatch.setattr(http_connection, "LINGER_S", 0.2)
 
 
 # ---------------------------------------------------------------- heads
@@ -154,7 +154,7 @@ async def test_ten_ticks_check_each_connection_once(
     connections = running.server.server_state.connections
     await tools.until(lambda: len(connections) >= 25)
     checked: list[Any] = []
-    monkeypatch.setattr(connection_module.HTTPConnection, "check", lambda connection, _: checked.append(connection))
+    monkeypatch.setattr(http_connection.HTTPConnection, "check", lambda connection, _: checked.append(connection))
     most = 0
     for tick in range(server_module.TICKS_A_CHECK):
         before = len(checked)
@@ -164,18 +164,26 @@ async def test_ten_ticks_check_each_connection_once(
     assert most <= 3, "a tick looks at a tenth of them"
 
 
-async def test_an_unread_answer_holds_no_connection(start: Any, tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_module, "CLOSE_S", 0.1)
-    running = await start()
+@contextlib.asynccontextmanager
+async def small_buffers(running: Any, tools: Any, request: bytes) -> AsyncIterator[tuple[socket.socket, Any]]:
+    """Send a request over a connection with small buffers. Yield the client's socket and the server's connection."""
     running.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # inherited by accept
     loop = asyncio.get_running_loop()
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.setblocking(False)
         await loop.sock_connect(client, ("127.0.0.1", int(running.url.rpartition(":")[2])))
-        await loop.sock_sendall(client, b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        await loop.sock_sendall(client, request)
         await tools.until(lambda: running.server.server_state.connections)
         (connection,) = running.server.server_state.connections
+        yield client, connection
+
+
+async def test_an_unread_answer_holds_no_connection(start: Any, tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_connection, "CLOSE_S", 0.1)
+    running = await start()
+    request = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    async with small_buffers(running, tools, request) as (_, connection):
         await tools.until(lambda: connection.cycle is not None and connection.cycle.response_complete)
         assert connection.transport.is_closing() and connection.transport.get_write_buffer_size()
         await closed(running)
@@ -187,20 +195,13 @@ async def test_an_unread_answer_holds_no_connection(start: Any, tools: Any, monk
 async def test_a_request_behind_an_unread_answer_holds_no_connection(
     start: Any, tools: Any, monkeypatch: pytest.MonkeyPatch, request_data: bytes
 ) -> None:
-    monkeypatch.setattr(connection_module, "CLOSE_S", 0.1)
+    monkeypatch.setattr(http_connection, "CLOSE_S", 0.1)
     monkeypatch.setattr(server_module, "SEND_GRACE_S", 0.1)
     running = await start(request_timeout_s=0.1)
-    running.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # inherited by accept
-    loop = asyncio.get_running_loop()
-    with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.setblocking(False)
-        await loop.sock_connect(client, ("127.0.0.1", int(running.url.rpartition(":")[2])))
-        await loop.sock_sendall(client, b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        await tools.until(lambda: running.server.server_state.connections)
-        (connection,) = running.server.server_state.connections
+    request = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    async with small_buffers(running, tools, request) as (client, connection):
         await tools.until(lambda: connection.cycle is not None and connection.cycle.response_complete)
-        await loop.sock_sendall(client, request_data)
+        await asyncio.get_running_loop().sock_sendall(client, request_data)
         await tools.until(lambda: not connection.idle)
         await asyncio.wait_for(closed(running), 10)
         await tools.until(lambda: not running.server.server_state.tasks)
@@ -208,25 +209,18 @@ async def test_a_request_behind_an_unread_answer_holds_no_connection(
 
 
 async def test_a_slow_reader_of_a_stream_is_not_cut(start: Any, tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_module, "CLOSE_S", 0.0)
+    monkeypatch.setattr(http_connection, "CLOSE_S", 0.0)
     running = await start()
-    running.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     body = b'{"prompt": "hi", "max_tokens": 2000, "stream": true}'
-    loop = asyncio.get_running_loop()
-    with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.setblocking(False)
-        await loop.sock_connect(client, ("127.0.0.1", int(running.url.rpartition(":")[2])))
-        await loop.sock_sendall(client, POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-        await tools.until(lambda: running.server.server_state.connections)
-        (connection,) = running.server.server_state.connections
+    request = POST + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    async with small_buffers(running, tools, request) as (client, connection):
         await tools.until(lambda: connection.unread_since is not None)
         for _ in range(10):
             await asyncio.sleep(0.01)
             running.server.check_connections()
         heard = b""
         while b"[DONE]" not in heard:
-            heard = heard[-16:] + await asyncio.wait_for(loop.sock_recv(client, 65536), 10)
+            heard = heard[-16:] + await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 65536), 10)
 
 
 # ---------------------------------------------------------------- how many
@@ -355,7 +349,7 @@ async def test_new_clients_beyond_the_bound_are_told_to_retry(
 ) -> None:
     """No connection is reset without an answer, although no client has sent its request when the last one connects."""
     monkeypatch.setattr(http_connection, "IDLE_S", 3600.0)
-    monkeypatch.setattr(connection_module, "LINGER_S", 3600.0)
+    monkeypatch.setattr(http_connection, "LINGER_S", 3600.0)
     running = await start(max_connections=4)
     pipes = [await connect(running) for _ in range(20)]
     await tools.until(lambda: len(running.server.server_state.connections) == 20)
@@ -376,7 +370,7 @@ async def test_new_clients_beyond_the_bound_are_told_to_retry(
 async def test_a_refused_client_that_stays_is_cut(
     start: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection_module, "LINGER_S", 0.05)
+    monkeypatch.setattr(http_connection, "LINGER_S", 0.05)
     running = await start()
     reader, writer = await connect(running)
     writer.write(b"garbage\r\n\r\n")
