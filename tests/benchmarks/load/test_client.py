@@ -84,22 +84,29 @@ def test_nobody_listens() -> None:
     assert complete(f"http://127.0.0.1:{free_port()}", "good").outcome == "connect"
 
 
-def test_a_server_that_hangs_up_in_mid_stream() -> None:
-    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def record_of(answer: bytes) -> RequestRecord:
+    """The record of a request to a server that sends these bytes and hangs up."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(b'HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\ndata: {"choices":[{"text":"a"}]}\n\n')
+        writer.write(answer)
         await writer.drain()
         writer.close()
 
-    async def run() -> RequestRecord:
-        async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as listening:
-            port = listening.sockets[0].getsockname()[1]
-            record = RequestRecord(0)
-            await CompletionClient(f"http://127.0.0.1:{port}", RequestOptions("m")).complete(PLAN, record)
-            return record
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        record = RequestRecord(0)
+        await CompletionClient(f"http://{host}:{port}", RequestOptions("m")).complete(PLAN, record)
+        return record
 
-    record = asyncio.run(run())
+
+async def test_a_server_that_hangs_up_in_mid_stream() -> None:
+    record = await record_of(b'HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\ndata: {"choices":[{"text":"a"}]}\n\n')
     assert (record.outcome, len(record.token_times)) == ("truncated", 1)
+
+
+async def test_a_server_that_speaks_no_http() -> None:
+    assert (await record_of(b"hello there\r\n\r\n")).outcome == "bad answer"
 
 
 async def test_a_request_that_its_last_bytes_cancel_leaves_no_connection() -> None:
@@ -122,23 +129,6 @@ async def test_a_request_that_its_last_bytes_cancel_leaves_no_connection() -> No
         with pytest.raises(asyncio.CancelledError):
             await post
         await asyncio.wait_for(closed.wait(), 60)
-
-
-def test_a_server_that_speaks_no_http() -> None:
-    async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"hello there\r\n\r\n")
-        await writer.drain()
-        writer.close()
-
-    async def run() -> RequestRecord:
-        async with await asyncio.start_server(babble, "127.0.0.1", 0) as listening:
-            record = RequestRecord(0)
-            url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-            await CompletionClient(url, RequestOptions("m")).complete(PLAN, record)
-            return record
-
-    assert asyncio.run(run()).outcome == "bad answer"
 
 
 def test_events_over_any_cut() -> None:
