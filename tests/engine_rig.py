@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import pytest
+import torch
 import zmq
 
 from common.engine.kv.block_pool import BlockPool
@@ -26,11 +27,13 @@ from common.engine.kv.tiers.copies import copied_incoming, copied_outgoing
 from common.engine.kv.tiers.host_slots import HostSlotStore
 from common.engine.kv.tiers.tier import BlockTier
 from common.engine.models.decoder import Decoder
+from common.engine.run.runner import ModelRunner
 from common.engine.transfer.lender import KVLender, LendableBlocks, LenderIdentity
 from common.engine.transfer.puller import KVPuller, PeerCaches
 from common.engine.transfer.transports.shm import SharedBlocks, SharedReads
 from common.engine.transfer.transports.tcp import Frames
 from common.engine.worker.engine import RequestReceived
+from common.errors import DeviceLost
 from common.grammar.checks import GrammarChecks, Verdict
 from common.grammar.grammars import Grammars
 from common.model_files.resolve import resolve_model
@@ -210,6 +213,29 @@ def break_sampling(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
         return sound(*arguments, **named)
 
     monkeypatch.setattr(broken, fail)
+
+
+def check_device_loss(engine: Any, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed CUDA context never works again. Routers count a death, so the requests get no answer."""
+
+    def forward(chunks: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    def wait(runner: ModelRunner) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nMore words")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(runner, "forward", forward)
+        broken.setattr(ModelRunner, "wait", wait)
+        engine.ask(prompt(20), "a")
+        engine.ask(prompt(20), "b")
+        with pytest.raises(DeviceLost) as lost:
+            engine.turn()
+    assert not engine.failures()
+    assert str(lost.value) == (
+        "cpu failed: CUDA error: an illegal memory access was encountered. The step had requests a, b. "
+        "2 requests move to other workers. Check the GPU: nvidia-smi, and Xid in the kernel's log"
+    )
 
 
 # What a test's engine takes from other caches, and what it lends of its own.

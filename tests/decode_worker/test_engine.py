@@ -6,17 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import torch
 
-from common.engine.run.runner import ModelRunner
 from common.engine.sampling.penalties import TokenCounts
 from common.engine.transfer.receiver import TransferFailed
 from common.engine.worker.engine import MAX_FAILED_STEPS, RouterLost
-from common.errors import DeviceLost
 from common.wire.messages import AbortRequest, PrefillRequest, ResetPrefixCache, RouterHeartbeat
 from common.wire.sampling_params import SamplingParams
 
-from ..engine_rig import prompt
+from ..engine_rig import check_device_loss, prompt
 
 Rig = Any  # EngineRig of conftest, which test modules cannot import
 
@@ -297,26 +294,7 @@ def test_steps_that_only_raise_end_the_engine(engine: Rig, monkeypatch: pytest.M
 
 
 def test_a_device_that_failed_ends_the_engine_at_once(engine: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failed CUDA context never works again. Routers count a death, so the requests get no answer."""
-
-    def forward(chunks: object) -> None:
-        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-
-    def wait(runner: ModelRunner) -> None:
-        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nMore words")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(engine.engine._runner, "forward", forward)
-        broken.setattr(ModelRunner, "wait", wait)
-        engine.ask(prompt(20), "a")
-        engine.ask(prompt(20), "b")
-        with pytest.raises(DeviceLost) as lost:
-            engine.turn()
-    assert not engine.failures()
-    assert str(lost.value) == (
-        "cpu failed: CUDA error: an illegal memory access was encountered. The step had requests a, b. "
-        "2 requests move to other workers. Check the GPU: nvidia-smi, and Xid in the kernel's log"
-    )
+    check_device_loss(engine, engine.engine._runner, monkeypatch)
 
 
 @pytest.mark.parametrize(("num_turns", "phase"), [(1, "prefill"), (9, "decode")])

@@ -7,12 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
-from common.engine.run.runner import ModelRunner
 from common.engine.transfer.sender import TransferEnded
 from common.engine.worker.engine import MAX_FAILED_STEPS, RouterLost
-from common.errors import BlockError, DeviceLost
+from common.errors import BlockError
 from common.wire.messages import (
     AbortRequest,
     DecodeRequest,
@@ -25,7 +23,7 @@ from common.wire.messages import (
 )
 from common.wire.sampling_params import SamplingParams
 
-from ..engine_rig import prompt
+from ..engine_rig import check_device_loss, prompt
 
 Rig = Any  # EngineRig of conftest, which test modules cannot import
 
@@ -364,26 +362,7 @@ def test_steps_that_only_raise_end_the_engine(engine: Rig, monkeypatch: pytest.M
 
 
 def test_a_device_that_failed_ends_the_engine_at_once(engine: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failed CUDA context never works again. Routers count a death, so the requests get no answer."""
-
-    def forward(chunks: object) -> None:
-        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-
-    def wait(runner: ModelRunner) -> None:
-        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nMore words")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(engine.engine._launcher._runner, "forward", forward)
-        broken.setattr(ModelRunner, "wait", wait)
-        engine.ask(prompt(20), "a")
-        engine.ask(prompt(20), "b")
-        with pytest.raises(DeviceLost) as lost:
-            engine.turn()
-    assert not engine.failures()
-    assert str(lost.value) == (
-        "cpu failed: CUDA error: an illegal memory access was encountered. The step had requests a, b. "
-        "2 requests move to other workers. Check the GPU: nvidia-smi, and Xid in the kernel's log"
-    )
+    check_device_loss(engine, engine.engine._launcher._runner, monkeypatch)
 
 
 def test_broken_ownership_ends_the_engine(engine: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
