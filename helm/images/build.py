@@ -135,7 +135,7 @@ def index_of(image: Image, options: Options) -> str:
 
 
 def git(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run git on this checkout, whoever owns it, and not on a repository around it."""
+    """Run git on this checkout, even if another user owns it, but never on an enclosing repository."""
     command = ("git", f"--git-dir={ROOT / '.git'}", f"--work-tree={ROOT}", *arguments)
     try:
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
