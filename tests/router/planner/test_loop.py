@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Collection, Mapping
 from typing import Any
+from unittest.mock import call, create_autospec
 
 import msgspec
 import pytest
@@ -20,9 +20,10 @@ from router.observe.collectors import PlanCollector
 from router.planner.loop import PlanLoop
 from router.planner.offered_load import LoadWindow, SampledRequest
 from router.planner.pool import Fleet, PoolObserver, PoolState, StartTimes, StartupCheck
-from router.planner.scaler import DeployedPools
+from router.planner.scaler import DeployedPools, Scaler
 
 from ...fake_worker import heartbeat_of, hello_of
+from ...waiting import until
 
 MODEL = StepModel(fixed_s=0.004, floor_s=0.008, token_s=4e-5, row_s=3e-5, num_steps=99)
 PREFILL, DECODE = "tcp://p:1", "tcp://d:1"
@@ -144,34 +145,8 @@ def test_starts_are_measured_from_wish_to_readiness() -> None:
 # ---------------------------------------------------------------- the loop
 
 
-class Recorder:
-    """A scaler that only notes what it is asked for."""
-
-    def __init__(self) -> None:
-        self.asked: list[dict[str, int]] = []
-        self.closed = False
-
-    async def deployed(self) -> DeployedPools:
-        return DeployedPools({"prefill": 1, "decode": 1}, {}, 0)
-
-    async def scale(self, wanted: Mapping[Any, int]) -> None:
-        self.asked.append(dict(wanted))
-
-    async def wake(self, roles: Collection[Any]) -> None:
-        raise NotImplementedError
-
-    async def yield_lead(self) -> None:
-        raise NotImplementedError
-
-    async def resign(self) -> None:
-        pass
-
-    async def close(self) -> None:
-        self.closed = True
-
-
 def loop(
-    workers: WorkerRegistry, scaler: Recorder | None = None, **settings: Any
+    workers: WorkerRegistry, scaler: Scaler | None = None, **settings: Any
 ) -> tuple[PlanLoop, LoadWindow, list[float]]:
     config = RouterConfig(decode=(DECODE,), prefill=(PREFILL,), planner="advice", **settings)
     window, now = LoadWindow(), [0.0]
@@ -246,30 +221,28 @@ def test_infeasible_goals_are_said_once(caplog: pytest.LogCaptureFixture) -> Non
 
 @pytest.mark.slow
 async def test_the_scaler_gets_each_plan_but_none_without_data() -> None:
-    workers, scaler = registry(prefill=beat("prefill"), decode=beat("decode")), Recorder()
+    workers, scaler = registry(prefill=beat("prefill"), decode=beat("decode")), create_autospec(Scaler, instance=True)
+    scaler.deployed.return_value = DeployedPools({"prefill": 1, "decode": 1}, {}, 0)
     planning, _, _ = loop(workers, scaler, planner_interval_s=0.1)
     planning.start()
-    async with asyncio.timeout(30):
-        while not scaler.asked:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        assert scaler.asked[0] == {"prefill": 1, "decode": 1}
-        workers.on_cut(DECODE)
-        await asyncio.sleep(0.25)
-        asked = len(scaler.asked)
-        await asyncio.sleep(0.25)
-    assert len(scaler.asked) == asked
+    await until(lambda: scaler.scale.await_count)
+    assert scaler.scale.await_args_list[0] == call({"prefill": 1, "decode": 1})
+    workers.on_cut(DECODE)
+    await asyncio.sleep(0.25)
+    asked = scaler.scale.await_count
+    await asyncio.sleep(0.25)
+    assert scaler.scale.await_count == asked
     assert planning.outlook is not None and "silent" in planning.outlook.plan.held
     await planning.close()
-    assert scaler.closed and not planning.failure
+    scaler.close.assert_awaited_once()
+    assert not planning.failure and not scaler.wake.called and not scaler.yield_lead.called
 
 
 async def test_a_planner_that_ends_is_a_failure_of_the_router() -> None:
     planning, _, _ = loop(registry())
     planning._workers = lambda: 1 / 0  # type: ignore[assignment, return-value]
     planning.start()
-    async with asyncio.timeout(30):
-        while not planning.failure:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: planning.failure)
     assert "ZeroDivisionError" in planning.failure
     await planning.close()
 
