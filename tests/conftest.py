@@ -51,11 +51,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if "not slow" in config.option.markexpr:
         config.pluginmanager.register(SlowTestFilter())
-    if config.getoption("hypothesis_profile", None) == "quick":
-        from hypothesis.internal.conjecture import providers
-
-        # Hypothesis parses every imported module for constants to draw: seconds a process, for ten examples a test.
-        providers.is_local_module_file = lambda path: False
 
 
 class SlowTestFilter:
