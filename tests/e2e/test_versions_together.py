@@ -20,7 +20,7 @@ import pytest
 
 from benchmarks.stack import Stack, StackProcess
 
-from ..rig import make_stack
+from ..rig import make_stack, samples
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(560)]
 
@@ -157,13 +157,6 @@ async def upgrade(folder: Path, old: Sequence[str], *, num: int = 2) -> AsyncIte
         await asyncio.to_thread(stack.stop)
 
 
-def placements(router: StackProcess, kind: str) -> float:
-    """Number of prompts that a router placed."""
-    text = httpx.get(f"{router.http_url}/metrics", trust_env=False).text
-    lines = [line for line in text.splitlines() if line.startswith("diptych_placements_total{")]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if f'kind="{kind}"' in line)
-
-
 @pytest.mark.slow_except("prefill")
 @pytest.mark.parametrize("old", ["prefill", "decode", "router", "prefill decode", "router decode", "router prefill"])
 async def test_prompts_are_computed_by_workers_of_the_other_version(old: str, tmp_path: Path, forge: None) -> None:
@@ -173,8 +166,11 @@ async def test_prompts_are_computed_by_workers_of_the_other_version(old: str, tm
             body = {"prompt": list(range(100)), "max_tokens": 9}
             reply = await client.post(f"{router.http_url}/v1/completions", json=body)
         assert reply.status_code == 200
-        placed = [await asyncio.to_thread(placements, router, kind) for kind in ("remote", "local")]
-        assert placed == [1, 0]
+        placed = {
+            kind: sum(await asyncio.to_thread(samples, router, "diptych_placements", f'kind="{kind}"'))
+            for kind in ("remote", "local")
+        }
+        assert placed == {"remote": 1, "local": 0}
         assert await rolled.unused(router) == {}
 
 
