@@ -105,7 +105,7 @@ def test_a_killed_process_leaves_its_batch_to_another(system_of: Any, closing: E
     check_whole(shown(), batch)
 
 
-def test_any_process_cancels_a_batch(system_of: Any, closing: ExitStack, tmp_path: Path) -> None:
+def test_any_process_cancels_a_batch(system_of: Any, closing: ExitStack) -> None:
     flags = ("--response-store", "memory", "--batch-concurrency", "3", "--router-processes", str(NUM))
     stack = system_of(router_flags=flags).stack
     for _ in range(4):  # each may be cancelled at another process than the one that works on it

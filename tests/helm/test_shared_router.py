@@ -253,9 +253,7 @@ def cluster(helm4: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(600)
-def test_the_rendered_router_serves_all_models_and_takes_a_changed_file(
-    cluster: Cluster, helm4: Path, tmp_path: Path
-) -> None:
+def test_the_rendered_router_serves_all_models_and_takes_a_changed_file(cluster: Cluster, helm4: Path) -> None:
     (router,) = cluster.of("router")
     client = httpx.Client(base_url=f"http://{router.address}:8000", trust_env=False, timeout=60)
 

@@ -84,7 +84,7 @@ def test_a_port_that_cannot_be_is_refused() -> None:
         read(RouterConfig, flags, environ={})
 
 
-def test_a_router_needs_a_pool_to_decode(tmp_path: Path) -> None:
+def test_a_router_needs_a_pool_to_decode() -> None:
     with pytest.raises(ConfigError, match="--decode-services '': must be at least one name with --discovery dns"):
         read(RouterConfig, ["--discovery", "dns", "--decode-services", ""], environ={})
     prefill = ["--discovery", "dns", "--prefill-services", "p:1"]

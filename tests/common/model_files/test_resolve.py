@@ -122,7 +122,7 @@ def test_without_download_a_missing_model_is_an_error(cache: Path) -> None:
         resolve_model("smollm2-135m", download=False)
 
 
-def test_a_model_by_hub_id_needs_the_hub(monkeypatch: pytest.MonkeyPatch, cache: Path, tmp_path: Path) -> None:
+def test_a_model_by_hub_id_needs_the_hub(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     with pytest.raises(ModelError, match="no-one/no-such-model is not in the Hugging Face cache"):
         resolve_model("no-one/no-such-model", download=False)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)

@@ -72,7 +72,7 @@ def test_requests_that_come_and_go(drafting: Callable[..., Rig]) -> None:
     assert len(rig.engine._hidden) == 0
 
 
-def test_too_few_places_cost_drafts_and_no_token(drafting: Callable[..., Rig], served: Path, right: Headed) -> None:
+def test_too_few_places_cost_drafts_and_no_token(drafting: Callable[..., Rig]) -> None:
     rig = drafting()
     rig.engine._hidden._free = rig.engine._hidden._free[:4]
     counts = answered(rig, (1, 17, 40))

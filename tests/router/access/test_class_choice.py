@@ -106,7 +106,7 @@ async def test_classes_that_do_not_exist_are_refused_in_the_key_file(start: Any,
 
 
 async def test_before_its_body_is_read_a_request_may_be_of_any_class_that_it_can_name(
-    start: Any, tools: Any, tmp_path: Path
+    start: Any, tmp_path: Path
 ) -> None:
     running = await start(request_class=CLASSES, api_key_file=write_keys(tmp_path / "keys.toml"))
     callers = []

@@ -103,7 +103,7 @@ async def test_requests_per_minute(start: Any, keys: Path) -> None:
     assert await running.metric(line) == 1
 
 
-async def test_tokens_per_minute(start: Any, tools: Any, keys: Path) -> None:
+async def test_tokens_per_minute(start: Any, keys: Path) -> None:
     running = await limited(start, keys, "tokens_per_minute = 60")
     answer = await running.completion(prompt="x" * 50, max_tokens=30)  # it overdraws, but is not cut off
     assert answer.json()["usage"]["total_tokens"] == 80
@@ -121,7 +121,7 @@ async def test_a_prompt_that_no_waiting_helps_is_refused_for_good(start: Any, ke
     assert reply.status_code == 400 and "61" in reply.text and "60" in reply.text
 
 
-async def test_a_prompt_that_was_not_computed_is_not_charged(start: Any, tools: Any, keys: Path) -> None:
+async def test_a_prompt_that_was_not_computed_is_not_charged(start: Any, keys: Path) -> None:
     running = await limited(start, keys, "tokens_per_minute = 60")
     running.engine.error = Unavailable("no worker")
     for _ in range(3):

@@ -283,7 +283,7 @@ async def test_a_pause_of_minutes_is_left_to_the_reader(start: Any, tools: Any) 
 
 
 @pytest.mark.slow
-async def test_a_refusal_is_told_in_the_words_of_the_api(start: Any, tools: Any) -> None:
+async def test_a_refusal_is_told_in_the_words_of_the_api(start: Any) -> None:
     running = await start()
     (answer,) = await node.values("chat/answering", f"{RUN}({{temperature: 9}})", url=running.url)
     assert answer["error"]["title"] == "The request was rejected" and not answer["error"]["isRetryable"]

@@ -157,7 +157,7 @@ async def test_an_unpaired_worker_shows_with_its_reason(cluster: Any, tools: Any
     assert shown[cluster.workers[-1].address] == ""
 
 
-async def test_what_discovery_sees(cluster: Any, tools: Any) -> None:
+async def test_what_discovery_sees(cluster: Any) -> None:
     dispatcher = await cluster.start(0, 1)
     scrape = Scraper(dispatcher)
     assert not [name for name in scrape() if name.startswith("discovery")]

@@ -200,7 +200,7 @@ async def test_nothing_is_left_of_workers_that_came_and_went(cluster: Any, tools
 
 
 async def test_discovery_cannot_bring_more_workers_than_the_router_holds(
-    cluster: Any, tools: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    cluster: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.fleet.fleet.MAX_DISCOVERED", 2)
     assert MAX_DISCOVERED > 100

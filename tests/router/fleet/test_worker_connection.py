@@ -73,7 +73,7 @@ async def test_a_worker_that_does_not_read_refuses_at_once(wire, tools):
     assert connection.counters.num_unsent == 1
 
 
-async def test_nothing_is_queued_for_the_absent(tools):
+async def test_nothing_is_queued_for_the_absent() -> None:
     context = zmq.asyncio.Context()
     connection = WorkerConnection("tcp://127.0.0.1:9", "me", Recorder().events(), hwm=2)
     connection.open(context)

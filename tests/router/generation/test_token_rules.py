@@ -73,7 +73,7 @@ async def test_logprobs_have_the_tokens_of_token_ids(start: Any, tools: Any) -> 
     assert [token["token"] for token in choice["logprobs"]["content"]] == [f"token_id:{i}" for i in choice["token_ids"]]
 
 
-async def test_the_whole_vocabulary_where_the_operator_allows_it(start: Any, tools: Any) -> None:
+async def test_the_whole_vocabulary_where_the_operator_allows_it(start: Any) -> None:
     running = await start(max_logprobs=-1)
     size = running.app.state.router_state.models.default.text.vocab_size
     assert (await running.completion(max_tokens=2, logprobs=-1, prompt_logprobs=-1)).status_code == 200

@@ -443,7 +443,7 @@ def test_no_more_refused_connections_stay_than_there_are_places_for() -> None:
 # ---------------------------------------------------------------- bodies
 
 
-async def test_large_bodies_share_a_budget(start: Any, tools: Any, connect: Connect) -> None:
+async def test_large_bodies_share_a_budget(start: Any, connect: Connect) -> None:
     running = await start(max_body_bytes=200_000)
     router_state = running.app.state.router_state
     router_state.bodies.num_bytes = router_state.bodies.max_bytes - 100_000  # as if the server were reading others

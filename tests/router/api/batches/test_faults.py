@@ -112,9 +112,7 @@ async def test_a_full_store_ends_a_batch_with_what_it_has(start: Any) -> None:
         assert 0 < len(await lines_in(sdk, failed.output_file_id)) == failed.request_counts.completed < 60
 
 
-async def test_a_store_that_fails_for_a_while_loses_nothing(
-    start: Any, tools: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_store_that_fails_for_a_while_loses_nothing(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.api.batches.run.STORE_RETRY_S", 0.01)
     running = await start()
     batches, failures = running.app.state.batches.store.batches, [StoreFailed("full", "disk full")] * 5

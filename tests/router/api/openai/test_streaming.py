@@ -151,7 +151,7 @@ async def test_an_error_after_the_start_is_an_event_and_the_end(start: Any, tool
     assert events[-1] == {"error": error}
 
 
-async def test_a_bug_says_nothing_of_itself(start: Any, tools: Any, caplog: Any) -> None:
+async def test_a_bug_says_nothing_of_itself(start: Any, tools: Any) -> None:
     running = await start(tools.Engine(error=ZeroDivisionError("secret"), error_after=1))
     assert "secret" not in json.dumps((await running.events(max_tokens=9))[-1])
     reply = await running.completion()

@@ -165,7 +165,7 @@ async def test_what_has_no_events_says_so(held: Any) -> None:
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
 
 
-async def test_events_take_bounded_memory(held: Any, tools: Any, monkeypatch: Any) -> None:
+async def test_events_take_bounded_memory(held: Any, monkeypatch: Any) -> None:
     """Above the bound the answer goes on, and its events can no longer be read."""
     monkeypatch.setattr(responses_background, "MAX_EVENT_BYTES", 3000)
     monkeypatch.setattr(responses_background, "GROWTH_BYTES", 100)
@@ -291,7 +291,7 @@ async def test_it_keeps_its_keys_place_until_its_end(start: Any, tools: Any, tmp
     assert lines["BACKGROUND"]["path"] == "/v1/responses"
 
 
-async def test_a_router_that_ends_says_so(held: Any, caplog: Any, tmp_path: Path) -> None:
+async def test_a_router_that_ends_says_so(held: Any) -> None:
     name = await begun(held)
     await polled(held, name, "in_progress")
     router_state = held.app.state.router_state

@@ -123,7 +123,7 @@ async def test_two_ways_go_on_from_one_response(running: Any) -> None:
     assert "left" not in messages_of(running)
 
 
-async def test_a_response_that_was_cut_off_can_be_continued_and_a_failed_one_not(start: Any, tools: Any) -> None:
+async def test_a_response_that_was_cut_off_can_be_continued_and_a_failed_one_not(start: Any) -> None:
     running = await start()
     cut = await answered(running)
     assert cut["status"] == "incomplete"
