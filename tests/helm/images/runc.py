@@ -24,9 +24,14 @@ class Image:
     config: Mapping[str, Any]
 
 
+def bind(source: Path | str, destination: str, access: str) -> Object:
+    """Return a bind mount of an OCI runtime configuration. `access` is "ro" or "rw"."""
+    return {"destination": destination, "source": str(source), "type": "bind", "options": ["rbind", access]}
+
+
 @dataclass
 class RuncContainer(Container):
-    """A Deployment's containers in namespaces of their own, except for the network."""
+    """A Deployment's containers, isolated except for the network."""
 
     images: Mapping[str, Image] = field(default_factory=dict)
     """By the last part of the repository's name."""
@@ -64,12 +69,13 @@ class RuncContainer(Container):
         mounts = {each["destination"]: each for each in spec["mounts"]}
         for mount in container["volumeMounts"]:
             mounts[mount["mountPath"]] = self._bind(mount, pod["fsGroup"])
-        source = self.overrides["DIPTYCH_KUBERNETES_CREDENTIALS"]
-        mounts[CREDENTIALS] = {"destination": CREDENTIALS, "source": source, "type": "bind", "options": ["rbind", "ro"]}
+        mounts[CREDENTIALS] = bind(self.overrides["DIPTYCH_KUBERNETES_CREDENTIALS"], CREDENTIALS, "ro")
         spec["mounts"] = list(mounts.values())
         (bundle / "config.json").write_text(json.dumps(spec))
-        state = self.folder.parent / "runc"
-        return ["runc", "--root", str(state), "run", "--bundle", str(bundle), f"{self.name}-{container['name']}"]
+        return self._runc("run", "--bundle", str(bundle), f"{self.name}-{container['name']}")
+
+    def _runc(self, *words: str) -> list[str]:
+        return ["runc", "--root", str(self.folder.parent / "runc"), *words]
 
     def _bind(self, mount: Object, group: int) -> Object:
         volume = next(each for each in self.spec["volumes"] if each["name"] == mount["name"])
@@ -82,16 +88,9 @@ class RuncContainer(Container):
             assert "emptyDir" in volume, volume
             os.chown(folder, 0, group)
             folder.chmod(0o2777)
-        access = "ro" if mount.get("readOnly") else "rw"
-        return {
-            "destination": mount["mountPath"],
-            "source": str(folder),
-            "type": "bind",
-            "options": ["rbind", access],
-        }
+        return bind(folder, mount["mountPath"], "ro" if mount.get("readOnly") else "rw")
 
     def inside(self, script: str) -> str:
         """Output of a shell script in the running container."""
-        state, name = self.folder.parent / "runc", f"{self.name}-{self.spec['containers'][0]['name']}"
-        command = ("runc", "--root", str(state), "exec", name, "sh", "-c", script)
+        command = self._runc("exec", f"{self.name}-{self.spec['containers'][0]['name']}", "sh", "-c", script)
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
