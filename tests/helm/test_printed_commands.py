@@ -1,4 +1,4 @@
-"""Every helm command that the documentation prints is one that helm takes, with values that the chart takes."""
+"""helm accepts every helm command in the documentation, and the chart accepts its values."""
 
 from __future__ import annotations
 
