@@ -1,5 +1,7 @@
+from common.engine.transfer.connection import KVConnection
 from common.engine.transfer.frames import blocks_in_queues, blocks_per_message
 from common.engine.transfer.lender import KVLender, LendableBlocks, LenderIdentity
+from common.engine.transfer.mailbox import Mailbox
 from common.engine.transfer.puller import KVPuller, PeerCaches
 from common.engine.transfer.receiver import (
     IncomingTransfer,
@@ -15,6 +17,7 @@ from common.engine.transfer.transports import Frames, SenderMemory, Transport, n
 __all__ = [
     "Frames",
     "IncomingTransfer",
+    "KVConnection",
     "KVLender",
     "KVListener",
     "KVPuller",
@@ -22,6 +25,7 @@ __all__ = [
     "KVSender",
     "LendableBlocks",
     "LenderIdentity",
+    "Mailbox",
     "PeerCaches",
     "SenderMemory",
     "TransferAdvanced",
