@@ -10,11 +10,13 @@ from common.engine.run import GraphRunner, LoadedModel, ModelRunner, StepLaunche
 from common.engine.sampling import Sampler, max_prompt_logprobs
 from common.engine.sequences import EngineParts, HiddenStateSlots, hidden_state_slots
 from common.engine.transfer import (
+    IncomingTransfers,
     KVListener,
     KVReceiver,
     TransferAdvanced,
     TransferCompleted,
     TransferEnded,
+    TransferEndpoints,
     TransferFailed,
     TransferOpened,
     blocks_per_message,
@@ -27,7 +29,6 @@ from decode_worker.drafting.head_drafter import HeadDrafter
 from decode_worker.drafting.model_drafts import TokenDrafter
 from decode_worker.engine import DecodeEngine, DecodeLimits
 from decode_worker.handover import HANDOVER_TIMEOUT_S
-from decode_worker.incoming_transfers import IncomingTransfers, TransferEndpoints
 from decode_worker.pipeline import DecodeModel, Launcher
 from decode_worker.scheduler import DecodeScheduler
 

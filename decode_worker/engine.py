@@ -10,7 +10,14 @@ from common.blocks import BlockHasher
 from common.engine.kv import BlockCounts
 from common.engine.sampling import UNSAMPLED, separate
 from common.engine.sequences import NO_PARTS, EngineParts, RequestEngine
-from common.engine.transfer import TransferAdvanced, TransferCompleted, TransferEnded, TransferFailed, TransferOpened
+from common.engine.transfer import (
+    TransferAdvanced,
+    TransferCompleted,
+    TransferEnded,
+    TransferEndpoints,
+    TransferFailed,
+    TransferOpened,
+)
 from common.engine.worker import EngineConfig, EngineStatus, RequestReceived, Send, WorkerMetrics
 from common.grammar import sampling_failure
 from common.latency import Links, StepShape
@@ -18,7 +25,6 @@ from common.wire import SampledToken
 from common.wire.messages import DecodeRequest, HandOver, Message, ResetPrefixCache
 from decode_worker.drafting.model_drafts import DraftLimits
 from decode_worker.handover import HANDOVER_TIMEOUT_S, Handovers
-from decode_worker.incoming_transfers import TransferEndpoints
 from decode_worker.pace import StepPace, TokenGaps
 from decode_worker.pipeline import DecodeModel, Pipeline, StepInFlight, by_chunk
 from decode_worker.remote_prefill import RemotePrefills

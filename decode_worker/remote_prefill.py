@@ -13,10 +13,15 @@ from collections.abc import Sequence
 from functools import partial
 
 from common.engine.sequences import Fail
-from common.engine.transfer import IncomingTransfer, TransferCompleted, TransferFailed, TransferOpened
+from common.engine.transfer import (
+    IncomingTransfer,
+    IncomingTransfers,
+    TransferCompleted,
+    TransferFailed,
+    TransferOpened,
+)
 from common.errors import WireError
 from common.latency import LinkFits
-from decode_worker.incoming_transfers import IncomingTransfers
 from decode_worker.reporting import DecodeCounters
 from decode_worker.rules import DecodeRules
 from decode_worker.scheduler import DecodeScheduler

@@ -157,6 +157,11 @@ class DecodeSequence(WorkerSequence):
         return self.status in (RequestStatus.EXPECTING, RequestStatus.OPENED, RequestStatus.TRANSFERRING)
 
     @property
+    def is_growing(self) -> bool:
+        """Whether it arrives in a hand-over, so that its sender decodes further tokens in the meantime."""
+        return self.request.num_reserved_tokens > 0
+
+    @property
     def awaits_turn(self) -> bool:
         """Whether steps must compute KV before its next token, for its prompt or after a preemption."""
         return not self.is_incoming and (self.num_remaining > 1 or not self.has_first_token)

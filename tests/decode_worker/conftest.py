@@ -20,6 +20,7 @@ from common.engine.models.decoder import Decoder
 from common.engine.run.runner import ModelRunner
 from common.engine.sampling.sampler import Sampler
 from common.engine.sequences.engine import EngineParts
+from common.engine.transfer import IncomingTransfers, TransferEndpoints
 from common.engine.transfer.receiver import KVListener, KVReceiver
 from common.engine.transfer.sender import KVSender
 from common.engine.transfer.transports.shm import SharedReads
@@ -37,7 +38,6 @@ from common.wire.messages import (
 )
 from common.wire.sampling_params import SamplingParams
 from decode_worker.engine import DecodeEngine
-from decode_worker.incoming_transfers import IncomingTransfers, TransferEndpoints
 from decode_worker.pipeline import DecodeModel, Launcher
 from decode_worker.scheduler import DecodeScheduler
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from common.engine.transfer import incoming
 from common.engine.worker.engine import RequestReceived
 from common.wire.messages import AbortRequest, KVAck, KVFailed, KVWait
-from decode_worker import incoming_transfers
 from decode_worker.sequence import RequestStatus
 
 from ..engine_rig import prompt
@@ -423,7 +423,7 @@ def test_giving_up_late_harms_nobody(engine: Rig) -> None:
 def test_an_announcement_nobody_asked_for_is_refused_in_time(engine: Rig) -> None:
     engine.peer.open("unknown", 3)
     engine.until(lambda: engine.engine._transfers.incoming._early)
-    engine.later(incoming_transfers.EARLY_OPEN_S + 1)
+    engine.later(incoming.EARLY_OPEN_S + 1)
     assert "unknown request" in engine.peer.read().reason
 
 
@@ -444,7 +444,7 @@ def test_an_announcement_taken_back_is_forgotten(engine: Rig) -> None:
 
 
 def test_announcements_nobody_asked_for_are_bounded(engine: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(incoming_transfers, "MAX_EARLY_OPENS", 4)
+    monkeypatch.setattr(incoming, "MAX_EARLY_OPENS", 4)
     for number in range(6):
         engine.peer.open(f"unknown{number}", 1)
     engine.until(lambda: len(engine.engine._transfers.incoming._early) == 4 and engine.peer.socket.poll(0))

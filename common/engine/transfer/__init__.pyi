@@ -1,5 +1,6 @@
 from common.engine.transfer.connection import KVConnection
 from common.engine.transfer.frames import blocks_in_queues, blocks_per_message
+from common.engine.transfer.incoming import IncomingTransfers, Recipient, TransferEndpoints
 from common.engine.transfer.lender import KVLender, LendableBlocks, LenderIdentity
 from common.engine.transfer.mailbox import Mailbox
 from common.engine.transfer.puller import KVPuller, PeerCaches
@@ -17,6 +18,7 @@ from common.engine.transfer.transports import Frames, SenderMemory, Transport, n
 __all__ = [
     "Frames",
     "IncomingTransfer",
+    "IncomingTransfers",
     "KVConnection",
     "KVLender",
     "KVListener",
@@ -27,10 +29,12 @@ __all__ = [
     "LenderIdentity",
     "Mailbox",
     "PeerCaches",
+    "Recipient",
     "SenderMemory",
     "TransferAdvanced",
     "TransferCompleted",
     "TransferEnded",
+    "TransferEndpoints",
     "TransferFailed",
     "TransferOpened",
     "Transport",

@@ -104,6 +104,9 @@ class OutgoingTransfer:
     set. For a prompt, `room` is 0, and all blocks are known from the start (-1 for a block computed later).
 
     Blocks before `first_kept` are outside the model's window and are not lent.
+
+    `revision` counts how often the engine withdrew all blocks to pass others later; only the engine thread changes it,
+    under the sender's lock. `blocks` are those of `known_revision`.
     """
 
     request_id: str
@@ -130,6 +133,8 @@ class OutgoingTransfer:
     announced_at: float = 0.0
     revoked: bool = False
     token: int = 0
+    revision: int = 0
+    known_revision: int = 0
 
     @property
     def key(self) -> tuple[str, int]:
@@ -170,7 +175,7 @@ class OutgoingTransfer:
 
     def shippable(self, limit: int) -> range:
         """Return up to `limit` next block indices that are granted, computed and not sent."""
-        if self.state is TransferState.OPENED:
+        if self.state is TransferState.OPENED or self.is_withdrawn:
             return range(0)
         return range(self.next_block, max(self.next_block, min(self.num_ready, self.next_block + limit)))
 
@@ -208,6 +213,11 @@ class OutgoingTransfer:
         return self.state is not TransferState.OPENED and self.next_block >= len(self.blocks)
 
     @property
+    def is_withdrawn(self) -> bool:
+        """Whether the engine withdrew the blocks and has not passed others yet."""
+        return self.revision != self.known_revision
+
+    @property
     def wants_echo(self) -> bool:
         """Whether a growing transfer should ask, after all full blocks, whether they have arrived.
 
@@ -231,6 +241,7 @@ class _Progress:
     num_ready: int
     done: KVDone | None
     blocks: tuple[int, ...] | None
+    revision: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,8 +252,9 @@ class _Cancel:
 
 
 class KVSender:
-    """Sends KV. Only the engine thread calls `open`, `progress` and `cancel`; `on_...` run on the sender's thread.
+    """Sends KV. Only the engine thread calls `open`, `progress`, `withdraw` and `cancel`.
 
+    `on_...` run on the sender's thread.
     A growing transfer (`room`) uses only the first of the `num_streams` connections, so that it arrives in order.
     """
 
@@ -315,7 +327,20 @@ class KVSender:
         blocks: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         """Allow blocks up to `num_ready` to be sent. `done` accompanies the last; `blocks` replaces a grown list."""
-        self._commands.put(_Progress((request_id, attempt), num_ready, done, None if blocks is None else tuple(blocks)))
+        key = (request_id, attempt)
+        revision = self._lent[key].revision if key in self._lent else 0
+        given = None if blocks is None else tuple(blocks)
+        self._commands.put(_Progress(key, num_ready, done, given, revision))
+
+    def withdraw(self, request_id: str, attempt: int) -> None:
+        """Withdraw the blocks of a preempted prompt. The sender reads none of them after this returns.
+
+        The transfer continues with the `blocks` of the next `progress`. Blocks that were sent are not sent again.
+        """
+        transfer = self._lent.get((request_id, attempt))
+        if transfer is not None:
+            with self._lock:
+                transfer.revision += 1
 
     def cancel(self, request_id: str, attempt: int, reason: str, phase: str = "") -> None:
         """Revoke the blocks and notify the decode worker. The sender reads none of them after this returns."""
@@ -370,10 +395,12 @@ class KVSender:
                     return False
                 case OutgoingTransfer():
                     self._begin(command)
-                case _Progress(key, num_ready, done, blocks):
-                    if (transfer := self._transfers.get(key)) is not None:
+                case _Progress(key, num_ready, done, blocks, revision):
+                    transfer = self._transfers.get(key)
+                    if transfer is not None and transfer.revision == revision:  # otherwise these blocks are withdrawn
                         now = time.monotonic()
                         transfer.num_ready, transfer.lease_until = num_ready, now + self._lease_s
+                        transfer.known_revision = revision
                         transfer.blocks = blocks or transfer.blocks
                         if done is not None:
                             transfer.done, transfer.done_at = done, now
@@ -509,11 +536,12 @@ class KVSender:
             if (prepared := end.ship(transfer, indices)) is None:
                 return False  # wait for the receiver to return slots
             with self._lock:
-                sent = not transfer.revoked and prepared.try_send(stream, transfer)
+                is_lent = not transfer.revoked and not transfer.is_withdrawn
+                sent = is_lent and prepared.try_send(stream, transfer)
             if not sent:
                 if self._outgoing is not None:
                     self._outgoing.undo(transfer, prepared)
-                blocked.update(() if transfer.revoked else (stream,))
+                blocked.update((stream,) if is_lent else ())
                 return False
             transfer.next_block, transfer.stream = prepared.indices.stop, transfer.stream + 1
             transfer.lease_until = time.monotonic() + self._lease_s

@@ -201,6 +201,36 @@ def test_no_block_is_read_for_the_wire_after_cancel_returned(rig: Rig) -> None:
     assert rig.sender.num_bytes == 0
 
 
+def test_withdrawn_blocks_are_not_read_and_others_take_their_place(rig: Rig) -> None:
+    read: list[int] = []
+    rig.on_view = read.append
+    rig.open(num_ready=1)
+    rig.read_open()
+    rig.grant()
+    rig.read()
+    rig.sender.withdraw("a", 0)
+    rig.sender.progress("a", 0, 0, blocks=[8, -1, -1, -1])  # preempted, and computed again in other blocks
+    rig.sender.progress("a", 0, 3, blocks=[8, 9, 10, -1])
+    header, frames = rig.read()
+    assert header.first_block == 1 and frames == [bytes(rig.memory[9]), bytes(rig.memory[10])]
+    rig.sender.progress("a", 0, 4, KVDone(request_id="a", attempt=0, first_token=3), blocks=[8, 9, 10, 11])
+    assert rig.read()[0].first_block == 3 and isinstance(rig.read()[0], KVDone)
+    assert read == [0, 9, 10, 11]
+
+
+def test_progress_before_a_withdrawal_counts_no_longer(rig: Rig) -> None:
+    read: list[int] = []
+    rig.on_view = read.append
+    rig.open()
+    rig.read_open()
+    rig.sender.progress("a", 0, 4)
+    rig.sender.withdraw("a", 0)
+    rig.grant()
+    rig.sender.progress("a", 0, 4, KVDone(request_id="a", attempt=0, first_token=3), blocks=[4, 5, 6, 7])
+    header, frames = rig.read()
+    assert header.first_block == 0 and frames == [bytes(block) for block in rig.memory[4:8]] and read == [4, 5, 6, 7]
+
+
 def test_a_cancelled_request_may_come_again_under_the_same_attempt(rig: Rig) -> None:
     rig.open(num_ready=4)
     rig.read_open()

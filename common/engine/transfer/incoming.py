@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from common.engine.transfer import IncomingTransfer, KVReceiver, KVSender, TransferOpened
+from common.engine.transfer.receiver import IncomingTransfer, KVReceiver, TransferOpened
+from common.engine.transfer.sender import KVSender
+from common.engine.transfer.transports.interface import SenderMemory
 from common.wire import COUNT_BITS
 from common.wire.messages import KVAck, KVFailed, KVGrant, KVOpen, KVWait, Message
-from decode_worker.sequence import DecodeSequence
 
 # Announcements (`KVOpen`) that arrived before their `DecodeRequest`.
 MAX_EARLY_OPENS = 4096
@@ -20,6 +23,30 @@ RENEW_S = 1.0
 """Interval of `KVWait`, which renews the lease of a prefill worker whose prompt waits for blocks here."""
 
 
+class Recipient(Protocol):
+    """A request that KV is received for. `lent`: the receiver may write `blocks`. `peer` is b"" without a sender."""
+
+    peer: bytes
+    memory: SenderMemory | None
+    quantised: bool
+    lent: bool
+    renewed_at: float
+    granted_at: float
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def attempt(self) -> int: ...
+
+    @property
+    def blocks(self) -> Sequence[int]: ...
+
+    @property
+    def is_growing(self) -> bool:
+        """Whether the sender still computes tokens while its blocks arrive, in a hand-over."""
+
+
 @dataclass(frozen=True, slots=True)
 class _EarlyOpen:
     event: TransferOpened
@@ -27,7 +54,7 @@ class _EarlyOpen:
 
 
 class IncomingTransfers:
-    """Incoming transfers of an engine. The scheduler owns the blocks; transfers borrow them."""
+    """Incoming transfers of an engine. The engine owns the blocks; transfers borrow them."""
 
     def __init__(self, receiver: KVReceiver, *, epoch: int, fingerprint: str, required: str = "") -> None:
         """`required` is the transport that must be able to read the sender's memory here, or "" to allow frames."""
@@ -71,17 +98,17 @@ class IncomingTransfers:
             del self._early[key]
             self.refuse(early.event.peer, early.event.message, "unknown request")
 
-    def grant(self, sequence: DecodeSequence, first_block: int, now: float) -> None:
-        """Lend the sequence's blocks to the receiver, and grant the prefill worker the blocks from `first_block` on."""
-        sequence.granted_at = now
-        request_id, attempt, memory = sequence.request_id, sequence.attempt, sequence.memory
-        blocks = tuple(sequence.blocks)
+    def grant(self, recipient: Recipient, first_block: int, now: float) -> None:
+        """Lend the recipient's blocks to the receiver, and grant the sender the blocks from `first_block` on."""
+        recipient.granted_at = now
+        request_id, attempt, memory = recipient.request_id, recipient.attempt, recipient.memory
+        blocks = tuple(recipient.blocks)
         token = secrets.randbits(COUNT_BITS)
         shared = memory is not None
-        quantised = sequence.quantised and not shared and self._receiver.accepts_quantised
-        transfer = IncomingTransfer(request_id, attempt, sequence.peer, blocks, first_block, now, now)
+        quantised = recipient.quantised and not shared and self._receiver.accepts_quantised
+        transfer = IncomingTransfer(request_id, attempt, recipient.peer, blocks, first_block, now, now)
         transfer.memory, transfer.token, transfer.quantised = memory, token, quantised
-        sequence.lent = True
+        recipient.lent = True
         self._receiver.expect(transfer)
         grant = KVGrant(
             request_id=request_id,
@@ -91,19 +118,19 @@ class IncomingTransfers:
             token=token,
             quantised=quantised,
         )
-        self._send_to(sequence.peer, grant)
+        self._send_to(recipient.peer, grant)
 
-    def renew(self, sequence: DecodeSequence, now: float) -> None:
+    def renew(self, recipient: Recipient, now: float) -> None:
         """Renew the lease of a prefill worker whose prompt still waits for blocks here, every RENEW_S."""
-        if now - sequence.renewed_at >= RENEW_S:
-            sequence.renewed_at = now
-            self._send_to(sequence.peer, KVWait(request_id=sequence.request_id, attempt=sequence.attempt))
+        if now - recipient.renewed_at >= RENEW_S:
+            recipient.renewed_at = now
+            self._send_to(recipient.peer, KVWait(request_id=recipient.request_id, attempt=recipient.attempt))
 
-    def touch(self, sequence: DecodeSequence, now: float) -> None:
+    def touch(self, recipient: Recipient, now: float) -> None:
         """Record that the sender still computes. In a hand-over, confirm that everything sent before has arrived."""
-        self._receiver.touch(sequence.request_id, sequence.attempt, now)
-        if sequence.request.num_reserved_tokens:
-            self._send_to(sequence.peer, KVWait(request_id=sequence.request_id, attempt=sequence.attempt))
+        self._receiver.touch(recipient.request_id, recipient.attempt, now)
+        if recipient.is_growing:
+            self._send_to(recipient.peer, KVWait(request_id=recipient.request_id, attempt=recipient.attempt))
 
     def not_needed(self, peer: bytes, message: KVOpen) -> None:
         """Acknowledge KV that this worker already has or computes itself."""
@@ -112,14 +139,15 @@ class IncomingTransfers:
     def refuse(self, peer: bytes, message: KVOpen, reason: str) -> None:
         self._send_to(peer, KVFailed(request_id=message.request_id, attempt=message.attempt, reason=reason))
 
-    def release(self, sequence: DecodeSequence, reason: str) -> IncomingTransfer | None:
+    def release(self, recipient: Recipient, reason: str) -> IncomingTransfer | None:
         """Revoke lent blocks, and send the prefill worker the `reason` unless it is ""."""
-        transfer = self._receiver.release(sequence.request_id, sequence.attempt)
-        if sequence.peer and reason:
+        transfer = self._receiver.release(recipient.request_id, recipient.attempt)
+        if recipient.peer and reason:
             self._send_to(
-                sequence.peer, KVFailed(request_id=sequence.request_id, attempt=sequence.attempt, reason=reason[:1000])
+                recipient.peer,
+                KVFailed(request_id=recipient.request_id, attempt=recipient.attempt, reason=reason[:1000]),
             )
-        sequence.peer, sequence.lent = b"", False
+        recipient.peer, recipient.lent = b"", False
         return transfer
 
     def stalled(self, before: float) -> list[IncomingTransfer]:
