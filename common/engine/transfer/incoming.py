@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -90,6 +90,11 @@ class IncomingTransfers:
         early = self._early.pop((request_id, attempt), None)
         return early.event if early else None
 
+    def take_early_if(self, wanted: Callable[[KVOpen], bool]) -> list[TransferOpened]:
+        """Take all announcements that are wanted, in order of arrival."""
+        keys = [key for key, early in self._early.items() if wanted(early.event.message)]
+        return [self._early.pop(key).event for key in keys]
+
     def expire_early(self, now: float) -> None:
         while self._early:
             key, early = next(iter(self._early.items()))
@@ -135,6 +140,10 @@ class IncomingTransfers:
     def not_needed(self, peer: bytes, message: KVOpen) -> None:
         """Acknowledge KV that this worker already has or computes itself."""
         self._send_to(peer, KVAck(request_id=message.request_id, attempt=message.attempt))
+
+    def acknowledge(self, recipient: Recipient) -> None:
+        """Acknowledge a transfer whose KV is no longer needed, and end it without notifying its sender again."""
+        self._send_to(recipient.peer, KVAck(request_id=recipient.request_id, attempt=recipient.attempt))
 
     def refuse(self, peer: bytes, message: KVOpen, reason: str) -> None:
         self._send_to(peer, KVFailed(request_id=message.request_id, attempt=message.attempt, reason=reason))

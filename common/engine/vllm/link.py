@@ -58,7 +58,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     `weights` identifies the model and its weights: ranks exchange KV only if it and the layout are equal. Rank `r`
     listens for KV on `kv_port + r`, or on a free port if `kv_port` is 0. `staging_bytes` is the host memory of each
-    rank for KV that arrives before its request is scheduled.
+    rank for KV that arrives before its request is scheduled. `grant_timeout_s`, `transfer_timeout_s`: maximum time that
+    announced KV waits for staging memory, and that a transfer makes no progress.
     """
 
     link_address: str
@@ -71,6 +72,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     kv_port: int = 0
     num_streams: int = 1
     lease_s: float = 10.0
+    grant_timeout_s: float = 30.0
+    transfer_timeout_s: float = 30.0
     staging_bytes: int = 1 << 30
     curve_key: str = ""
     curve_authorized: str = ""
