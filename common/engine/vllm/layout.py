@@ -27,9 +27,9 @@ GroupKind = Literal["full", "window", "state"]
 class KVGroup:
     """A KV cache group of the whole model: layers with common block tables.
 
-    `window`: maximum context in tokens, for kind "window". `num_heads` are the model's KV heads, or the number of ranks
-    for kind "state", whose recurrent state is not split by heads. `head_bytes`: size of one head of a block, in all
-    layers of the group on one rank.
+    `window`: maximum context in tokens, for kind "window". `num_heads` are the model's KV heads. Recurrent state, of
+    kind "state", is not split by heads, so both workers must have equally many ranks. `head_bytes`: size of one head of
+    a block, in all layers of the group.
     """
 
     kind: GroupKind
@@ -170,10 +170,11 @@ class KVLayout:
         """Describe the KV independent of the number of ranks. Ranks exchange KV if it is equal."""
         parts = [f"dtype={self.dtype}", f"stages={self.num_stages}"]
         for group in self.groups:
-            window = f" window={group.window}" if group.kind == "window" else ""
+            more = f" window={group.window}" if group.kind == "window" else ""
+            more += f" ranks={self.size}" if group.kind == "state" else ""
             parts.append(
                 f"{group.kind}(block_size={group.block_size} heads={group.num_heads} "
-                f"head_bytes={group.head_bytes}{window})"
+                f"head_bytes={group.head_bytes}{more})"
             )
         return " ".join(parts)
 
