@@ -55,8 +55,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 log = logging.getLogger(__name__)
-EMPTY_STEP_S = 0.05
-"""Interval, in seconds, of reports about steps that compute nothing, which vLLM runs while transfers are pending."""
 SUCCESSES = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
@@ -195,7 +193,7 @@ class SchedulerSide:
         self._requests: dict[str, TrackedRequest] = {}
         self._orders = StepOrders()
         self._steps: deque[_Step] = deque()
-        self._num_steps, self._ended_at, self._reported_at = 0, 0.0, 0.0
+        self._num_steps, self._ended_at, self._counts = 0, 0.0, (0, 0, 0)
 
     def stop(self) -> None:
         self._link.stop()
@@ -256,14 +254,14 @@ class SchedulerSide:
         """Report the oldest step in flight to the worker."""
         now, step = time.monotonic(), self._steps.popleft()
         began_at, self._ended_at = max(step.began_at, self._ended_at), now
-        is_empty = not (step.shape.num_tokens or step.shape.num_rows)
-        self._num_steps += not is_empty
-        if is_empty and now - self._reported_at < EMPTY_STEP_S:
-            return
-        self._reported_at = now
         requests = [tracked.request for tracked in self._requests.values()]
         running = [each for each in requests if each.status is RequestStatus.RUNNING]
         pool = manager.block_pool
+        counts = (len(running), len(requests) - len(running), pool.get_num_free_blocks())
+        if step.shape == NOTHING and counts == self._counts:
+            return  # vLLM runs steps without tokens while transfers are pending
+        self._num_steps += step.shape != NOTHING
+        self._counts = num_running, num_waiting, num_free_blocks = counts
         self._link.send(
             StepDone(
                 number=self._num_steps,
@@ -272,11 +270,11 @@ class SchedulerSide:
                 num_rows=step.shape.num_rows,
                 context=step.shape.context,
                 step_s=now - began_at,
-                num_running=len(running),
-                num_waiting=len(requests) - len(running),
+                num_running=num_running,
+                num_waiting=num_waiting,
                 num_waiting_tokens=sum(max(0, each.num_prompt_tokens - each.num_computed_tokens) for each in requests),
                 num_context_tokens=sum(each.num_computed_tokens for each in running),
-                num_free_blocks=pool.get_num_free_blocks(),
+                num_free_blocks=num_free_blocks,
                 num_total_blocks=pool.num_gpu_blocks - 1,  # without the null block
             )
         )
@@ -396,7 +394,9 @@ def describe(
                 _group_of(_spec_of(group.kv_cache_spec), found, kv_cache_config.num_blocks, tensor, vllm_config)
             )
             layers.append(found)
-    dtype = f"{vllm_config.cache_config.cache_dtype}/{layers[0][0].dtype}".replace("torch.", "")
+    dtype = str(layers[0][0].dtype).removeprefix("torch.")
+    if layers[0][0].dtype in (torch.uint8, torch.int8):  # bytes of a quantised format
+        dtype = str(vllm_config.cache_config.cache_dtype)
     stage, num_stages = pipeline.rank_in_group, pipeline.world_size
     return KVLayout(tuple(groups), dtype, tensor.world_size, tensor.rank_in_group, num_stages, stage), layers
 

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -125,7 +125,7 @@ class StepOrders:
 
 @dataclass(slots=True, eq=False)
 class _Outgoing:
-    """A prompt that this rank sends. `numbers` and `open`: per transfer name."""
+    """A prompt that this rank sends. `numbers` and `open`: per transfer name. `revision` counts preemptions."""
 
     key: Key
     num_tokens: int
@@ -133,6 +133,7 @@ class _Outgoing:
     decode: dict[str, int]
     num_decode: int
     num_ready: int = 0
+    revision: int = 0
     numbers: dict[str, list[int]] = field(default_factory=dict)
     done: KVDone | None = None
     open: set[str] = field(default_factory=set)
@@ -205,6 +206,7 @@ class RankTransfers:
         self._finished: dict[str, Key] = {}
         self._received: dict[str, bool] = {}  # by vLLM's id: whether the load has succeeded
         self._copies: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._steps: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # of a GPU
         self._stopping = threading.Event()
         self.failure: BaseException | None = None
         is_cuda = cache.device.type == "cuda"
@@ -226,8 +228,12 @@ class RankTransfers:
         )
         self._reading = cache.another()
         self._threads = [
-            threading.Thread(target=self._guard, args=(work,), name=name, daemon=True)
-            for work, name in ((self._copy, "kv-copies"), (self._tick_all, "kv-timeouts"))
+            threading.Thread(target=self._guard, args=work, name=name, daemon=True)
+            for name, *work in (
+                ("kv-loads", self._work, self._copies),
+                ("kv-steps", self._work, self._steps),
+                ("kv-timeouts", self._expire_all),
+            )
         ]
 
     def start(self) -> None:
@@ -249,7 +255,8 @@ class RankTransfers:
     def stop(self) -> None:
         """End all transfers and threads."""
         self._stopping.set()
-        self._copies.put(None)
+        for queue in (self._copies, self._steps):
+            queue.put(None)
         for thread in self._threads:
             thread.join(2.0)
         self._sender.stop()
@@ -303,11 +310,13 @@ class RankTransfers:
         """Send what the step has computed, once it has been computed."""
         if not orders.computed:
             return
+        with self._lock:
+            revisions = {key: state.revision for key, state in self._outgoing.items()}
         ended = self._cache.fence()
         if ended is None:
-            self._send(orders.computed)
+            self._send(orders.computed, revisions)
         else:
-            self._copies.put(lambda: self._send_after(ended, orders.computed))
+            self._steps.put(lambda: self._send_after(ended, orders.computed, revisions))
 
     def take_finished(self) -> tuple[set[str], set[str], set[str]]:
         """Return vLLM's ids of requests whose blocks are no longer read, whose load has ended, and has failed."""
@@ -359,16 +368,16 @@ class RankTransfers:
             self._sender.open(name, send.attempt, target, state.numbers[name], 0)
         self._report_sent(state)
 
-    def _send_after(self, ended: torch.cuda.Event, computed: Iterable[Computed]) -> None:
+    def _send_after(self, ended: torch.cuda.Event, computed: Iterable[Computed], revisions: Mapping[Key, int]) -> None:
         ended.synchronize()
-        self._send(computed)
+        self._send(computed, revisions)
 
-    def _send(self, computed: Iterable[Computed]) -> None:
+    def _send(self, computed: Iterable[Computed], revisions: Mapping[Key, int]) -> None:
         with self._lock:
             for each in computed:
                 state = self._outgoing.get(each.key)
-                if state is None or not state.open:
-                    continue
+                if state is None or not state.open or revisions.get(each.key) != state.revision:
+                    continue  # it has ended, or lost these blocks since the step
                 groups, before = self.layout.groups, state.num_ready
                 state.num_ready = num_ready(groups, state.units, state.num_tokens, each.num_computed, before)
                 for name, decode in state.decode.items():
@@ -409,7 +418,7 @@ class RankTransfers:
         for name in state.open:
             self._sender.withdraw(name, key[1])
             state.numbers[name] = [-1] * len(state.units)
-        state.num_ready = 0
+        state.num_ready, state.revision = 0, state.revision + 1
 
     def _cancel(self, key: Key, reason: str, phase: str = "") -> None:
         state = self._outgoing.get(key)
@@ -706,18 +715,18 @@ class RankTransfers:
 
     # ------------------------------------------------------------ threads
 
-    def _guard(self, work: Callable[[], None]) -> None:
+    def _guard(self, work: Callable[..., None], *args: object) -> None:
         try:
-            work()
+            work(*args)
         except BaseException as error:
             log.exception("a KV thread died")
             self.failure = error
 
-    def _copy(self) -> None:
-        while (copy := self._copies.get()) is not None:
-            copy()
+    def _work(self, queue: SimpleQueue[Callable[[], None] | None]) -> None:
+        while (work := queue.get()) is not None:
+            work()
 
-    def _tick_all(self) -> None:
+    def _expire_all(self) -> None:
         while not self._stopping.wait(TICK_S):
             self.expire(time.monotonic())
 

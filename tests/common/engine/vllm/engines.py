@@ -1,0 +1,210 @@
+"""Two vLLM engines with `DiptychConnector`, whose worker processes the test plays."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import zmq.asyncio
+
+from common.engine.vllm.link import (
+    Arrived,
+    ConnectorSettings,
+    Done,
+    Expect,
+    FromRank,
+    Load,
+    RankLink,
+    RankReady,
+    Send,
+    Sent,
+    StepDone,
+    TransferLost,
+    TransferParams,
+)
+from common.wire.messages import KVDone, KVTarget
+
+Result = TypeVar("Result")
+EPOCHS = {"p": 5, "d": 7}
+PATIENCE_S = 60.0
+CONNECTOR = {
+    "kv_connector": "DiptychConnector",
+    "kv_connector_module_path": "common.engine.vllm.connector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+
+
+def write_llama(folder: Path) -> Path:
+    """Write a tiny random model whose heads vLLM's CPU kernels support."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, initializer_range=0.25,
+        tie_word_embeddings=False, eos_token_id=0, bos_token_id=1,
+    )  # fmt: skip
+    LlamaForCausalLM(config).float().save_pretrained(folder)
+    return folder
+
+
+class Worker:
+    """A vLLM engine, and the worker process's end of its link."""
+
+    def __init__(self, name: str, context: zmq.asyncio.Context) -> None:
+        self.name = name
+        self.events: list[FromRank] = []
+        self.steps: list[StepDone] = []
+        self.link = RankLink(context, self._on_message)
+        self._running = asyncio.create_task(self.link.run())
+
+    def _on_message(self, rank: int, message: FromRank) -> None:
+        (self.steps if isinstance(message, StepDone) else self.events).append(message)  # type: ignore[arg-type]
+
+    async def start(self, model: Path, arguments: Mapping[str, Any], staging_bytes: int) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        settings = ConnectorSettings(
+            link_address=self.link.address,
+            link_key=self.link.key.hex(),
+            silence_s=120,
+            worker_id=self.name,
+            epoch=EPOCHS[self.name],
+            weights="m",
+            staging_bytes=staging_bytes,
+        )
+        transfer = {**CONNECTOR, "kv_connector_extra_config": settings.extra_config()}
+        args = AsyncEngineArgs(
+            model=str(model), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=2048,
+            enable_prefix_caching=True, kv_transfer_config=transfer, **arguments,
+        )  # fmt: skip
+        self.llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args)
+        self.ready = await self.wait(lambda event: isinstance(event, RankReady))
+
+    async def wait(self, wanted: Callable[[FromRank], bool]) -> Any:
+        deadline = time.monotonic() + PATIENCE_S
+        while not (found := [event for event in self.events if wanted(event)]):
+            assert time.monotonic() < deadline, self.events
+            await asyncio.sleep(0.005)
+        return found[0]
+
+    async def wait_for(self, name: str, *kinds: type) -> Any:
+        return await self.wait(lambda event: isinstance(event, kinds) and getattr(event, "request_id", "") == name)
+
+    async def generate(
+        self, name: str, tokens: list[int], count: int, params: TransferParams | None = None, salt: str | None = None
+    ) -> list[int]:
+        from vllm import SamplingParams
+
+        extra = {"kv_transfer_params": params.to_dict()} if params is not None else None
+        sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, extra_args=extra)
+        prompt: Any = {"prompt_token_ids": tokens} | ({"cache_salt": salt} if salt else {})
+        result: list[int] = []
+        async for output in self.llm.generate(prompt, sampling, name):
+            result = list(output.outputs[0].token_ids)
+        return result
+
+    async def alone(self, tokens: list[int], count: int) -> list[int]:
+        """What vLLM generates without a transfer, and without the prefix cache of the other requests."""
+        return await self.generate(f"alone-{time.monotonic_ns()}", tokens, count, salt="alone")
+
+    async def check_empty(self) -> None:
+        """All blocks are free again."""
+        deadline = time.monotonic() + PATIENCE_S
+        while (last := self.steps[-1]).num_free_blocks < last.num_total_blocks or last.num_running or last.num_waiting:
+            assert time.monotonic() < deadline, last
+            await asyncio.sleep(0.02)
+
+    async def stop(self) -> None:
+        if hasattr(self, "llm"):
+            self.llm.shutdown()
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+        self.link.close()
+
+
+class Engines:
+    """A prefill worker `p`, and a decode worker `d`, on an event loop of their own thread."""
+
+    p: Worker
+    d: Worker
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, Result], timeout_s: float = 120) -> Result:
+        future: Future[Result] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return future.result(timeout_s)
+
+    async def start(self, model: Path, prefill: Mapping[str, Any], decode: Mapping[str, Any], staging: int) -> None:
+        self._context = zmq.asyncio.Context()
+        self.p, self.d = Worker("p", self._context), Worker("d", self._context)
+        await self.p.start(model, prefill, staging)
+        await self.d.start(model, decode, staging)
+
+    @property
+    def target(self) -> KVTarget:
+        return KVTarget("d", EPOCHS["d"], self.d.ready.kv_address)
+
+    async def prefill(self, name: str, tokens: list[int], target: KVTarget | None = None) -> int:
+        """Compute a prompt, send its KV, and return the first token."""
+        send = Send(request_id=name, attempt=0, target=target or self.target)
+        (first,) = await self.p.generate(f"{name}-p", tokens, 1, TransferParams(send=send))
+        done = KVDone(request_id=name, attempt=0, first_token=first)
+        self.p.link.send(None, Done(request_id=name, attempt=0, done=done))
+        return first
+
+    async def both(self, name: str, tokens: list[int], count: int, first_block: int = 0) -> tuple[list[int], Any]:
+        """Compute a prompt on `p` and decode on `d`. Returns the tokens, and the end of the transfer."""
+        named: dict[str, Any] = {"request_id": name, "attempt": 0}
+        self.d.link.send(None, Expect(**named, num_tokens=len(tokens), first_block=first_block))
+        first = await self.prefill(name, tokens)
+        arrived = await self.d.wait_for(name, Arrived, TransferLost)
+        assert isinstance(arrived, Arrived), arrived
+        load = Load(**named, num_tokens=len(tokens), first_block=first_block)
+        rest = await self.d.generate(f"{name}-d", [*tokens, first], count - 1, TransferParams(load=load, earlier=1))
+        return [first, *rest], await self.p.wait_for(name, Sent)
+
+    async def stop(self) -> None:
+        for worker in (self.p, self.d):
+            await worker.stop()
+
+    def close(self) -> None:
+        with contextlib.suppress(AttributeError):
+            self.run(self.stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+
+@contextlib.contextmanager
+def running(
+    model: Path, prefill: Mapping[str, Any], decode: Mapping[str, Any], staging_bytes: int
+) -> Iterator[Engines]:
+    """Start the engines, which takes a minute or two."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": str(Path(__file__).resolve().parents[4]),
+        }.items():
+            patch.setenv(name, value)
+        engines = Engines()
+        try:
+            engines.run(engines.start(model, prefill, decode, staging_bytes), 400)
+            yield engines
+        finally:
+            engines.close()
