@@ -28,9 +28,9 @@ class QuantisedOutgoing(StagedOutgoing):
 
     def views(self, indices: Sequence[int]) -> list[memoryview]:
         """Return a `view` of each block, with one device synchronisation and one request per group to other hosts."""
-        buffers = [self._take() for _ in indices]
+        buffers = [self.take() for _ in indices]
         self.stream.wait_for(lambda: self._row.gather(list(zip(indices, buffers, strict=True))))
-        return [self._lent(buffer) for buffer in buffers]
+        return [self.lend(buffer) for buffer in buffers]
 
     def _fill(self, buffer: Tensor, index: int) -> None:
         self.stream.wait_for(lambda: self._row.gather([(index, buffer)]))

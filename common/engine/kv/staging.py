@@ -52,18 +52,16 @@ class BlocksInPlace:
         """Nothing to copy."""
 
 
-class StagedOutgoing:
-    """`view` copies a block into a buffer, which is reused once its view is dropped.
+class LentBuffers:
+    """Buffers in host memory that are reused once nothing references the views lent of them.
 
-    The number of buffers is the number reserved or, if greater, the number of blocks in flight, which the sockets'
-    high-water marks bound.
+    The number of buffers is the number reserved or, if greater, the number of views in use.
     """
 
-    def __init__(self, kv: KVCache, stream: CopyStream) -> None:
-        self._kv, self.stream = kv, stream
+    def __init__(self, stream: CopyStream, num_bytes: int) -> None:
+        self.stream, self.block_bytes = stream, num_bytes
         self._free: SimpleQueue[Tensor] = SimpleQueue()  # any thread may be the last to drop a view
         self.num_buffers = 0
-        self.block_bytes = kv.block_bytes
 
     def reserve(self, count: int) -> Self:
         """Pin buffers for `count` blocks if the device requires pinned memory."""
@@ -73,10 +71,35 @@ class StagedOutgoing:
             self.num_buffers += count
         return self
 
+    def take(self) -> Tensor:
+        """Return a buffer, uint8 [block_bytes], which is the caller's until `lend`."""
+        try:
+            return self._free.get_nowait()
+        except Empty:
+            self.num_buffers += 1
+            return self.stream.spare(self.block_bytes)
+
+    def lend(self, buffer: Tensor, num_bytes: int | None = None) -> memoryview:
+        """Return the first bytes of a buffer, which is free again once nothing references them."""
+        exporter = buffer[:num_bytes].numpy()
+        weakref.finalize(exporter, self._free.put, buffer).atexit = False
+        return exporter.data
+
+
+class StagedOutgoing(LentBuffers):
+    """`view` copies a block into a buffer, which is reused once its view is dropped.
+
+    The sockets' high-water marks bound the blocks in flight, and so the number of buffers.
+    """
+
+    def __init__(self, kv: KVCache, stream: CopyStream) -> None:
+        super().__init__(stream, kv.block_bytes)
+        self._kv = kv
+
     def view(self, index: int) -> memoryview:
-        buffer = self._take()
+        buffer = self.take()
         self._fill(buffer, index)
-        return self._lent(buffer)
+        return self.lend(buffer)
 
     def copy(self, index: int, place: Tensor) -> int:
         """Copy a block into `place`, uint8 [block_bytes] of host memory. Returns the checksum of the bytes there."""
@@ -90,19 +113,6 @@ class StagedOutgoing:
 
     def _fill(self, buffer: Tensor, index: int) -> None:
         self.stream.run([(buffer, block_bytes_of(self._kv, index))])
-
-    def _lent(self, buffer: Tensor) -> memoryview:
-        """Return the bytes of a buffer, which is free again once nothing references them."""
-        exporter = buffer.numpy()
-        weakref.finalize(exporter, self._free.put, buffer).atexit = False
-        return exporter.data
-
-    def _take(self) -> Tensor:
-        try:
-            return self._free.get_nowait()
-        except Empty:
-            self.num_buffers += 1
-            return self.stream.spare(self.block_bytes)
 
 
 class StagedIncoming:
@@ -162,9 +172,9 @@ class GatheredOutgoing(StagedOutgoing):
 
     def views(self, indices: Sequence[int]) -> list[memoryview]:
         """Return a `view` of each block, requesting all blocks from ranks on other hosts before the first arrives."""
-        buffers = [self._take() for _ in indices]
+        buffers = [self.take() for _ in indices]
         self.stream.wait_for(lambda: self._sharded.gather_all(list(zip(indices, buffers, strict=True))))
-        return [self._lent(buffer) for buffer in buffers]
+        return [self.lend(buffer) for buffer in buffers]
 
     def copy(self, index: int, place: Tensor) -> int:
         return self.copy_all([(index, place)])[0]

@@ -209,8 +209,7 @@ class RankTransfers:
         self._steps: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # of a GPU
         self._stopping = threading.Event()
         self.failure: BaseException | None = None
-        is_cuda = cache.device.type == "cuda"
-        self.slots = StagingSlots(layout, settings.staging_bytes, pins=is_cuda)
+        self.slots = StagingSlots(cache, settings.staging_bytes)
         self._blocks = PlaceNumbers(cache.num_blocks)
         listener = KVListener(context, settings.kv_host, settings.kv_port and settings.kv_port + self.rank, curve)
         self._receiver = KVReceiver(context, listener, self.slots, self._on_event)
@@ -226,7 +225,6 @@ class RankTransfers:
             num_streams=settings.num_streams,
             curve=curve,
         )
-        self._reading = cache.another()
         self._threads = [
             threading.Thread(target=self._guard, args=work, name=name, daemon=True)
             for name, *work in (
@@ -482,7 +480,7 @@ class RankTransfers:
             alike = [block for block, each in places[len(views) :] if each == heads]
             if any(each != heads for _, each in places[len(views) : len(views) + len(alike)]):
                 alike = alike[:1]
-            views += self._reading.read(heads.group, alike, heads.heads)
+            views += self._cache.read(heads.group, alike, heads.heads)
         return views
 
     # ------------------------------------------------------------ receiving

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from common.engine.kv import CopyStream, LentBuffers
+from common.engine.transfer import blocks_in_queues
 from common.engine.vllm.layout import HeadRange, KVLayout
 from common.errors import ConfigError
+from kernels.interface import pinned
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -39,7 +41,7 @@ class LayerRun:
 
 
 class RankCache:
-    """The KV cache of one rank, read and written by units. Not thread-safe on a GPU: one thread per instance."""
+    """The KV cache of one rank, read and written by units. `read` is for one thread, `write` for another one."""
 
     def __init__(self, layout: KVLayout, groups: Sequence[Sequence[Tensor]], num_blocks: int) -> None:
         """`groups` has the layers of each group of `layout`. Raises ConfigError if their shape is not supported."""
@@ -53,76 +55,53 @@ class RankCache:
             heads = {run.view.shape[2] for run in runs}
             size = runs[-1].stop * word.itemsize
             if heads != {len(layout.heads(number))} or size != layout.groups[number].head_bytes:
-                raise ConfigError(
-                    "engine", "vllm", f"KV caches of {layout.groups[number]}, not {heads} heads of {size} bytes"
-                )
+                rule = f"KV caches of {layout.groups[number]}, not {heads} heads of {size} bytes"
+                raise ConfigError("engine", "vllm", rule)
             self._runs.append(runs)
             self._words.append(word)
-        self._stream = _new_stream(self.device)
-
-    def another(self) -> RankCache:
-        """Return another instance, for another thread."""
-        made = copy(self)
-        made._stream = _new_stream(self.device)
-        return made
+        self._reading, self._writing = CopyStream(self.device), CopyStream(self.device)
+        self.unit_bytes = max(layout.unit_bytes(group) for group in range(len(layout.groups)))
+        self._buffers = LentBuffers(self._reading, self.unit_bytes).reserve(blocks_in_queues(self.unit_bytes))
 
     def fence(self) -> torch.cuda.Event | None:
         """Return an event that follows what the calling thread launched, or None if all of it has ended."""
-        if self._stream is None:
+        if self.device.type != "cuda":
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def read(self, group: int, blocks: Sequence[int], heads: range) -> list[memoryview]:
-        """Copy these heads of blocks to new host memory, one contiguous view per block."""
-        if self._stream is None:
-            return self._read(group, blocks, heads)
-        with torch.cuda.stream(self._stream):
-            return self._read(group, blocks, heads)
+        """Copy these heads of blocks to host memory, one contiguous view per block."""
+        word, head_bytes = self._words[group], self.layout.groups[group].head_bytes
+        num_bytes = len(heads) * head_bytes
+        buffers = [self._buffers.take() for _ in blocks]
+
+        def copy() -> None:
+            for block, buffer in zip(blocks, buffers, strict=True):
+                rows = buffer[:num_bytes].view(word).view(len(heads), -1)
+                into = rows if self.device.type == "cpu" else torch.empty_like(rows, device=self.device)
+                for run in self._runs[group]:
+                    of = run.view[block, :, heads.start : heads.stop].permute(1, 2, 0, 3, 4)
+                    into[:, run.start : run.stop].view(len(heads), *run.shape).copy_(of)
+                if into is not rows:
+                    rows.copy_(into, non_blocking=True)
+
+        self._reading.wait_for(copy)
+        return [self._buffers.lend(buffer, num_bytes) for buffer in buffers]
 
     def write(self, group: int, units: Sequence[tuple[int, Tensor]]) -> None:
         """Copy units, uint8 [unit_bytes] in host memory, into blocks. Returns when the copies have ended."""
-        if self._stream is None:
-            self._write(group, units)
-            return
-        with torch.cuda.stream(self._stream):
-            self._write(group, units)
-        self._stream.synchronize()
+        word, num_heads = self._words[group], len(self.layout.heads(group))
 
-    def _read(self, group: int, blocks: Sequence[int], heads: range) -> list[memoryview]:
-        word = self._words[group]
-        shape = (len(blocks), len(heads), self.layout.groups[group].head_bytes // word.itemsize)
-        out = torch.empty(shape, dtype=word, device=self.device)
-        for run in self._runs[group]:
-            into = out[:, :, run.start : run.stop].view(*shape[:2], *run.shape)
-            of = run.view[:, :, heads.start : heads.stop]
-            if self._stream is None:
-                for place, block in enumerate(blocks):
-                    into[place].copy_(of[block].permute(1, 2, 0, 3, 4))
-            else:
-                index = torch.tensor(blocks, device=self.device)
-                into.copy_(of.index_select(0, index).permute(0, 2, 3, 1, 4, 5))
-        if self._stream is not None:
-            host = torch.empty(shape, dtype=word, pin_memory=True)
-            host.copy_(out, non_blocking=True)
-            self._stream.synchronize()
-            out = host
-        data = out.view(torch.uint8).flatten(1).numpy()
-        return [row.data for row in data]
+        def copy() -> None:
+            for block, unit in units:
+                rows = unit.to(self.device, non_blocking=True).view(word).view(num_heads, -1)
+                for run in self._runs[group]:
+                    of = rows[:, run.start : run.stop].view(num_heads, *run.shape)
+                    run.view[block].copy_(of.permute(2, 0, 1, 3, 4))
 
-    def _write(self, group: int, units: Sequence[tuple[int, Tensor]]) -> None:
-        word = self._words[group]
-        num_heads = len(self.layout.heads(group))
-        for block, unit in units:
-            words = unit.to(self.device, non_blocking=True).view(word).view(num_heads, -1)
-            for run in self._runs[group]:
-                of = words[:, run.start : run.stop].view(num_heads, *run.shape)
-                run.view[block].copy_(of.permute(2, 0, 1, 3, 4))
-
-
-def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
-    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._writing.wait_for(copy)
 
 
 def _fits(layer: Tensor, word: torch.dtype) -> bool:
@@ -201,14 +180,16 @@ class PlaceNumbers:
 class StagingSlots:
     """Slots in host memory, pinned for a GPU, that each store one unit. Also the receiver's `IncomingBlocks`."""
 
-    def __init__(self, layout: KVLayout, num_bytes: int, *, pins: bool) -> None:
+    def __init__(self, cache: RankCache, num_bytes: int) -> None:
         """Raises ConfigError if no unit fits."""
-        largest = max(layout.unit_bytes(group) for group in range(len(layout.groups)))
-        self.slot_bytes = -(-largest // 8) * 8  # units are copied in words of up to 8 bytes
+        self.slot_bytes = -(-cache.unit_bytes // 8) * 8  # units are copied in words of up to 8 bytes
         self.num_slots = num_bytes // self.slot_bytes
         if not self.num_slots:
             raise ConfigError("staging_bytes", num_bytes, f"at least the {self.slot_bytes} bytes of a block")
-        self._memory = torch.empty((self.num_slots, self.slot_bytes), dtype=torch.uint8, pin_memory=pins)
+        size = self.num_slots * self.slot_bytes
+        is_pinned = cache.device.type == "cuda"
+        memory = torch.from_numpy(pinned().allocate(size)) if is_pinned else torch.empty(size, dtype=torch.uint8)
+        self._memory = memory.view(self.num_slots, self.slot_bytes)
         self._rows = self._memory.numpy()
         self._free = list(range(self.num_slots))[::-1]
         self.numbers = PlaceNumbers(self.num_slots)

@@ -41,7 +41,7 @@ def test_units_have_the_same_bytes_in_any_memory_layout(order: str, content: int
     cache = RankCache(layout, [layers], BLOCKS)
     views = cache.read(0, [4, 1], range(1, 3))
     assert [bytes(view) for view in views] == [canonical(layers, block, range(1, 3)) for block in (4, 1)]
-    slots = StagingSlots(layout, 2 * 8 * (HEADS * head_bytes), pins=False)
+    slots = StagingSlots(cache, 2 * 8 * (HEADS * head_bytes))
     unit = slots.unit(1, layout.unit_bytes(0))
     unit.copy_(torch.frombuffer(bytearray(canonical(layers, 4, range(HEADS))), dtype=torch.uint8))
     cache.write(0, [(2, unit)])
@@ -68,6 +68,12 @@ def test_another_shape_than_described_is_refused() -> None:
         RankCache(layout, [[torch.rand(BLOCKS, HEADS, TOKENS, 4)]], BLOCKS)
 
 
+def tiny_cache() -> RankCache:
+    """Two heads of 12 bytes."""
+    layout = KVLayout((KVGroup("full", 1, 2, 12),), "float32")
+    return RankCache(layout, [[torch.rand(BLOCKS, 2, 1, 3)]], BLOCKS)
+
+
 def test_numbers_stand_for_a_place_and_heads() -> None:
     numbers = PlaceNumbers(10)
     ranges = [HeadRange(0, range(2), 0, 8), HeadRange(1, range(1), 0, 4)]
@@ -77,8 +83,8 @@ def test_numbers_stand_for_a_place_and_heads() -> None:
 
 
 def test_slots_are_lent_once_and_views_are_their_heads() -> None:
-    layout = KVLayout((KVGroup("full", TOKENS, 2, 12),), "float32")
-    slots = StagingSlots(layout, 100, pins=False)
+    cache = tiny_cache()
+    layout, slots = cache.layout, StagingSlots(cache, 100)
     assert (slots.slot_bytes, slots.num_slots) == (24, 4)
     taken = slots.take(3)
     assert slots.num_free == 1 and slots.problems(taken) == [] and slots.problems(taken[:2])
@@ -91,4 +97,4 @@ def test_slots_are_lent_once_and_views_are_their_heads() -> None:
 
 def test_staging_memory_smaller_than_a_block_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least the 24 bytes of a block"):
-        StagingSlots(KVLayout((KVGroup("full", TOKENS, 2, 12),), "float32"), 23, pins=False)
+        StagingSlots(tiny_cache(), 23)
