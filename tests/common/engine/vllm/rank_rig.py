@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import zmq
@@ -38,6 +38,15 @@ class RankRig:
     transfers: RankTransfers
     caches: list[list[torch.Tensor]]
     events: list[FromRank]
+    released: set[str] = field(default_factory=set)
+    loaded: dict[str, bool] = field(default_factory=dict)
+
+    def take_finished(self) -> RankRig:
+        """Collect vLLM's ids of requests whose blocks were released, and whether loads have succeeded."""
+        released, received, failed = self.transfers.take_finished()
+        self.released |= released
+        self.loaded |= {name: name not in failed for name in received}
+        return self
 
     def step(self, **orders: object) -> None:
         every = StepOrders(**orders)  # type: ignore[arg-type]
@@ -105,27 +114,24 @@ class WorkerRig:
                 lambda t=transfers: t._transfers._early or any(each.pairs for each in t._incoming.values()), name, 20
             )
 
+    def has_arrived(self, name: str) -> bool:
+        """Whether every rank has the KV of a request now."""
+        return all(
+            any(each.key[0] == name and each.has_arrived for each in rank.transfers._incoming.values())
+            for rank in self.ranks
+        )
+
     def wait_loaded(self, name: str = "a") -> bool:
         """Wait until the load has ended on all ranks; return whether it succeeded."""
-        succeeded = True
         for rank in self.ranks:
-            found: list[bool] = []
-
-            def ended(rank: RankRig = rank, found: list[bool] = found) -> bool:
-                _, received, failed = rank.transfers.take_finished()
-                if f"v-{name}" in received:
-                    found.append(f"v-{name}" not in failed)
-                return bool(found)
-
-            wait_until(ended, "the load", 20)
-            succeeded = succeeded and found[0]
-        return succeeded
+            wait_until(lambda rank=rank: f"v-{name}" in rank.take_finished().loaded, "the load", 20)
+        return all(rank.loaded[f"v-{name}"] for rank in self.ranks)
 
     def finish(self, name: str = "a") -> None:
         """vLLM has finished the request; wait until no rank reads its blocks."""
         self.step(finished=[(f"v-{name}", (name, 0))])
         for rank in self.ranks:
-            wait_until(lambda rank=rank: f"v-{name}" in rank.transfers.take_finished()[0], "the release of blocks", 20)
+            wait_until(lambda rank=rank: f"v-{name}" in rank.take_finished().released, "released blocks", 20)
 
     def check_empty(self) -> None:
         for rank in self.ranks:

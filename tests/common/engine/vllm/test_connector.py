@@ -59,8 +59,7 @@ def test_tokens_equal_those_of_one_engine(engines: Engines, length: int) -> None
         before = len(engines.d.steps)
         got, sent = await engines.both(f"a{length}", tokens, 20)
         assert got == expected and sent.reason == "" and sent.num_bytes == -(-length // BLOCK) * BLOCK_BYTES
-        steps = [step for step in engines.d.steps[before:] if step.num_tokens or step.num_rows]
-        assert [(step.num_tokens, step.num_rows) for step in steps] == [(0, 1)] * 19, "nothing was computed again"
+        assert not any(step.num_tokens for step in engines.d.steps[before:]), "nothing was computed again"
 
     engines.run(run())
 

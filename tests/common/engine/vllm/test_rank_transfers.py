@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -365,3 +366,51 @@ def test_a_new_attempt_replaces_the_old_one(make: Callable[..., WorkerRig]) -> N
     decode.expect(attempt=1)
     (sent,) = prefill.wait(Sent)
     assert "superseded by a new attempt" in sent.reason  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_lives_in_any_order_leave_nothing(make: Callable[..., WorkerRig], seed: int) -> None:
+    chosen = random.Random(seed)
+    prefill, decode = make("p", chosen.choice([1, 2])), make("d", chosen.choice([1, 2]), num_slots=12)
+    target = decode.target
+    names = [f"r{number}" for number in range(8)]
+    opened: set[str] = set()
+    loaded: set[str] = set()
+    expected: set[str] = set()
+    for _ in range(200):
+        name = chosen.choice(names)
+        time.sleep(0.002)  # the threads of both sides do something too
+        match chosen.choice(("expect", "open", "compute", "compute", "preempt", "done", "cancel", "forget", "load")):
+            case "expect" if name not in expected:
+                expected.add(name)
+                decode.expect(name, first_block=chosen.choice([0, 2]))
+            case "open" if name not in opened:
+                opened.add(name)
+                prefill.open(target, name)
+            case "compute" if name in opened:
+                prefill.computed([SOURCE], chosen.choice([9, 18, 18]), name)
+            case "preempt" if name in opened and chosen.random() < 0.3:
+                prefill.step(preempted=[(name, 0)])
+            case "done" if name in opened:
+                prefill.done(name)
+            case "cancel" if chosen.random() < 0.1:
+                prefill.order(Cancel(request_id=name, attempt=0, reason="cancelled"))
+            case "forget" if chosen.random() < 0.1:
+                decode.order(Forget(request_id=name, attempt=0, reason=chosen.choice(["", "forgotten"])))
+            case "load" if name not in loaded and decode.has_arrived(name):
+                loaded.add(name)
+                decode.load([TARGET], name=name, num_cached=2 * TOKENS)
+        for worker in (prefill, decode):
+            assert all(rank.transfers.check_integrity() == [] for rank in worker.ranks)
+    for name in names:
+        decode.order(Forget(request_id=name, attempt=0, reason="over"))
+        if name in loaded:
+            decode.wait_loaded(name)
+    for name in opened:
+        prefill.step(cancelled=[(name, 0)])
+        prefill.finish(name)
+    for worker in (prefill, decode):
+        worker.check_empty()
+    for rank in prefill.ranks:
+        ended = [event.request_id for event in rank.events_of(Sent) if event.reason != "the prompt has no KV transfer"]  # type: ignore[attr-defined]
+        assert sorted(ended) == sorted(opened), "each transfer has one end"
