@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from router.text.answer_grammar import literal, rule
+from router.text.answer_grammar import is_special, literal, rule
 from router.text.thinking import ThoughtPosition
 from router.text.thought_marks import ThoughtMarks
 
@@ -50,14 +50,14 @@ def thought_prelude(
     if position is ThoughtPosition.AFTER:
         return None
     ends = spell(marks.end)
-    if _is_token(ends[0]):  # a thought must not contain the mark as text either: the router would end it there
+    if is_special(ends[0]):  # a thought must not contain the mark as text either: the router would end it there
         closed = f"THOUGHT {' '.join(ends)}"
         rules = rule("MARKED", f"ANY {literal(marks.end)} ANY") + rule("THOUGHT", "ANY & ~MARKED")
     else:
         closed = " ".join(["closing", *ends[1:]])
         rules = rule("closing[lazy]", f"ANY {ends[0]}")
     heads = spell(marks.head) if marks.head else ()
-    if heads and all(map(_is_token, heads)):
+    if heads and all(map(is_special, heads)):
         closed += f" ({' '.join(heads)})?"
     if takes_breaks:
         closed += " BREAKS?"
@@ -67,10 +67,6 @@ def thought_prelude(
         return Prelude(rule("prelude", closed) + rules)
     starts = spell(marks.start)
     return Prelude(rule("prelude", f"{' '.join(starts)} {closed}") + rules, is_optional=True, barred=marks.start)
-
-
-def _is_token(element: str) -> bool:
-    return element.startswith("<[")
 
 
 def _grammars(form: str) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
-from router.text.answer_grammar import ANY_OBJECT, document_expression, json_expression, literal, rule
+from router.text.answer_grammar import ANY_OBJECT, document_expression, is_special, json_expression, literal, rule
 from router.text.calls.scanner import CallScanner, Layout, MarkedScanner
 from router.text.schema import Document, Shapes, canonical, enforceable
 from router.text.thought_marks import ThoughtMarks
@@ -131,7 +131,7 @@ class CallFormat(ABC):
 
     def silent(self, spell: Spell) -> list[str]:
         """Return those of `silent_marks` that are special tokens, as spelled in a grammar."""
-        return [each for each in map(spell, self.silent_marks) if each.startswith("<[")]
+        return list(filter(is_special, map(spell, self.silent_marks)))
 
     @abstractmethod
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
@@ -184,7 +184,7 @@ def free(wanted: Wanted) -> bool:
 
 def opening(mark: str, name: str = "opening") -> tuple[str, str]:
     """Return the right side of a rule for text up to a delimiter, and the helper rule that it needs, if any."""
-    if mark.startswith("<["):  # a special token is never part of text
+    if is_special(mark):
         return f"TEXT {mark}", ""
     return name, rule(f"{name}[lazy]", f"TEXT {mark}")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from router.text.answer_grammar import literal, rule
+from router.text.answer_grammar import is_special, literal, rule
 from router.text.calls.format import (
     BLANK,
     PROBE_NAME,
@@ -52,7 +52,7 @@ class Llama3Format(CallFormat):
 
     def grammar(self, wanted: Wanted, spell: Spell) -> str:
         tag = spell(TAG)
-        tagged = f"{tag}? " if tag.startswith("<[") else ""
+        tagged = f"{tag}? " if is_special(tag) else ""
         between = f"({literal(BETWEEN)})?"
         calls = row("call", between, several=wanted.several)
         more = f" ({between} call)*" if wanted.several else ""
