@@ -18,6 +18,7 @@ from router.text.calls.format import (
     CallFormat,
     Function,
     Message,
+    arguments_text,
 )
 from router.text.calls.registry import format_hinted, format_in, format_named
 
@@ -60,12 +61,10 @@ class Dialect:
         return [_with_text_arguments(message) for message in adapted] if self.text_arguments else adapted
 
     def _with_written_calls(self, message: Message) -> dict[str, Any]:
-        calls = [_as_text(call["function"]) for call in message.get("tool_calls") or ()]
-        if not calls:
+        if not message.get("tool_calls"):
             return dict(message)
         rest = {key: value for key, value in message.items() if key != "tool_calls"}
-        written = self.format.written([(call["name"], call["arguments"]) for call in calls])
-        return rest | {"content": f"{message.get('content') or ''}{written}"}
+        return rest | {"content": f"{message.get('content') or ''}{self.format.written_calls(message)}"}
 
 
 def dialect_of(template: ChatTemplate, parser: str = AUTO) -> Dialect:
@@ -164,13 +163,8 @@ def _with_single_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _with_text_arguments(message: Message) -> dict[str, Any]:
-    calls = message.get("tool_calls")
-    if not calls:
-        return dict(message)
-    return {**message, "tool_calls": [{**call, "function": _as_text(call["function"])} for call in calls]}
-
-
-def _as_text(function: Message) -> dict[str, Any]:
-    arguments = function.get("arguments")
-    written = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
-    return {**function, "arguments": written}
+    calls = [
+        {**call, "function": {**call["function"], "arguments": arguments_text(call["function"])}}
+        for call in message.get("tool_calls") or ()
+    ]
+    return {**message, "tool_calls": calls} if calls else dict(message)

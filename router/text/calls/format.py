@@ -137,6 +137,11 @@ class CallFormat(ABC):
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         """Render calls, given as (name, JSON arguments), in the model's syntax, for chat templates without tools."""
 
+    def written_calls(self, message: Message) -> str:
+        """Render the calls of a message."""
+        functions = [call["function"] for call in message["tool_calls"]]
+        return self.written([(function["name"], arguments_text(function)) for function in functions])
+
     def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Adapt messages with calls to the chat templates of this format's models."""
         return [dict(message) for message in messages]
@@ -159,6 +164,12 @@ class SectionFormat(CallFormat):
     @abstractmethod
     def body(self, function: Function, arguments: str, spell: Spell) -> str:
         """Return the right side of a rule for a call of `function`. `arguments` is the name of its arguments' rule."""
+
+
+def arguments_text(function: Message) -> str:
+    """Return the arguments of a message's call, which are an object or text, as JSON text."""
+    arguments = function.get("arguments") or {}
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def answer_rules(wanted: Wanted, calls: str, begun: str, silent: Sequence[str] = ()) -> str:

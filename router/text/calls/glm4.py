@@ -6,7 +6,6 @@ get_weather
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from router.text.calls.format import (
     Spell,
     Wanted,
     answer_rules,
+    arguments_text,
     bodies,
     free,
     row,
@@ -124,7 +124,7 @@ class GLM4Format(CallFormat):
             if not calls or message.get("content"):
                 changed.append(plain)
             for call in calls:
-                given = call["function"].get("arguments") or {}
-                text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-                changed.append({"role": "assistant", "metadata": call["function"]["name"], "content": text})
+                function = call["function"]
+                text = arguments_text(function)
+                changed.append({"role": "assistant", "metadata": function["name"], "content": text})
         return changed

@@ -303,7 +303,7 @@ def test_results_of_many_calls_are_joined_in_linear_time() -> None:
     def spent_s(number: int) -> float:
         messages = [{"role": "tool", "content": "x" * 2000} for _ in range(number)]
         began = time.process_time()
-        (joined_results,) = tools_as_text(messages, ())
+        (joined_results,) = tools_as_text(messages, (), HermesFormat())
         assert len(joined_results["content"]) > 2000 * number
         return time.process_time() - began
 
