@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ TEXT = r"/(.|\n)*/"
 BREAK = f"{literal(chr(10))}?"
 BLANK = f"{literal(' ')}?"
 """Optional white space between delimiters and JSON tokens, in which versions of a model differ."""
+BLANKS = r"[ \t\r\n]{0,8}"
+"""Optional white space within a lexeme. Limited so that it cannot fill an answer."""
 GAP = r"/\n[ \t]{0,32}| /?"
 """Optional white space where a template may break the line and indent."""
 
@@ -198,6 +201,20 @@ def opening(mark: str, name: str = "opening") -> tuple[str, str]:
     if is_special(mark):
         return f"TEXT {mark}", ""
     return name, rule(f"{name}[lazy]", f"TEXT {mark}")
+
+
+def unmarked(functions: Sequence[Function], head: Callable[[str], str], rest: str, *, gap: str = "") -> tuple[str, str]:
+    """Return the right side of a rule for text up to and including a call without delimiter, and the rules it needs.
+
+    `head` writes the lexeme up to a function's arguments from its name. `gap` precedes the arguments, `rest` follows.
+    """
+    begun = " | ".join([f"open_{i} {gap} arguments_{i} {rest}" for i in range(len(functions))])
+    return begun, "".join([rule(f"open_{i}[lazy]", head(function.name)) for i, function in enumerate(functions)])
+
+
+def text_up_to(*words: str) -> str:
+    """Return the lexemes of text that ends with these words, with optional white space between them."""
+    return f"TEXT /{BLANKS.join(map(re.escape, words))}/"
 
 
 def row(calls: str, between: str, *, several: bool) -> str:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from router.text.answer_grammar import literal, rule
+from router.text.answer_grammar import literal
 from router.text.calls.format import (
     PROBE_ARGUMENT,
     PROBE_NAME,
@@ -25,6 +25,7 @@ from router.text.calls.format import (
     bodies,
     free,
     row,
+    unmarked,
 )
 from router.text.calls.scanner import (
     Layout,
@@ -104,11 +105,8 @@ class GLM4Format(CallFormat):
         if not free(wanted):
             return answer_rules(wanted, row("body", between, several=wanted.several), "") + rules
         more = f"({between} body)*" if wanted.several else ""
-        begun = []
-        for i, function in enumerate(wanted.functions):
-            rules += rule(f"open_{i}[lazy]", rf"/((.|\n)*\n)?{re.escape(function.name)} ?\n/")
-            begun.append(f"open_{i} arguments_{i} {more}")
-        return answer_rules(wanted, "", " | ".join(begun)) + rules
+        begun, heads = unmarked(wanted.functions, lambda name: rf"/((.|\n)*\n)?{re.escape(name)} ?\n/", more)
+        return answer_rules(wanted, "", begun) + heads + rules
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         return "\n".join([f"{name}\n{arguments}" for name, arguments in calls])

@@ -20,8 +20,6 @@ MAX_REST_CHARS = 4096
 MAX_OBJECT_CHARS = 16_384
 """Maximum length of arguments that precede the name of their function. Longer ones are treated as text."""
 STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\[\s\S])*(?:"|\\?$)|[{}\[\]]')
-BLANKS = r"[ \t\r\n]{0,8}"
-"""White space that grammars allow where a format has optional white space. Limited so that it cannot fill an answer."""
 
 
 class Missing(Enum):

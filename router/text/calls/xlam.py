@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import re
+import json
 from collections.abc import Mapping
 
-from router.text.answer_grammar import literal, rule
-from router.text.calls.format import GAP, Function, Spell, Wanted, answer_rules, bodies, free, row
+from router.text.answer_grammar import literal
+from router.text.calls.format import GAP, Function, Spell, Wanted, answer_rules, bodies, free, row, text_up_to, unmarked
 from router.text.calls.json_calls import Delimiters, JSONFormat, JSONSyntax
-from router.text.calls.scanner import BLANKS, MarkedScanner
+from router.text.calls.scanner import MarkedScanner
 
 OTHERS: tuple[Delimiters, ...] = (
     *((("```json",), "```"), (("```",), "```")),
@@ -42,9 +42,10 @@ class XLAMFormat(JSONFormat):
             listed = row(f"{GAP} body {GAP}", literal(","), several=wanted.several)
             return answer_rules(wanted, f"{literal('[')} {listed} {literal(']')}", "") + rules
         more = f"({literal(',')} {GAP} body {GAP})*" if wanted.several else ""
-        begun = []
-        for i, function in enumerate(wanted.functions):
-            words = ("[", "{", '"name"', ":", f'"{function.name}"', ",", '"arguments"', ":")
-            rules += rule(f"open_{i}[lazy]", f"TEXT /{BLANKS.join(map(re.escape, words))}/")
-            begun.append(f"open_{i} {GAP} arguments_{i} {GAP} {literal('}')} {GAP} {more} {literal(']')}")
-        return answer_rules(wanted, "", " | ".join(begun)) + rules
+        rest = f"{GAP} {literal('}')} {GAP} {more} {literal(']')}"
+        begun, heads = unmarked(wanted.functions, _head, rest, gap=GAP)
+        return answer_rules(wanted, "", begun) + heads + rules
+
+
+def _head(name: str) -> str:
+    return text_up_to("[", "{", '"name"', ":", json.dumps(name), ",", '"arguments"', ":")
