@@ -40,6 +40,6 @@ class GLMFormat(TaggedFormat):
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         texts = []
         for name, arguments in calls:
-            given = [f"{KEY}{key}{END_KEY}\n{VALUE}{value}{END_VALUE}\n" for key, value in self.texts(arguments)]
+            given = [f"{KEY}{key}{END_KEY}\n{VALUE}{text}{END_VALUE}\n" for key, _, text in self.members(arguments)]
             texts.append(f"{OPEN}{name}\n{''.join(given)}{CLOSE}")
         return "\n".join(texts)

@@ -41,7 +41,7 @@ from router.text.calls.scanner import (
 from router.text.parts import Part, first_mark
 
 ROLE = "<|assistant|>"
-BREAK = r"/ ?\n/"
+NAME_END = r"/ ?\n/"
 CALL = (function_name, one_of("\n", " \n"), space, peek("{"))
 
 
@@ -100,7 +100,7 @@ class GLM4Format(CallFormat):
         return GLM4Scanner(tuple(functions), self.layouts, start=start, only_calls=only_calls, names=functions)
 
     def grammar(self, wanted: Wanted, spell: Spell) -> str:
-        rules = bodies(wanted.functions, lambda function, given: f"{literal(function.name)} {BREAK} {given}")
+        rules = bodies(wanted.functions, lambda function, given: f"{literal(function.name)} {NAME_END} {given}")
         between = f"({literal(chr(10))} | {spell(ROLE)})"
         if not free(wanted):
             return answer_rules(wanted, row("body", between, several=wanted.several), "") + rules

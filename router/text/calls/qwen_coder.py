@@ -45,6 +45,8 @@ class QwenCoderFormat(TaggedFormat):
         line = "\n" if self.tags.lined else ""
         texts = []
         for name, arguments in calls:
-            given = [f"{PARAMETER}{key}>{line}{value}{line}{END_PARAMETER}\n" for key, value in self.texts(arguments)]
+            given = [
+                f"{PARAMETER}{key}>{line}{text}{line}{END_PARAMETER}\n" for key, _, text in self.members(arguments)
+            ]
             texts.append(f"{opened}\n{FUNCTION}{name}>\n{''.join(given)}{END_FUNCTION}\n{closed}")
         return "\n".join(texts)

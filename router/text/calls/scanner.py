@@ -30,7 +30,7 @@ class Missing(Enum):
 
 
 class Found(NamedTuple):
-    """A match: the length `end` of the matched text, the first function name in it, and the arguments, if complete."""
+    """A match: the length `end` of the matched text, the function name in it, and the arguments, if complete."""
 
     end: int
     name: str = ""
@@ -54,7 +54,7 @@ class Pattern:
             end = part(text, position)
             if isinstance(end, Missing):
                 return end
-            if part is function_name and not found:
+            if part is function_name:
                 found = text[position:end]
             if part is whole_object:
                 arguments = text[position:end]

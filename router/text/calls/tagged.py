@@ -137,10 +137,6 @@ class TaggedFormat(CallFormat):
         call = f"body {last}"
         return row(f"{first} {call}", BREAK, several=wanted.several), call
 
-    def texts(self, arguments: str) -> list[tuple[str, str]]:
-        """Return the members of JSON arguments with their values as text; empty if they are not an object."""
-        return [(key, text) for key, _, text in self.members(arguments)]
-
     def members(self, arguments: str) -> list[tuple[str, Any, str]]:
         """Return the members of JSON arguments with their values, also as text; empty if they are not an object."""
         try:
