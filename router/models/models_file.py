@@ -58,10 +58,9 @@ PLANNED = (
     *("prefill_deployment", "decode_deployment", "planner_lease"),
 )
 """Planner settings that a model can override."""
-MODEL_FIELDS = (
-    *("model", "name", "aliases", "fallbacks", "hold", "prefill", *LIMITS, "chat_template", "tool_parser", "reasoning"),
-    *("reasoning_start", "reasoning_end", *GOALS, *PLANNED),
-)
+OVERRIDES = ("chat_template", "tool_parser", "reasoning", "reasoning_start", "reasoning_end", *GOALS)
+"""Other settings that a model can override. If empty, the router's apply."""
+MODEL_FIELDS = ("model", "name", "aliases", "fallbacks", "hold", "prefill", *LIMITS, *OVERRIDES, *PLANNED)
 SPLIT_FIELDS = ("name", "weights")
 AGREED_NAME = "models.toml"
 
@@ -287,11 +286,9 @@ def settings_of(config: RouterConfig, entries: Mapping[str, ModelEntry]) -> list
     return [_of_model(config, name, entry, lease) for (name, entry), lease in zip(entries.items(), leases, strict=True)]
 
 
-def same_model(entry: ModelEntry) -> tuple[str, ...]:
-    """Return the values of an entry that cannot change while the router runs."""
-    others = (entry.slo_ttft_ms, entry.slo_tpot_ms, entry.has_prefill, *sorted(entry.planned.items()))
-    marks = (entry.reasoning, entry.reasoning_start, entry.reasoning_end)
-    return entry.model, entry.name, entry.chat_template, entry.tool_parser, *marks, *map(str, others)
+def fixed_part(entry: ModelEntry) -> ModelEntry:
+    """Return an entry without the values that can change while the router runs."""
+    return replace(entry, aliases=(), fallbacks=(), holds=True, limits=Limits())
 
 
 def check_planned(config: RouterConfig, models: Sequence[RouterConfig]) -> None:
@@ -319,15 +316,9 @@ def _of_model(config: RouterConfig, name: str, entry: ModelEntry, lease: str) ->
             model=entry.model,
             served_model_name=name if entry.name else "",
             models_file="",
-            chat_template=entry.chat_template or config.chat_template,
-            tool_parser=entry.tool_parser or config.tool_parser,
-            reasoning=entry.reasoning or config.reasoning,
-            reasoning_start=entry.reasoning_start or config.reasoning_start,
-            reasoning_end=entry.reasoning_end or config.reasoning_end,
             prefill=config.prefill if entry.has_prefill else (),
             prefill_services=config.prefill_services if entry.has_prefill else (),
-            slo_ttft_ms=entry.slo_ttft_ms or config.slo_ttft_ms,
-            slo_tpot_ms=entry.slo_tpot_ms or config.slo_tpot_ms,
+            **{field: getattr(entry, field) or getattr(config, field) for field in OVERRIDES},
             **planned,  # type: ignore[arg-type]  # checked as they were read
         )
     except ConfigError as error:
