@@ -107,6 +107,7 @@ def test_calls_match_their_functions(vocabulary: Vocabulary, form: CallFormat, w
     accepts = check_of(vocabulary, form, **wanted)
     for calls in GOOD:
         assert accepts(form.written(calls)), calls
+    assert not accepts(form.written(GOOD[1])[:-1]), "a call without its end"
     unmarked, is_free = form.is_unmarked, not wanted.get("required") and "answer" not in wanted
     for calls in BAD[1:] if form.name != "llama3" or "answer" not in wanted else []:  # there it is such an answer
         is_text = form.name in UNTYPED and calls == [("get_weather", '{"city": 1}')]  # every text is one
@@ -152,7 +153,7 @@ def test_a_thought_may_come_first(vocabulary: Vocabulary, form: CallFormat, want
     assert not accepts(f"<|bos|>{thought}{call}", after)
 
 
-@pytest.mark.quick_cover(2)
+@pytest.mark.quick_cover(1)
 def test_an_answer_of_one_call_has_no_text_behind_it(vocabulary: Vocabulary, form: CallFormat) -> None:
     accepts = check_of(vocabulary, form, several=False)
     assert not accepts(f"{form.written(GOOD[0])} Done.")
@@ -277,9 +278,19 @@ def test_channels(vocabulary: Vocabulary) -> None:
         assert schema(answer) is (text == '{"a": 1}')
 
 
-@pytest.mark.quick_cover(2)
+@pytest.mark.quick_cover(1)
 def test_what_schemas_have_that_is_not_known_is_left_out(vocabulary: Vocabulary, form: CallFormat) -> None:
     odd = Function("odd", None, {"properties": {"a": {"not": {}}, "b-c": {"minLength": 1}}, "if": {}, "type": "string"})
     empty = Function("empty.one", None, {})
     grammar = form.grammar(Wanted([odd, empty]), vocabulary.spell)
     assert vocabulary.accepts(grammar, form.written([("empty.one", "{}")]))
+
+
+@pytest.mark.parametrize("parameters", [{"type": "string"}, {"type": ["object", "null"]}, {}, {"properties": {}}])
+def test_arguments_are_an_object_whatever_a_client_calls_them(parameters: dict[str, Any]) -> None:
+    """The scanner finds the end of arguments by their braces."""
+    vocabulary, form = Vocabulary(special=False), FORMATS["hermes"]
+    grammar = form.grammar(Wanted([Function("now", None, parameters)], required=True), vocabulary.spell)
+    assert vocabulary.accepts(grammar, form.written([("now", "{}")]))
+    assert not any(vocabulary.accepts(grammar, form.written([("now", other)])) for other in ('""', "null", "[]"))
+    vocabulary.text.close()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from router.text.calls.format import CallFormat, Function
 from router.text.calls.harmony import HarmonyFormat
+from router.text.calls.scanner import MAX_REST_CHARS
 from router.text.calls.tagged import as_json, reader_of
 from router.text.parts import CallPart, Part, TextPart, ThoughtPart, joined
 
@@ -58,7 +59,7 @@ def form(request: pytest.FixtureRequest) -> CallFormat:
 def test_calls(form: CallFormat) -> None:
     assert taken_apart(form, form.written([WEATHER])) == [WEATHER]
     assert taken_apart(form, form.written([WEATHER, NOW, WEATHER])) == [WEATHER, NOW, WEATHER]
-    assert taken_apart(form, form.written([NOW]), only_calls=True) == [NOW]
+    assert taken_apart(form, form.written([NOW, WEATHER]), only_calls=True) == [NOW, WEATHER]
 
 
 def test_text_around_calls(form: CallFormat) -> None:
@@ -74,8 +75,10 @@ def test_text_without_calls(form: CallFormat) -> None:
 
 
 def test_json_in_place_of_calls_is_text(form: CallFormat) -> None:
-    quoted = json.dumps({"a": form.written([NOW])})
-    assert taken_apart(form, quoted, only_calls=True) == [quoted]
+    call = form.written([NOW])
+    for text in (json.dumps({"a": call}), "<b>", call[:1]):
+        assert taken_apart(form, text, only_calls=True) == [text]
+    assert taken_apart(form, call[:1], only_calls=True, cut=True) == []
 
 
 @pytest.mark.slow_except("hermes", "granite", "llama3", "pythonic", "glm", "glm4", "gemma4")
@@ -161,7 +164,10 @@ def test_what_only_looks_like_a_call_stays_text(name: str, text: str) -> None:
 DSML_BEGUN = '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
 DSML_END = "\n</｜DSML｜invoke>\n</｜DSML｜function_calls>"
 PARIS, IN_PARIS = "<parameter=city>Paris</parameter>", ("get_weather", '{"city": "Paris"}')
+TRICKY = json.dumps({"a": '}\n</tool_call>"\\', "b": [{"c": "{"}], "d": {}})
 VARIANTS: list[tuple[str, str, list[Item]]] = [
+    ("hermes", f'<tool_call>{{"name": "now", "arguments": {TRICKY}}}</tool_call>', [("now", TRICKY)]),
+    ("hermes", '<<tool_call>{"name": "now", "arguments": {}}</tool_call>', ["<", NOW]),
     ("hermes", '<tool_call>{"name":"now","arguments":{}}</tool_call>', [NOW]),
     ("hermes", '<tool_call>{"name": "now", "arguments": {}, "id": "}"}</tool_call> ok', [NOW, "ok"]),
     ("hermes", '<tool_call>{"name": "now", "arguments": {}} what?', [NOW, "} what?"]),
@@ -174,6 +180,7 @@ VARIANTS: list[tuple[str, str, list[Item]]] = [
     ("mistral", "[TOOL_CALLS]now{}[TOOL_CALLS]now {}", [NOW, NOW]),
     ("mistral", '[TOOL_CALLS]{"name": "now", "arguments": {}}', [NOW]),
     ("pythonic", "<|python_start|>[now()]<|python_end|>", [NOW]),
+    ("pythonic", "[[now()]", ["[", NOW]),
     ("pythonic", "[now( ) ,\n get_weather( city = 'a\\'b' , )]", [NOW, ("get_weather", '{"city": "a\'b"}')]),
     (
         "pythonic",
@@ -296,6 +303,16 @@ def test_arguments_come_as_they_are_made() -> None:
         scanner.push(whole[:place])
         came = scanner.push("Par")
         assert came == ([] if name in AT_ONCE else [CallPart(0, arguments="Par")])
+
+
+def test_little_is_held_of_what_follows_the_arguments_of_a_call() -> None:
+    """Held text is read again for each piece of an answer."""
+    scanner = WITHOUT_CHANNELS["hermes"].scanner(start=0, only_calls=False, functions=FUNCTIONS)
+    parts = scanner.push('<tool_call>\n{"name": "now", "arguments": {}')
+    for _ in range(MAX_REST_CHARS // 4 + 2):
+        parts += scanner.push(",,,,")
+        assert len(scanner._held) <= MAX_REST_CHARS
+    assert [part for part in parts if isinstance(part, CallPart)] == [CallPart(0, "now", "{}")]
 
 
 # ---------------------------------------------------------------- however it is divided
