@@ -24,7 +24,6 @@ KEY, END_KEY, VALUE, END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</ar
 class GLMFormat(TaggedFormat):
     name = "glm"
     marks = (OPEN, CLOSE, KEY, END_KEY, VALUE, END_VALUE)
-    rendered_call = rf"{OPEN}\s*{PROBE_NAME}\s*{KEY}"
     openings = (OPEN,)
     tags = ArgumentTags(KEY, END_KEY, VALUE, END_VALUE)
     layouts = (
@@ -33,6 +32,7 @@ class GLMFormat(TaggedFormat):
             Pattern(space, CLOSE),
         ),
     )
+    rendered_call = rf"{OPEN}\s*{PROBE_NAME}\s*{KEY}"
 
     def called(self, name: str, arguments: str, spell: Spell) -> str:
         return f"{BREAK} {literal(name)} {BREAK} {arguments}"

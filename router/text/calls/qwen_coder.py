@@ -32,10 +32,10 @@ def function_layouts(opened: str, closed: str) -> tuple[Layout, Layout]:
 class QwenCoderFormat(TaggedFormat):
     name = "qwen3-coder"
     marks = (OPEN, CLOSE)
-    rendered_call = rf"{FUNCTION}{PROBE_NAME}>"
     openings: tuple[str, ...] = (OPEN, FUNCTION)
     tags = ArgumentTags(PARAMETER, ">", "", END_PARAMETER, lined=True, python=True)
     layouts = function_layouts(OPEN, CLOSE)
+    rendered_call = rf"{FUNCTION}{PROBE_NAME}>"
 
     def called(self, name: str, arguments: str, spell: Spell) -> str:
         return f"{BREAK} {literal(f'{FUNCTION}{name}>')} {BREAK} {arguments} {literal(END_FUNCTION)} {BREAK}"

@@ -30,13 +30,13 @@ class SolarFormat(SectionFormat):
     layouts = tuple(Layout(Pattern(*begin, *CALL), TAIL, AGAIN, LAST) for begin in ((HEAD, space), (OPEN, space), ()))
     rendered_call = rf"<\|tool_call:begin\|>\w+<\|tool_call:name\|>{PROBE_NAME}<\|tool_call:args\|>"
 
+    def body(self, function: Function, arguments: str, spell: Spell) -> str:
+        named = f"{spell(BEGIN)} /{ID}/ {spell(NAME)} {literal(function.name)}"
+        return f"{named} {spell(ARGUMENTS)} {arguments} {spell(END)}"
+
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         texts = []
         for i, (name, given) in enumerate(calls):
             number = hashlib.sha256(f"{i} {name} {given}".encode()).hexdigest()[:10]
             texts.append(f"{BEGIN}{number}{NAME}{name}{ARGUMENTS}{given}{END}")
         return f"{OPEN}{''.join(texts)}{CLOSE}"
-
-    def body(self, function: Function, arguments: str, spell: Spell) -> str:
-        named = f"{spell(BEGIN)} /{ID}/ {spell(NAME)} {literal(function.name)}"
-        return f"{named} {spell(ARGUMENTS)} {arguments} {spell(END)}"
