@@ -120,9 +120,10 @@ class CallFormat(ABC):
 
         `only_calls`: the answer either begins with a call or has none. `functions` are indexed by name. `thoughts`: a
         format with channels separates reasoning from text. The default scanner expects JSON arguments in one of the
-        `layouts`.
+        `layouts`, and without delimiters, a call of one of the functions.
         """
-        return MarkedScanner(self.openings, self.layouts, start=start, only_calls=only_calls)
+        names = functions if self.is_unmarked else None
+        return MarkedScanner(self.openings, self.layouts, start=start, only_calls=only_calls, names=names)
 
     @abstractmethod
     def grammar(self, wanted: Wanted, spell: Spell) -> str:

@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from router.text.answer_grammar import is_special, literal
 from router.text.calls.format import (
     BLANK,
     PROBE_NAME,
     CallFormat,
-    Function,
     Spell,
     Wanted,
     answer_rules,
@@ -25,7 +24,7 @@ from router.text.calls.format import (
     unmarked,
 )
 from router.text.calls.pythonic import END, START
-from router.text.calls.scanner import OBJECT_HEAD, Layout, MarkedScanner, Pattern, rest_of_object, space
+from router.text.calls.scanner import OBJECT_HEAD, Layout, Pattern, rest_of_object, space
 
 TAG = "<|python_tag|>"
 NAME, ARGUMENTS, BETWEEN = '{"name": "', '", "parameters": ', "; "
@@ -45,12 +44,9 @@ class Llama3Format(CallFormat):
     marks = (TAG,)
     silent_marks = (START, END)
     """Llama 4's template writes them around the text before calls."""
+    openings = (TAG, "{")
+    layouts = LAYOUTS
     rendered_call = rf'(<\|python_\w+\|>)*\{{"name":\s*"{PROBE_NAME}",\s*"parameters":'
-
-    def scanner(
-        self, *, start: int, only_calls: bool, functions: Mapping[str, Function], thoughts: bool = True
-    ) -> MarkedScanner:
-        return MarkedScanner((TAG, "{"), LAYOUTS, start=start, only_calls=only_calls, names=functions)
 
     def grammar(self, wanted: Wanted, spell: Spell) -> str:
         tag, silent = spell(TAG), self.silent(spell)

@@ -6,12 +6,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 
 from router.text.answer_grammar import literal
-from router.text.calls.format import GAP, Function, Spell, Wanted, answer_rules, bodies, free, row, text_up_to, unmarked
+from router.text.calls.format import GAP, Spell, Wanted, answer_rules, bodies, free, row, text_up_to, unmarked
 from router.text.calls.json_calls import Delimiters, JSONFormat, JSONSyntax
-from router.text.calls.scanner import MarkedScanner
 
 OTHERS: tuple[Delimiters, ...] = (
     *((("```json",), "```"), (("```",), "```")),
@@ -30,11 +28,6 @@ class XLAMFormat(JSONFormat):
         super().__init__()
         self.openings = ("[", *self.openings)
         self.layouts = [layout for i, layout in enumerate(self.layouts) if i % 2]  # lists only
-
-    def scanner(
-        self, *, start: int, only_calls: bool, functions: Mapping[str, Function], thoughts: bool = True
-    ) -> MarkedScanner:
-        return MarkedScanner(self.openings, self.layouts, start=start, only_calls=only_calls, names=functions)
 
     def grammar(self, wanted: Wanted, spell: Spell) -> str:
         rules = bodies(wanted.functions, lambda function, arguments: self._call(function.name, arguments))
