@@ -71,7 +71,7 @@ class PythonicScanner(MarkedScanner):
 
     def _read(self, text: str) -> dict[str, Any]:
         """Parse arguments that may be cut off. Raises NotLiteralError."""
-        return read_arguments(text)[0]
+        return read_arguments(text)
 
     @property
     def calls_are_whole(self) -> bool:
