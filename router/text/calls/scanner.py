@@ -395,8 +395,13 @@ class MarkedScanner(CallScanner):
 
     def _gap(self, parts: list[Part]) -> bool:
         """Skip white space and the final delimiter after the calls."""
-        held, end = self._held.lstrip(), self._layout.end
-        if held and end.startswith(held) and held != end:
+        self._held = self._held.lstrip()
+        end = self._layout.end
+        if end != self._held and end.startswith(self._held):
             return False
-        self._held = held.removeprefix(end).lstrip() if end else held
+        return self._move_to(self._after, len(end) if self._held.startswith(end) else 0)
+
+    def _after(self, parts: list[Part]) -> bool:
+        """Skip white space after the final delimiter."""
+        self._held = self._held.lstrip()
         return bool(self._held) and self._move_to(self._text)

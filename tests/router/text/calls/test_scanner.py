@@ -220,6 +220,7 @@ VARIANTS: list[tuple[str, str, list[Item]]] = [
     ("phi4-mini", '<|tool_call|>{"name": "now", "arguments": {}}<|/tool_call|>', [NOW]),
     ("command", '<|START_ACTION|>[{"tool_name": "now", "parameters": {}}]<|END_ACTION|>', [NOW]),
     ("command, fenced", 'Action: ```json\n[{"tool_name": "now", "parameters": {}}]\n```', [NOW]),
+    ("command", '<|START_ACTION|>[{"tool_name": "now", "parameters": {}}]<|END_ACTION|>\n<', [NOW, "<"]),
     ("internlm", '<|action_start|> <|plugin|>{"name": "now", "arguments": {}}<|action_end|>', [NOW]),
     ("xlam", '```json\n[{"name": "now", "arguments": {}}]\n```', [NOW]),
     ("xlam", '[TOOL_CALLS][{"name": "now", "arguments": {}}]', [NOW]),
