@@ -1,4 +1,4 @@
-"""Thoughts and answers from text that arrives in any pieces."""
+"""Separation of thoughts from answers that arrive in pieces of any size."""
 
 from __future__ import annotations
 

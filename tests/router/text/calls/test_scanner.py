@@ -1,4 +1,4 @@
-"""Answers in each form of calls, taken apart: whole, in two pieces, and character by character, always the same."""
+"""Each format's scanner finds the same parts in a whole answer, in two pieces, and character by character."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def parts_of(form: CallFormat, pieces: Sequence[str], *, cut: bool = False, **op
 
 
 def taken_apart(form: CallFormat, text: str, **options: Any) -> list[Item]:
-    """The items of an answer, after looking whether it is the same in two pieces and in characters.
+    """Return the items of an answer, which must be equal in two pieces and character by character.
 
-    The profile "quick" cuts it at a tenth of the places.
+    The profile "quick" cuts it at a tenth of the positions.
     """
     parts = parts_of(form, [text], **options)
     assert parts_of(form, list(text), **options) == parts
@@ -296,7 +296,7 @@ def test_lists_may_be_as_python_prints_them(text: str, expected: str) -> None:
 
 
 def test_arguments_come_as_they_are_made() -> None:
-    """In Python's form, and Gemma's, a call comes once it is complete."""
+    """In Python syntax and Gemma's, a call is returned once it is complete."""
     for name, form in WITHOUT_CHANNELS.items():
         whole = form.written([WEATHER])
         scanner = form.scanner(start=0, only_calls=False, functions=FUNCTIONS)
@@ -333,7 +333,7 @@ called = st.tuples(
 
 
 def is_ambiguous(call: tuple[str, str]) -> bool:
-    """Whether a text of it could as well be JSON, between tags and of a function whose schema says nothing."""
+    """Whether one of the strings would be read as JSON between tags, for a function without a schema."""
     return any(isinstance(one, str) and as_json(one, None) != json.dumps(one, ensure_ascii=False)
                for one in json.loads(call[1]).values())  # fmt: skip
 
@@ -367,7 +367,7 @@ def test_how_an_answer_is_divided_changes_nothing(
 @settings(max_examples=examples(150), deadline=None)
 @given(name=st.sampled_from([*WITHOUT_CHANNELS, "harmony"]), text=st.data())
 def test_no_text_is_lost_or_told_twice(name: str, text: st.DataObject) -> None:
-    """Of text without a complete call, whatever marks are in it."""
+    """Text without a complete call is returned unchanged, whatever delimiters are in it."""
     form = WITHOUT_CHANNELS.get(name) or HarmonyFormat()
     pieces = text.draw(st.lists(st.sampled_from([*form.marks, "now", "{", "(", '"', " ", "x", "["]), max_size=8))
     parts = parts_of(form, pieces)
