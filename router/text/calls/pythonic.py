@@ -169,8 +169,8 @@ class PythonicFormat(CallFormat):
 class TaggedPythonicFormat(PythonicFormat):
     """Base class of formats with calls in Python syntax between the two `marks`.
 
-    `first` and `last` stand at both ends, `between` is the right side of a rule for the text between calls, `comma`
-    that text as the model writes it.
+    `first` and `last` enclose the calls, `comma` separates them as the model writes it, and `between` is the right side
+    of a rule for that text.
     """
 
     is_unmarked = False
