@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from common.errors import InvalidRequest
@@ -44,6 +44,7 @@ class Dialect:
     """
 
     format: CallFormat
+    _: KW_ONLY
     native: bool = False
     text_arguments: bool = False
     parses: bool = True
@@ -79,20 +80,26 @@ def dialect_of(template: ChatTemplate, parser: str = AUTO) -> Dialect:
             if found is not None:
                 text_arguments = as_text
                 break
-    single_calls = found is not None and _takes_single_calls(template, Dialect(found, True, text_arguments))
+    single_calls = found is not None and _takes_single_calls(
+        template, Dialect(found, native=True, text_arguments=text_arguments)
+    )
     described = bool(source) and PROBE_NAME in _rendered(template, [USER])
     hinted = format_hinted(source) if found is None else None
     if parser in (AUTO, NONE):
         parses = parser == AUTO
         if found is not None:
-            return Dialect(found, described, text_arguments, parses, single_calls)
+            return Dialect(
+                found, native=described, text_arguments=text_arguments, parses=parses, single_calls=single_calls
+            )
         if hinted is None:
             return Dialect(format_named("hermes"), parses=parses, is_known=False)
-        written = Dialect(hinted, True, parses=parses, writes_calls=True)
+        written = Dialect(hinted, native=True, parses=parses, writes_calls=True)
         return written if described and _shows_written(template, written) else Dialect(hinted, parses=parses)
     chosen = next((each for each in (found, hinted) if each is not None and each.name == parser), format_named(parser))
     writes = described and not is_rendered
-    return Dialect(chosen, described, text_arguments, single_calls=single_calls, writes_calls=writes)
+    return Dialect(
+        chosen, native=described, text_arguments=text_arguments, single_calls=single_calls, writes_calls=writes
+    )
 
 
 def _format_of(template: ChatTemplate, rendered: str) -> CallFormat | None:
