@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -47,6 +48,10 @@ def text(files: ModelFiles) -> Iterator[TextPipeline]:
 
 def continued(text: str) -> dict[str, Any]:
     return {"messages": [*HI, {"role": "assistant", "content": text}], "continue_final_message": True}
+
+
+def reasoning(text: str) -> dict[str, Any]:
+    return {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
 
 
 async def answering(start: Any, tools: Any, text: str, per_event: int = 4, **settings: Any) -> Any:
@@ -229,6 +234,42 @@ async def test_thoughts_of_earlier_answers_reach_the_template(thinking: Any) -> 
         assert "<think>c</think>b" in prompt
 
 
+@pytest.mark.parametrize("api", ["messages", "responses"])
+async def test_thoughts_that_agents_send_back_reach_the_template(thinking: Any, api: str) -> None:
+    """As blocks or items, before the call or the text that followed them."""
+    if api == "messages":
+        turns = [
+            [{"type": "thinking", "thinking": "c", "signature": ""}, {"type": "tool_use", "id": "1", "name": "now"}],
+            [{"type": "tool_result", "tool_use_id": "1", "content": "d"}],
+            [
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "thinking", "thinking": "e"},
+                {"type": "thinking", "thinking": "f"},
+                {"type": "text", "text": "g"},
+            ],
+            [{"type": "thinking", "thinking": "h"}, {"type": "text", "text": "i"}],  # not the model's thought
+        ]
+        roles = ("assistant", "user", "assistant", "user")
+        messages = [{"role": role, "content": blocks} for role, blocks in zip(roles, turns, strict=True)]
+        fields: dict[str, Any] = {"messages": [*HI, *messages], "max_tokens": 900}
+    else:
+        items: list[dict[str, Any]] = [
+            reasoning("c"),
+            {"type": "function_call", "call_id": "1", "name": "now", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "1", "output": "d"},
+            *(reasoning("e"), reasoning("f")),
+            {"role": "assistant", "content": "g"},
+            reasoning("h"),  # followed by no answer
+            {"role": "user", "content": "i"},
+        ]
+        fields = {"input": [*HI, *items]}
+    assert (await thinking.http.post(f"/v1/{api}", json=fields)).status_code == 200
+    prompt = bytes(token for token in thinking.engine.requests[-1].prompt_token_ids if token < 256).decode()
+    first, called, result, told, last = re.findall(r"(\w+)\n(.*?)\n(?=user|assistant|tool|$)", prompt, re.DOTALL)[:5]
+    assert called[1].startswith("<think>c</think>") and '"now"' in called[1]
+    assert told == ("assistant", "<think>e\nf</think>g") and (first[1], last[1]) == ("hi", "i")
+
+
 async def test_completions_are_raw(thinking: Any) -> None:
     assert (await thinking.completion(prompt="hi", max_tokens=900)).json()["choices"][0]["text"] == ANSWER
 
@@ -248,6 +289,7 @@ async def test_anthropics_clients_get_blocks_of_thinking_if_they_want_them(think
         assert message.content[-1].text == "Hello!"  # type: ignore[union-attr]
         if shows:
             assert message.content[0].thinking == THOUGHT  # type: ignore[union-attr]
+            assert message.content[0].signature  # type: ignore[union-attr]  # clients drop blocks without one
     prompt = bytes(token for token in thinking.engine.requests[0].prompt_token_ids if token < 256).decode()
     assert prompt.endswith("<think>\n\n</think>\n\n") is not shows  # the template gets the setting
 
