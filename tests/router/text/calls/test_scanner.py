@@ -226,6 +226,8 @@ VARIANTS: list[tuple[str, str, list[Item]]] = [
     ("xlam", '[TOOL_CALLS][{"name": "now", "arguments": {}}]', [NOW]),
     ("solar", "assistant<|tool_calls|><|tool_call:begin|>x<|tool_call:name|>now<|tool_call:args|>{}<|tool_call:end|>",
      [NOW]),
+    ("solar", "So<|end|><|begin|>assistant<|tool_calls|><|tool_call:begin|>x<|tool_call:name|>now"
+              "<|tool_call:args|>{}<|tool_call:end|><|calls|>", ["So", NOW]),
     ("glm4", "Hm<|assistant|>now \n{}<|assistant|>now\n{}", ["Hm", NOW, NOW]),
     ("lfm2", "<|tool_call_start|>[now(), get_weather(city='it\\'s')]<|tool_call_end|> so",
      [NOW, ("get_weather", '{"city": "it\'s"}'), "so"]),
