@@ -31,10 +31,11 @@ def prelude_of(model: ServedModel, fields: ChatRequest, prompt: Sequence[int], *
     if model.dialect.format.has_channels:
         rules = "" if fields.continued_text else model.dialect.format.prelude(model.text.spell)
         return Prelude(rules) if rules else None
-    if model.thoughts is None:
+    marks = model.thoughts_of(with_tools=fields.offers_tools)
+    if marks is None:
         return None
-    position = position_of(model, model.thoughts, prompt, fields.continued_text)
-    return thought_prelude(model.thoughts, position, model.text.spell_all, takes_breaks=takes_breaks)
+    position = position_of(model, marks, prompt, fields.continued_text)
+    return thought_prelude(marks, position, model.text.spell_all, takes_breaks=takes_breaks)
 
 
 def thinking_budget(model: ServedModel, fields: SamplingFields, prompt: Sequence[int]) -> ThinkingBudget | None:
@@ -46,7 +47,7 @@ def thinking_budget(model: ServedModel, fields: SamplingFields, prompt: Sequence
     if budget is None or budget < 0:
         return None
     channels = model.dialect.format.thought_marks if model.shows_thoughts else None
-    marks = channels or model.thoughts
+    marks = channels or model.thoughts_of(with_tools=fields.offers_tools)
     if marks is None:
         what = "not supported by this model, whose thoughts have no known marks"
         raise InvalidRequest(f"thinking_token_budget: {what}", param="thinking_token_budget")

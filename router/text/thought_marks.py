@@ -7,14 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ThoughtMarks:
-    """The texts that begin and end a thought.
+    """The texts that begin and end a thought, and those around the answer that follows it, which clients do not see.
 
-    `head` is text that models write between thought and answer, all of it special tokens, which answers omit.
+    `head` may precede the answer, and `tail` may end an answer that has the head. With `head_alone`, answers without a
+    thought may have them too.
     """
 
     start: str
     end: str
     head: str = ""
+    tail: str = ""
+    head_alone: bool = False
 
     def begins_inside(self, prompt_end: str) -> bool:
         """Whether the prompt itself opens the thought, as some templates do."""
@@ -24,6 +27,10 @@ class ThoughtMarks:
         """Whether the prompt ends with a finished thought, as some templates write it to prevent thinking."""
         return prompt_end.rstrip().endswith(self.end.rstrip())
 
+    def num_shown(self, template: str) -> int:
+        """Number of texts around an answer that occur in a template, minus the number of those that do not."""
+        return sum(1 if text in template else -1 for text in (self.head, self.tail) if text)
+
     def open_thought(self, text: str) -> str | None:
         """Return the unfinished thought at the end of `text`, without its start mark, or None."""
         _, mark, thought = text.rpartition(self.start)
@@ -31,7 +38,8 @@ class ThoughtMarks:
 
 
 KNOWN = (
-    ThoughtMarks("<think>", "</think>"),  # DeepSeek, Qwen, GLM, MiniMax M2, Kimi K2, Granite 3.3, OLMo and others
+    ThoughtMarks("<think>", "</think>"),  # DeepSeek, Qwen, GLM, MiniMax M2, Kimi K2, OLMo and others
+    ThoughtMarks("<think>", "</think>", "<response>", "</response>"),  # Granite 3.3, ERNIE 4.5
     ThoughtMarks("<seed:think>", "</seed:think>"),  # Seed-OSS
     ThoughtMarks("<mm:think>", "</mm:think>"),  # MiniMax M3
     ThoughtMarks("<thought>", "</thought>"),  # EXAONE Deep
@@ -39,14 +47,20 @@ KNOWN = (
     ThoughtMarks("[THINK]", "[/THINK]"),  # Mistral
     ThoughtMarks("◁think▷", "◁/think▷"),  # Kimi 1.5 and VL
     ThoughtMarks("<|channel>thought", "<channel|>"),  # Gemma 4
-    ThoughtMarks("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>"),  # Command
+    ThoughtMarks(
+        "<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>", head_alone=True
+    ),  # Command
     ThoughtMarks("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
-    ThoughtMarks("<|think|>", "<|end|><|begin|>assistant", "<|content|>"),  # Solar Open
+    ThoughtMarks("<|think|>", "<|end|><|begin|>assistant", "<|content|>", head_alone=True),  # Solar Open
     ThoughtMarks("Here is my thought process:", "Here is my response:"),  # Granite 3.2
 )
 """Harmony's channels are part of its tool-call format."""
 
 
 def marks_in(template: str | None) -> ThoughtMarks | None:
-    """Detect the marks in the text of a chat template: the first known pair whose end occurs in it."""
-    return next((marks for marks in KNOWN if template is not None and marks.end in template), None)
+    """Detect the marks in the text of a chat template: the known ones whose end occurs in it.
+
+    Among several, selects those whose other texts occur in it, then the first.
+    """
+    found = [marks for marks in KNOWN if template is not None and marks.end in template]
+    return max(found, key=lambda marks: marks.num_shown(template or ""), default=None)

@@ -226,6 +226,59 @@ async def test_marks_may_be_configured(start: Any, tools: Any) -> None:
     assert running.engine.requests[-1].params.thinking == ThinkingBudget(49, (*b"<|/think|>",), (*b"<|think|>",))
 
 
+@pytest.mark.parametrize("per_event", [1, 1000])
+async def test_clients_do_not_see_what_surrounds_an_answer(
+    start: Any, tools: Any, files: ModelFiles, per_event: int
+) -> None:
+    source = TEMPLATE + "{# thinking: <response></response> #}"
+    pipeline = TextPipeline.from_files(replace(files, chat_template=source), threads=1)
+    thought, json_form = f"<think>{THOUGHT}</think>\n\n", {"response_format": {"type": "json_object"}}
+    cases: list[tuple[str, dict[str, Any], str | None]] = [
+        ("<response>\nHello </response>!\n</response>\n", {}, "Hello </response>!"),
+        ("<response>\nHello there!\n</response>\n", {"stop": ["the", "</response>"]}, "Hello "),
+        ('<response>\n{"a": 1}', json_form, '{"a": 1}'),
+        (f"<response>\n{CALL}\n</response>", {"tools": TOOLS, "tool_choice": "required"}, None),
+        (f"<response>\nI look.\n{CALL}\n</response>", {"tools": TOOLS}, "I look.\n"),
+    ]
+    for written, fields, content in cases:
+        engine = tools.Engine(text=thought + written, eos_after=len(thought + written), per_event=per_event)
+        running = await start(engine, pipeline=pipeline)
+        body = (await running.chat(max_tokens=900, **fields)).json()
+        message = body["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == (THOUGHT, content), written
+        assert len(message.get("tool_calls") or ()) == ("tools" in fields)
+        events = (await running.events("chat", max_tokens=900, **fields))[:-1]
+        deltas = [event["choices"][0]["delta"] for event in events]
+        assert "".join(delta.get("content") or "" for delta in deltas) == (content or "")
+        if json_form is fields:
+            assert "<response>" in engine.requests[-1].params.grammar
+    asked = {"input": "hi", "include": ["message.output_text.logprobs"], "stream": False}
+    running = await start(tools.Engine(text=thought + cases[0][0], per_event=per_event), pipeline=pipeline)
+    asked["max_output_tokens"] = len(thought + cases[0][0])
+    part = (await running.http.post("/v1/responses", json=asked)).json()["output"][-1]["content"][0]
+    assert part["text"] == "".join(token["token"] for token in part["logprobs"]) == "Hello </response>!"
+    pipeline.close()
+
+
+async def test_marks_are_those_of_the_template_of_the_request(start: Any, tools: Any, files: ModelFiles) -> None:
+    """A separate template for tools may be the only one with marks, or have other ones."""
+    plain = TEMPLATE.replace("<think>", "[THINK]").replace("</think>", "[/THINK]")
+    with_tools = TEMPLATE.replace("<|im_end|>", "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}"
+                                  "</tool_call>{% endfor %}<|im_end|>") + "{{ tools | tojson }}"  # fmt: skip
+    no_marks = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    for template, answer in ((plain, f"[THINK]{THOUGHT}[/THINK]Hello!"), (no_marks, ANSWER)):
+        pipeline = TextPipeline.from_files(replace(files, chat_template=template, tool_template=with_tools), threads=1)
+        end = "</think>" if "</think>" in answer else "[/THINK]"
+        for fields, said, closing in (({"tools": TOOLS}, ANSWER, "</think>"), ({}, answer, end)):
+            engine = tools.Engine(text=said, eos_after=len(said))
+            running = await start(engine, pipeline=pipeline)
+            body = (await running.chat(max_tokens=900, thinking_token_budget=99, **fields)).json()
+            message = body["choices"][0]["message"]
+            assert (message["content"], message["reasoning_content"]) == ("Hello!", THOUGHT)
+            assert bytes(engine.requests[-1].params.thinking.end).decode() == closing
+        pipeline.close()
+
+
 async def test_thoughts_of_earlier_answers_reach_the_template(thinking: Any) -> None:
     for names in (("reasoning_content",), ("reasoning",), ("reasoning_content", "reasoning")):
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **dict.fromkeys(names, "c")}]
