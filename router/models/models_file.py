@@ -60,7 +60,10 @@ PLANNED = (
 """Planner settings that a model can override."""
 OVERRIDES = ("chat_template", "tool_parser", "reasoning", "reasoning_start", "reasoning_end", *GOALS)
 """Other settings that a model can override. If empty, the router's apply."""
-MODEL_FIELDS = ("model", "name", "aliases", "fallbacks", "hold", "prefill", *LIMITS, *OVERRIDES, *PLANNED)
+MODEL_FIELDS = (
+    *("model", "name", "aliases", "fallbacks", "hold", "prefill", "reasoning_in_form"),
+    *(*LIMITS, *OVERRIDES, *PLANNED),
+)
 SPLIT_FIELDS = ("name", "weights")
 AGREED_NAME = "models.toml"
 
@@ -72,7 +75,8 @@ class ModelEntry:
     While it has no ready worker or no capacity, `fallbacks` serve its requests, in order. Unless it `holds`, requests
     fail with 503 while it has no ready worker, instead of waiting. If not `has_prefill`, missing prefill workers are
     not reported. `limits` apply to all keys together. `chat_template` is a file; if empty, the model's own is used.
-    Empty values of `tool_parser`, of `reasoning` and its marks, and of the goals of class `default` mean the router's.
+    Empty values of `tool_parser`, of `reasoning`, its marks and `reasoning_in_form`, and of the goals of class
+    `default` mean the router's.
     `planned` are the planner settings that this model overrides.
     """
 
@@ -88,6 +92,7 @@ class ModelEntry:
     reasoning: str = ""
     reasoning_start: str = ""
     reasoning_end: str = ""
+    reasoning_in_form: bool | None = None
     slo_ttft_ms: float = 0.0
     slo_tpot_ms: float = 0.0
     planned: Mapping[str, int | float | str] = dataclasses.field(default_factory=dict)
@@ -163,8 +168,12 @@ class _Table:
         return tuple(value)
 
     def flag(self, field: str, *, default: bool) -> bool:
-        value = self._values.get(field, default)
-        if not isinstance(value, bool):
+        value = self.choice(field)
+        return default if value is None else value
+
+    def choice(self, field: str) -> bool | None:
+        value = self._values.get(field)
+        if value is not None and not isinstance(value, bool):
             self.refuse(field, "true or false")
         return value
 
@@ -236,6 +245,7 @@ def _model(table: _Table) -> ModelEntry:
         reasoning=table.text("reasoning"),
         reasoning_start=table.mark("reasoning_start"),
         reasoning_end=table.mark("reasoning_end"),
+        reasoning_in_form=table.choice("reasoning_in_form"),
         slo_ttft_ms=table.goal("slo_ttft_ms"),
         slo_tpot_ms=table.goal("slo_tpot_ms"),
         planned=table.planned(),
@@ -308,6 +318,7 @@ def check_planned(config: RouterConfig, models: Sequence[RouterConfig]) -> None:
 
 def _of_model(config: RouterConfig, name: str, entry: ModelEntry, lease: str) -> RouterConfig:
     planned = {"planner_lease": lease, **entry.planned}
+    in_form = config.reasoning_in_form if entry.reasoning_in_form is None else entry.reasoning_in_form
     if config.planner == "kubernetes" and not (config.decode_deployment or "decode_deployment" in planned):
         planned["planner"] = "advice"  # another party scales its Deployments
     try:
@@ -316,6 +327,7 @@ def _of_model(config: RouterConfig, name: str, entry: ModelEntry, lease: str) ->
             model=entry.model,
             served_model_name=name if entry.name else "",
             models_file="",
+            reasoning_in_form=in_form,
             prefill=config.prefill if entry.has_prefill else (),
             prefill_services=config.prefill_services if entry.has_prefill else (),
             **{field: getattr(entry, field) or getattr(config, field) for field in OVERRIDES},
