@@ -183,7 +183,11 @@ class ServedModel:
             return None
         if self.config.reasoning_start:
             return ThoughtMarks(self.config.reasoning_start, self.config.reasoning_end)
-        return marks_in(template) or marks_in(other)
+
+        def is_token(text: str) -> bool:
+            return self.text.tokenizer.token_to_id(text) is not None
+
+        return marks_in(template, is_token) or marks_in(other, is_token)
 
     def num_alternatives(self, wanted: int, param: str) -> int:
         """Return the number of alternatives for a request of `wanted`; -1: all tokens. Raises InvalidRequest."""

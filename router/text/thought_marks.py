@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -27,9 +28,9 @@ class ThoughtMarks:
         """Whether the prompt ends with a finished thought, as some templates write it to prevent thinking."""
         return prompt_end.rstrip().endswith(self.end.rstrip())
 
-    def num_shown(self, template: str) -> int:
-        """Number of texts around an answer that occur in a template, minus the number of those that do not."""
-        return sum(1 if text in template else -1 for text in (self.head, self.tail) if text)
+    def num_known(self, is_known: Callable[[str], bool]) -> int:
+        """Number of texts around an answer that a model knows, minus the number of those that it does not."""
+        return sum(1 if is_known(text) else -1 for text in (self.head, self.tail) if text)
 
     def open_thought(self, text: str) -> str | None:
         """Return the unfinished thought at the end of `text`, without its start mark, or None."""
@@ -57,10 +58,11 @@ KNOWN = (
 """Harmony's channels are part of its tool-call format."""
 
 
-def marks_in(template: str | None) -> ThoughtMarks | None:
+def marks_in(template: str | None, is_token: Callable[[str], bool] = lambda text: False) -> ThoughtMarks | None:
     """Detect the marks in the text of a chat template: the known ones whose end occurs in it.
 
-    Among several, selects those whose other texts occur in it, then the first.
+    Among several, selects those whose other texts occur in it or are tokens of the model, then the first.
     """
-    found = [marks for marks in KNOWN if template is not None and marks.end in template]
-    return max(found, key=lambda marks: marks.num_shown(template or ""), default=None)
+    source = template or ""
+    found = [marks for marks in KNOWN if marks.end in source]
+    return max(found, key=lambda marks: marks.num_known(lambda text: text in source or is_token(text)), default=None)

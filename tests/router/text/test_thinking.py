@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 
+from common.model_files.families import FAMILIES
+from router.text.calls.registry import format_named
 from router.text.thinking import MAX_BLANKS, ThinkingScanner, ThoughtPosition
 from router.text.thought_marks import KNOWN, ThoughtMarks, marks_in
 
@@ -118,6 +122,18 @@ def test_an_answer_after_a_closed_thought_may_be_wrapped() -> None:
 def test_a_template_without_marks_is_of_a_model_that_does_not_think() -> None:
     assert marks_in("{{ m.content }}") is None and marks_in(None) is None
     assert marks_in("{{ m.content.split('</think>')[-1] }}") == THINK
+    assert marks_in("{{ m.content.split('</think>')[-1] }}", lambda text: "response" in text) == WRAPPED
+
+
+def test_the_page_of_models_has_known_formats_and_marks(repository: Path) -> None:
+    page = (repository / "docs" / "reference" / "models.md").read_text(encoding="utf-8")
+    _, *rows = re.findall(r"^\| (`.+?) \| .+? \| (\S.*?) \| (\S.*?) \|$", page.replace("\\|", "¦"), re.MULTILINE)
+    listed = {name for types, _, _ in rows for name in re.findall(r"`(\w+)`", types)}
+    assert FAMILIES.keys() - {"qwen3_vl_moe_text"} <= listed  # its wrapper stands for it
+    for types, calls, thoughts in rows:
+        assert calls == "–" or {format_named(name).name for name in re.findall(r"`(.+?)`", calls)}, types
+        marks = {mark.replace("¦", "|") for mark in re.findall(r"`(.+?)`", thoughts)}
+        assert marks <= {"analysis", *(known.start for known in KNOWN)} and bool(marks) is (thoughts != "–"), types
 
 
 @pytest.mark.parametrize(
