@@ -16,7 +16,7 @@ MAX_BLANK_TOKENS = 8
 
 def position_of(model: ServedModel, marks: ThoughtMarks, prompt: Sequence[int], continued: str) -> ThoughtPosition:
     """Determine where the prompt ends in relation to the thought, given the text of the message to continue, or ""."""
-    longest = max(len(marks.start.encode()), len(marks.end.encode()))  # a token has at least one byte
+    longest = len(marks.start.encode()) + len(marks.end.encode())  # a token has at least one byte
     prompt_end = model.text.tokenizer.decode(prompt[-longest - MAX_BLANK_TOKENS :], skip_special_tokens=False)
     return ThoughtPosition.of(marks, prompt_end, continued)
 

@@ -126,8 +126,8 @@ class ThinkingScanner:
         if self._state is _State.THOUGHT:
             return held[: len(held) - (overlap(held, self._end) if cut else 0)].rstrip(), ""
         if self._is_wrapped and self._state is _State.ANSWER:
-            whole = held.rstrip().endswith(self._tail)
-            said = "" if whole else held[: len(held) - (overlap(held, self._tail) if cut else 0)]
+            ends = held.rstrip().endswith(self._tail) or (cut and overlap(held, self._tail))
+            said = "" if ends else held
         else:
             said = "" if cut else held
         self._held = held[len(said) :]

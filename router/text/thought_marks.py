@@ -11,7 +11,7 @@ class ThoughtMarks:
     """The texts that begin and end a thought, and those around the answer that follows it, which clients do not see.
 
     `head` may precede the answer, and `tail` may end an answer that has the head. With `head_alone`, answers without a
-    thought may have them too.
+    thought may have them too. With `ends_turns`, `end` is also what separates a user's message from the answer.
     """
 
     start: str
@@ -19,6 +19,7 @@ class ThoughtMarks:
     head: str = ""
     tail: str = ""
     head_alone: bool = False
+    ends_turns: bool = False
 
     def begins_inside(self, prompt_end: str) -> bool:
         """Whether the prompt itself opens the thought, as some templates do."""
@@ -26,7 +27,9 @@ class ThoughtMarks:
 
     def ends_closed(self, prompt_end: str) -> bool:
         """Whether the prompt ends with a finished thought, as some templates write it to prevent thinking."""
-        return prompt_end.rstrip().endswith(self.end.rstrip())
+        before, mark, rest = prompt_end.rstrip().rpartition(self.end.rstrip())
+        is_thought = not self.ends_turns or before.rstrip().endswith(self.start.rstrip())
+        return bool(mark) and not rest and is_thought
 
     def num_known(self, is_known: Callable[[str], bool]) -> int:
         """Number of texts around an answer that a model knows, minus the number of those that it does not."""
@@ -52,7 +55,9 @@ KNOWN = (
         "<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>", head_alone=True
     ),  # Command
     ThoughtMarks("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
-    ThoughtMarks("<|think|>", "<|end|><|begin|>assistant", "<|content|>", head_alone=True),  # Solar Open
+    ThoughtMarks(
+        "<|think|>", "<|end|><|begin|>assistant", "<|content|>", head_alone=True, ends_turns=True
+    ),  # Solar Open
     ThoughtMarks("Here is my thought process:", "Here is my response:"),  # Granite 3.2
 )
 """Harmony's channels are part of its tool-call format."""

@@ -252,6 +252,10 @@ async def test_clients_do_not_see_what_surrounds_an_answer(
         assert "".join(delta.get("content") or "" for delta in deltas) == (content or "")
         if json_form is fields:
             assert "<response>" in engine.requests[-1].params.grammar
+    written = '<response>\n{"a": 1}'
+    running = await start(tools.Engine(text=written, eos_after=len(written), per_event=per_event), pipeline=pipeline)
+    closed = (await running.chat(max_tokens=900, reasoning_effort="none", **json_form)).json()["choices"][0]["message"]
+    assert closed["content"] == '{"a": 1}' and "<response>" in running.engine.requests[-1].params.grammar
     asked = {"input": "hi", "include": ["message.output_text.logprobs"], "stream": False}
     running = await start(tools.Engine(text=thought + cases[0][0], per_event=per_event), pipeline=pipeline)
     asked["max_output_tokens"] = len(thought + cases[0][0])

@@ -95,7 +95,8 @@ WRAPPED, SOLAR = (marks_in(template) for template in ("</think><response></respo
         (WRAPPED, "<think>a</think>\n<response>\nb </response> c</response>d\n</response>\n", False,
          ("a", "b </response> c</response>d")),
         (WRAPPED, "<think>a</think><response>b\n</respo", False, ("a", "b\n</respo")),
-        (WRAPPED, "<think>a</think><response>b</respo", True, ("a", "b")),
+        (WRAPPED, "<think>a</think><response>b\n</respo", True, ("a", "b")),
+        (WRAPPED, "<think>a</think><response>b\n", True, ("a", "b\n")),
         (WRAPPED, "<think>a</think> <resp", True, ("a", "")),
         (WRAPPED, "<think>a</think> <resp", False, ("a", "<resp")),
         (WRAPPED, "<think>a</think>b</response>", False, ("a", "b</response>")),
@@ -152,6 +153,12 @@ def test_the_page_of_models_has_known_formats_and_marks(repository: Path) -> Non
 )
 def test_where_a_prompt_ends(prompt_end: str, continued: str, position: ThoughtPosition) -> None:
     assert ThoughtPosition.of(THINK, prompt_end, continued) is position
+
+
+def test_a_mark_that_ends_every_message_closes_only_a_thought() -> None:
+    assert SOLAR is not None
+    assert ThoughtPosition.of(SOLAR, "Hi<|end|><|begin|>assistant", "") is BEFORE
+    assert ThoughtPosition.of(SOLAR, "<|think|><|end|><|begin|>assistant", "") is ThoughtPosition.CLOSED
 
 
 @pytest.mark.parametrize("begin", ["", "<think>so", "<think>so</think><response>b"])
