@@ -226,7 +226,7 @@ async def test_marks_may_be_configured(start: Any, tools: Any) -> None:
     assert running.engine.requests[-1].params.thinking == ThinkingBudget(49, (*b"<|/think|>",), (*b"<|think|>",))
 
 
-@pytest.mark.parametrize("per_event", [1, 1000])
+@pytest.mark.parametrize("per_event", [1, pytest.param(1000, marks=pytest.mark.slow)])
 async def test_clients_do_not_see_what_surrounds_an_answer(
     start: Any, tools: Any, files: ModelFiles, per_event: int
 ) -> None:
