@@ -161,7 +161,9 @@ class Engine(Protocol):
       `RouterLost` for all requests of a router, whose `serials` entry is removed.
     - `deadline_s` after its arrival, a request fails, not retryable. An error in a step fails the requests of the step,
       retryable. An engine that cannot continue sets `failure` and sends nothing: routers recover all of its requests.
-    - `ResetPrefixCache` drops cached blocks. `HandOver` may be answered with a retryable `RequestFailed`.
+    - `ResetPrefixCache` drops cached blocks. `HandOver` moves a running request with its KV. An engine that cannot do
+      that drops the request and fails its `attempt`, retryable: the router continues it from the tokens that it has.
+    - Any other message with a `request_id` is refused, not retryable. `SetAdapter` and `ChangeRole` never arrive here.
     """
 
     @property
