@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ WAIT_S = 60.0
 
 
 class Router:
-    """A router's connection. `sent` are the messages of the worker."""
+    """A router's connection. `got` are the messages of the worker."""
 
     def __init__(self, context: zmq.asyncio.Context, address: str) -> None:
         self.socket = context.socket(zmq.DEALER)
@@ -72,9 +72,17 @@ class Router:
 
 
 @pytest.fixture
-async def context() -> AsyncIterator[zmq.asyncio.Context]:
+async def connect() -> AsyncIterator[Callable[[str], Router]]:
     context = zmq.asyncio.Context()
-    yield context
+    routers: list[Router] = []
+
+    def connected(address: str) -> Router:
+        routers.append(Router(context, address))
+        return routers[-1]
+
+    yield connected
+    for router in routers:
+        await router.close()
     context.term()
 
 
@@ -84,7 +92,7 @@ def request(name: str, tokens: list[int], num_tokens: int, serial: int) -> Decod
 
 
 @pytest.mark.e2e
-async def test_a_foreign_engine_from_loading_to_drain(context: zmq.asyncio.Context, tmp_path: Path) -> None:
+async def test_a_foreign_engine_from_loading_to_drain(connect: Callable[[str], Router], tmp_path: Path) -> None:
     """And the process never loads torch, which exit status 9 would say."""
     addresses, ready = tmp_path / "addresses.json", tmp_path / "ready"
     flags = ("--model", "tiny-random", "--host", "127.0.0.1", "--advertise-host", "localhost", "--worker-id", "f")
@@ -94,7 +102,7 @@ async def test_a_foreign_engine_from_loading_to_drain(context: zmq.asyncio.Conte
     )
     try:
         await until(addresses.exists, patience_s=WAIT_S)
-        router = Router(context, json.loads(addresses.read_text())["address"])
+        router = connect(json.loads(addresses.read_text())["address"])
         await router.tell(RouterHello(router_id="r", epoch=1, protocol=PROTOCOL_VERSION))
         await until(lambda: router.last(WorkerHeartbeat))
         hello, beat = router.last(WorkerHello), router.last(WorkerHeartbeat)
@@ -132,7 +140,6 @@ async def test_a_foreign_engine_from_loading_to_drain(context: zmq.asyncio.Conte
         await until(lambda: len(router.tokens("b")) == 40)
         async with asyncio.timeout(WAIT_S):
             assert await worker.wait() == 0
-        await router.close()
     finally:
         if worker.returncode is None:
             worker.kill()
