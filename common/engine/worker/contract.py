@@ -58,7 +58,7 @@ class ModelFacts:
     """Description of a loaded model, for hellos, logs and metrics.
 
     - `fingerprint`: equal on workers that exchange KV blocks. It covers model, weights, dtype and block layout.
-    - `weights`: equal on workers that may continue each other's answers: model and weight format; "" for none.
+    - `weights`: equal on workers that may continue each other's answers: model and weight format.
     - `layout`: names and values of settings in `fingerprint`. They explain to users why workers are not paired.
     - `block_size` in tokens, `block_bytes` in bytes on the wire. `num_blocks`: size of the KV cache.
     - `window`: maximum context of all layers in tokens; 0 if some layer has full attention.
