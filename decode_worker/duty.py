@@ -21,7 +21,7 @@ from common.engine.transfer import (
     TransferOpened,
     blocks_per_message,
 )
-from common.engine.worker import Duty, DutyOffer, Engine, Send, WorkerParts
+from common.engine.worker import DutyOffer, LoopDuty, LoopModel, Send, WorkerParts
 from common.grammar import Grammars
 from common.model_files import ModelFiles
 from decode_worker.drafting.drafter import DraftCache, Drafter
@@ -35,7 +35,7 @@ from decode_worker.scheduler import DecodeScheduler
 log = logging.getLogger(__name__)
 
 
-class DecodeDuty(Duty):
+class DecodeDuty(LoopDuty):
     """Duty that receives KV and generates tokens."""
 
     role = "decode"
@@ -57,7 +57,7 @@ class DecodeDuty(Duty):
         elif self._listener is not None:
             self._listener.close()
 
-    def build_engine(self, files: ModelFiles, loaded: LoadedModel, grammars: Grammars, send: Send) -> Engine:
+    def new_engine(self, files: ModelFiles, loaded: LoadedModel, grammars: Grammars, send: Send) -> DecodeEngine:
         assert self._listener is not None  # set by `bind_kv`
         settings, in_message = self.settings, blocks_per_message(loaded.kv.wire_bytes)
         blocks, quantised = incoming_blocks(loaded.kv, in_message), None
@@ -146,9 +146,14 @@ class DecodeDuty(Duty):
             self._engine.notify(event)
 
 
-def decode_offer(config: DecodeWorkerConfig) -> DutyOffer:
+def decode_offer(config: DecodeWorkerConfig) -> DutyOffer[LoopModel]:
     """Return the offer of a process to decode with these settings."""
-    return DutyOffer("decode", config, lambda parts: DecodeDuty(config, parts))
+    return DutyOffer(
+        "decode",
+        config,
+        lambda files: LoopModel.load(files, config),
+        lambda parts: DecodeDuty(config, parts),
+    )
 
 
 def step_launcher(runner: ModelRunner, sampler: Sampler) -> Launcher | None:

@@ -33,9 +33,11 @@ from helm.schema_types import (
     whole,
 )
 from router.access.keys import MAX_LIMIT
-from router.models.models_file import MAX_MODELS, MAX_NAMES, MAX_SPLITS
+from router.models.models_file import MAX_MARK_CHARS, MAX_MODELS, MAX_NAMES, MAX_SPLITS
 
 TARGET = Path(__file__).with_name("values.schema.json")
+MARK = rf"^\S([\s\S]{{0,{MAX_MARK_CHARS - 2}}}\S)?$"
+"""A text without white space around it, as the router reads it."""
 # The chart sets these from other values. A second place could contradict the first.
 CHART_SETS = frozenset(
     (
@@ -224,11 +226,16 @@ def model() -> Schema:
                     ("chatTemplate", "chat_template"),
                     ("toolParser", "tool_parser"),
                     ("reasoning", "reasoning"),
+                    ("reasoningInForm", "reasoning_in_form"),
                 )
+            },
+            **{
+                key: of_field(fields[name]) | {"pattern": MARK}
+                for key, name in (("reasoningStart", "reasoning_start"), ("reasoningEnd", "reasoning_end"))
             },
         },
         ("source",),
-    )
+    ) | {"dependencies": {"reasoningStart": ["reasoningEnd"], "reasoningEnd": ["reasoningStart"]}}
 
 
 def shared_router() -> Schema:

@@ -8,7 +8,7 @@ from common.engine.run import LoadedModel
 from common.engine.sampling import Sampler, max_prompt_logprobs
 from common.engine.sequences import EngineParts, hidden_state_slots
 from common.engine.transfer import blocks_in_queues
-from common.engine.worker import Duty, DutyOffer, Engine, Send, WorkerParts
+from common.engine.worker import DutyOffer, LoopDuty, LoopModel, Send, WorkerParts
 from common.grammar import Grammars
 from common.model_files import ModelFiles
 from prefill_worker.engine import PrefillEngine
@@ -16,7 +16,7 @@ from prefill_worker.launcher import Pooler, PromptLauncher
 from prefill_worker.scheduler import PrefillScheduler
 
 
-class PrefillDuty(Duty):
+class PrefillDuty(LoopDuty):
     """Duty that computes the KV cache of prompts and sends it, or pools their hidden states."""
 
     role = "prefill"
@@ -25,7 +25,7 @@ class PrefillDuty(Duty):
         super().__init__(config, parts)
         self.settings = config
 
-    def build_engine(self, files: ModelFiles, loaded: LoadedModel, grammars: Grammars, send: Send) -> Engine:
+    def new_engine(self, files: ModelFiles, loaded: LoadedModel, grammars: Grammars, send: Send) -> PrefillEngine:
         settings = self.settings
         pool = self.new_pool(loaded)
         tiers = self.new_tiers(loaded, pool, lambda event: engine.notify(event))
@@ -62,6 +62,11 @@ class PrefillDuty(Duty):
         return engine
 
 
-def prefill_offer(config: PrefillWorkerConfig) -> DutyOffer:
+def prefill_offer(config: PrefillWorkerConfig) -> DutyOffer[LoopModel]:
     """Return the offer of a process to compute prompts with these settings."""
-    return DutyOffer("prefill", config, lambda parts: PrefillDuty(config, parts))
+    return DutyOffer(
+        "prefill",
+        config,
+        lambda files: LoopModel.load(files, config),
+        lambda parts: PrefillDuty(config, parts),
+    )

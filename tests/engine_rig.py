@@ -32,7 +32,7 @@ from common.engine.transfer.lender import KVLender, LendableBlocks, LenderIdenti
 from common.engine.transfer.puller import KVPuller, PeerCaches
 from common.engine.transfer.transports.shm import SharedBlocks, SharedReads
 from common.engine.transfer.transports.tcp import Frames
-from common.engine.worker.engine import RequestReceived
+from common.engine.worker.contract import RequestReceived
 from common.errors import DeviceLost
 from common.grammar.checks import GrammarChecks, Verdict
 from common.grammar.grammars import Grammars

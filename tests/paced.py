@@ -37,13 +37,13 @@ from common.engine.models.batch import ForwardBatch, SequenceChunk, check_chunk
 from common.engine.run.loaded import LoadedModel, ModelFactories
 from common.engine.run.runner import ModelRunner
 from common.engine.worker.command import run_role
-from common.engine.worker.duty import DutyOffer
+from common.engine.worker.contract import DutyOffer
+from common.engine.worker.loop_model import LoopModel
 from common.engine.worker.process import WorkerProcess, end_process
 from common.errors import ConfigError, ModelError
 from common.latency.step_model import StepShape
 from common.model_files.config import ModelConfig, from_hf
 from common.model_files.files import ModelFiles
-from common.model_files.resolve import resolve_model
 from common.model_files.tiny import make_tiny_model
 from common.wire.message_fields import ROLES
 from kernels.interface.attention_plan import AttentionPlan, QuerySpan
@@ -262,30 +262,30 @@ PROGRAM = "python -m tests.paced"
 
 
 def load_paced(
-    coefficients: Coefficients, config: WorkerConfig, role: Callable[[], str]
-) -> tuple[ModelFiles, LoadedModel]:
+    coefficients: Coefficients, files: ModelFiles, config: WorkerConfig, role: Callable[[], str]
+) -> LoopModel:
     """`role` is asked at each step. Raises ConfigError for settings with which the KV would not stay as it is."""
     if config.device != "cpu":
         raise ConfigError("device", config.device, "cpu: a paced worker computes nothing")
     for field, value in (("kv_cache_dtype", "auto"), ("kv_wire_dtype", "native")):
         if getattr(config, field, value) != value:
             raise ConfigError(field, getattr(config, field), f"{value}: answers depend on every bit of the KV")
-    files = resolve_model(config.model, progress=False)
     assert files.config is not None  # a folder has one
     model = PacedModel(files.config.parent)
     factories = ModelFactories(runner=lambda kv: PacedRunner(model, kv, coefficients, role))
-    return files, LoadedModel.of(lambda: model, files, config, factories)
+    return LoopModel.of(files, LoadedModel.of(lambda: model, files, config, factories), config)
 
 
 class PacedWorker(WorkerProcess):
     """A worker at a pace, that of its present role."""
 
-    def __init__(self, coefficients: Coefficients, home: DutyOffer, other: DutyOffer | None) -> None:
-        super().__init__(home, other)
-        self._coefficients = coefficients
+    def __init__(
+        self, coefficients: Coefficients, home: DutyOffer[LoopModel], other: DutyOffer[LoopModel] | None
+    ) -> None:
+        def load(files: ModelFiles) -> LoopModel:
+            return load_paced(coefficients, files, home.config, lambda: self.duties.role)
 
-    def _load(self) -> tuple[ModelFiles, LoadedModel]:
-        return load_paced(self._coefficients, self.config, lambda: self.duties.role)
+        super().__init__(replace(home, load=load), other)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -81,7 +81,10 @@ def test_the_clients_that_were_tried_are_those_that_tests_pin(repository: Path) 
     rows = re.findall(r"^\| [^|]+ \| ([^|]+) \| [^|]+ \| `(\w+\.py)::(\w+)` \|$", page, re.MULTILINE)
     pinned = tomllib.loads((repository / "tests" / "clients" / "versions.toml").read_text(encoding="utf-8"))
     wanted = [
-        ", ".join(re.sub(r"\[\w+\]", "", one).replace("==", " ") for one in row["requires"]) for row in pinned.values()
+        ", ".join(
+            re.sub(r"\[[\w,]+\]", "", re.sub(r"==|\b@", " ", one)) for one in row.get("npm", []) + row["requires"]
+        )
+        for row in pinned.values()
     ]
     versions = [version for version, _, _ in rows if not version.startswith("requests of ")]
     hint = "run `make clients`, and name the versions of tests/clients/versions.toml in docs/reference/clients.md"

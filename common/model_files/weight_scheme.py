@@ -24,7 +24,7 @@ HOLDERS: Final = ("quantization_config", "compression_config", "quantization")
 INTEGER_BITS: Final = (4, 8)
 """Bits per integer in GPTQ and compressed-tensors that the kernels support."""
 AWQ_BITS: Final = 4
-"""Bits per integer of AWQ, the only value that AutoAWQ writes."""
+"""Bits per integer of AWQ. AutoAWQ writes no others."""
 COMPRESSED_FORMATS: Final = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense"),
 )
@@ -56,17 +56,17 @@ class WeightScheme:
 
 @dataclass(frozen=True, slots=True)
 class KVScheme:
-    """KV cache format that a checkpoint requests: fp8, or an unsupported one (`unread`).
+    """KV cache format that a checkpoint requests: fp8, or one that is not supported (`unsupported`).
 
     With `needs_scales`, the file must have a scale per layer. ModelOpt omits scales of 1.
     """
 
-    unread: str = ""
+    unsupported: str = ""
     needs_scales: bool = True
 
 
 class ConfigReader:
-    """Reader of a `quantization_config`. Errors name the file, field, value and allowed values."""
+    """Reader of a `quantization_config`. Errors name the file, the field, its value and the allowed values."""
 
     def __init__(self, fields: Any, path: Path, prefix: str) -> None:
         if not isinstance(fields, dict):
@@ -76,7 +76,7 @@ class ConfigReader:
 
     @property
     def method(self) -> Any:
-        """The tool that wrote the file, which some versions of compressed-tensors and ModelOpt omit."""
+        """The `quant_method`, inferred from other fields where versions of compressed-tensors and ModelOpt omit it."""
         if self.fields.get("quant_method") is not None:
             return self.fields["quant_method"]
         if "quant_algo" in self.fields:
@@ -118,7 +118,7 @@ class ConfigReader:
 def read_weight_scheme(path: Path) -> WeightScheme | None:
     """Return the format of a config.json's weights; None if they are not quantised. Raises ModelError."""
     reader = _reader(path)
-    if reader is None or _is_for_kv_alone(reader):
+    if reader is None or _has_only_kv_scheme(reader):
         return None
     if reader.method not in list(METHODS):
         raise reader.refusal("quant_method", reader.method, tuple(METHODS))
@@ -161,8 +161,8 @@ def _reader(path: Path) -> ConfigReader | None:
     return modelopt
 
 
-def _is_for_kv_alone(reader: ConfigReader) -> bool:
-    """Return whether a configuration has a KV scheme but no quantised weights."""
+def _has_only_kv_scheme(reader: ConfigReader) -> bool:
+    """Whether a configuration has a KV scheme but no quantised weights."""
     fields = reader.fields
     if reader.method == "modelopt":
         return fields.get("quant_algo") is None
@@ -171,7 +171,7 @@ def _is_for_kv_alone(reader: ConfigReader) -> bool:
 
 
 def _gptq(reader: ConfigReader) -> WeightScheme:
-    """Read AutoGPTQ's and GPTQModel's. The original layout stores zero points minus one, `gptq_v2` unchanged."""
+    """Read the format of AutoGPTQ and GPTQModel. Its first layout stores zero points minus one, `gptq_v2` unchanged."""
     reader.allow("bits", INTEGER_BITS)
     reader.allow("pack_dtype", (None, "int32"))
     reader.allow("is_marlin_format", (None, False))
@@ -180,7 +180,7 @@ def _gptq(reader: ConfigReader) -> WeightScheme:
 
 
 def _awq(reader: ConfigReader) -> WeightScheme:
-    """Read AutoAWQ's. transformers 5 writes `format` for `version`."""
+    """Read the format of AutoAWQ. transformers 5 calls its `version` `format`."""
     reader.allow("bits" if "bits" in reader.fields else "w_bit", (AWQ_BITS,))
     reader.allow("zero_point", (True,))
     for name in ("version", "format"):
@@ -195,7 +195,7 @@ def _fp8(reader: ConfigReader) -> WeightScheme:
 
 
 def _modelopt(reader: ConfigReader) -> WeightScheme:
-    """Read ModelOpt's. Its fp8 matrices are stored as those of `fp8`."""
+    """Read the format of ModelOpt, whose fp8 matrices are stored as in `fp8`."""
     algorithm = reader.fields.get("quant_algo")
     if str(algorithm).upper() not in MODELOPT_ALGORITHMS:
         raise reader.refusal("quant_algo", algorithm, MODELOPT_ALGORITHMS)

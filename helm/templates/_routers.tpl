@@ -90,6 +90,15 @@ tool_parser = {{ toJson . }}
 {{- with $model.reasoning }}
 reasoning = {{ toJson . }}
 {{- end }}
+{{- with $model.reasoningStart }}
+reasoning_start = {{ toJson . }}
+{{- end }}
+{{- with $model.reasoningEnd }}
+reasoning_end = {{ toJson . }}
+{{- end }}
+{{- if hasKey $model "reasoningInForm" }}
+reasoning_in_form = {{ $model.reasoningInForm }}
+{{- end }}
 {{- with $model.slo }}
 {{- with .ttftMs }}
 slo_ttft_ms = {{ include "diptych.tomlValue" . }}
@@ -144,6 +153,7 @@ revision = {{ toJson . }}
 {{- $parts := list (include "diptych.modelSetting" (dict "root" $.root "model" $view)) (include "diptych.servedName" (dict "model" .)) .toolParser .reasoning .slo (len (include "diptych.pools" (dict "root" $.root "role" "prefill" "model" .name) | fromYaml).pools | eq 0) }}
 {{- /* Only if set: otherwise a chart upgrade would restart routers without these settings. */}}
 {{- with .chatTemplate }}{{ $parts = append $parts . }}{{ end }}
+{{- with pick . "reasoningStart" "reasoningEnd" "reasoningInForm" }}{{ $parts = append $parts . }}{{ end }}
 {{- with include "diptych.planSettings" (dict "root" $.root "model" .name) | fromYaml }}{{ $parts = append $parts . }}{{ end }}
 {{- $fixed = append $fixed $parts }}
 {{- end }}
@@ -189,7 +199,7 @@ revision = {{ toJson . }}
 {{- end }}
 {{- else }}
 {{- range $model := (include "diptych.models" (dict "root" .root) | fromYaml).models }}
-{{- range $key := list "aliases" "fallbacks" "hold" "limits" "chatTemplate" "toolParser" "reasoning" }}
+{{- range $key := list "aliases" "fallbacks" "hold" "limits" "chatTemplate" "toolParser" "reasoning" "reasoningStart" "reasoningEnd" "reasoningInForm" }}
 {{- if hasKey $model $key }}{{ fail (printf "model %s: %s needs sharedRouter.enabled, one router for all models" $model.name $key) }}{{ end }}
 {{- end }}
 {{- end }}

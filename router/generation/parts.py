@@ -17,6 +17,7 @@ from router.text import (
     StopScanner,
     TextPart,
     ThinkingScanner,
+    ThoughtMarks,
     ThoughtPart,
     ThoughtPosition,
     ThoughtTokens,
@@ -45,16 +46,18 @@ def is_scanned(model: ServedModel, calling: ToolCalling | None) -> bool:
     return model.dialect.parses and (calling is not None or model.dialect.format.has_channels)
 
 
-def reads_thoughts(model: ServedModel, fields: ChatRequest, calling: ToolCalling | None) -> bool:
-    """Whether answers may begin with a thought between marks; not if they must have a form from the first token."""
-    in_form = model.config.reasoning_in_form and is_constrained(fields, calling)
-    return model.thoughts is not None and not in_form
+def thoughts_of(model: ServedModel, fields: ChatRequest, calling: ToolCalling | None) -> ThoughtMarks | None:
+    """Return the marks of thoughts in answers; None if answers must have a form from the first token."""
+    if model.config.reasoning_in_form and is_constrained(fields, calling):
+        return None
+    return model.thoughts_of(with_tools=calling is not None)
 
 
 def marks_of(model: ServedModel, fields: ChatRequest, calling: ToolCalling | None) -> frozenset[int]:
     """Return the special tokens to keep in the text of the answers, because scanners look for them."""
     marks = model.marks if is_scanned(model, calling) else frozenset[int]()
-    return marks | model.thought_tokens if reads_thoughts(model, fields, calling) else marks
+    thoughts = thoughts_of(model, fields, calling)
+    return marks if thoughts is None else marks | model.thought_tokens[thoughts]
 
 
 class AnswerParts:
@@ -70,7 +73,7 @@ class AnswerParts:
         self._has_thoughts = model.shows_thoughts
         self._only_calls = is_constrained(fields, calling)  # or only another form
         self._continued = fields.continued_text
-        self._thoughts = model.thoughts if reads_thoughts(model, fields, calling) else None
+        self._thoughts = thoughts_of(model, fields, calling)
         self._keeps_blanks = self._only_calls and not takes_breaks(fields, calling)
         self._scanners: dict[int, _Scanners] = {}
         self._id = secrets.token_hex(16)
@@ -99,7 +102,8 @@ class AnswerParts:
             scanners.thought_tokens.push(piece.token_ids)
         thought, text = _without_thought(scanners.thinking, piece)
         parts: list[Part] = [ThoughtPart(thought)] if thought and self._shows_thought else []
-        start = scanners.num_chars - len(text)  # `text` is the end of the answer so far
+        num_held = 0 if scanners.thinking is None else scanners.thinking.num_held
+        start = scanners.num_chars - num_held - len(text)
         if not self._is_scanned:
             return [*parts, TextPart(text, start)] if text else parts
         if scanners.calls is None and text:
@@ -154,7 +158,8 @@ class AnswerParts:
         if self._thoughts is None:
             return None
         position = position_of(self._model, self._thoughts, prompt_token_ids, self._continued)
-        if self._only_calls and position is ThoughtPosition.AFTER:
+        may_have_head = position is ThoughtPosition.CLOSED and self._thoughts.head and not self._keeps_blanks
+        if self._only_calls and position.is_after and not may_have_head:
             return None  # the form begins with the first token
         return ThinkingScanner(self._thoughts, position, keeps_blanks=self._keeps_blanks)
 

@@ -100,7 +100,9 @@ class ServedModel:
     marks: frozenset[int] = field(init=False)
     thoughts: ThoughtMarks | None = field(init=False)
     """The marks around thoughts at the beginning of answers; None if thoughts are not shown separately."""
-    thought_tokens: frozenset[int] = field(init=False)
+    tool_thoughts: ThoughtMarks | None = field(init=False)
+    """The same, in answers to requests with tools, which may have a separate template."""
+    thought_tokens: Mapping[ThoughtMarks, frozenset[int]] = field(init=False)
     """The special tokens in these marks."""
 
     def __post_init__(self) -> None:
@@ -124,9 +126,14 @@ class ServedModel:
                     self.dialect.format.name,
                 )
         self.marks = self.text.mark_tokens(self.dialect.format.marks)
-        self.thoughts = self._thought_marks()
-        marks = () if self.thoughts is None else (self.thoughts.start, self.thoughts.end)
-        self.thought_tokens = frozenset(token_id for mark in marks for token_id in self.text.special_tokens(mark))
+        templates = (self.text.template.source, template.source)
+        self.thoughts = self._thought_marks(*templates)
+        self.tool_thoughts = self._thought_marks(*reversed(templates)) if self.dialect.native else self.thoughts
+        self.thought_tokens = {
+            marks: frozenset(self.text.special_tokens(marks.start)) | frozenset(self.text.special_tokens(marks.end))
+            for marks in (self.thoughts, self.tool_thoughts)
+            if marks is not None
+        }
 
     @property
     def name(self) -> str:
@@ -166,12 +173,21 @@ class ServedModel:
         """
         return f"fp_{self.files.weights_hash}" if self.files.weights_hash else None
 
-    def _thought_marks(self) -> ThoughtMarks | None:
+    def thoughts_of(self, *, with_tools: bool) -> ThoughtMarks | None:
+        """Return the marks of thoughts in answers to requests with or without tools."""
+        return self.tool_thoughts if with_tools else self.thoughts
+
+    def _thought_marks(self, template: str | None, other: str | None) -> ThoughtMarks | None:
+        """Return the configured marks, or those in the template, or those in the model's other template."""
         if not self.shows_thoughts or self.dialect.format.has_channels:
             return None
         if self.config.reasoning_start:
             return ThoughtMarks(self.config.reasoning_start, self.config.reasoning_end)
-        return marks_in(self.text.chat_template)
+
+        def is_token(text: str) -> bool:
+            return self.text.tokenizer.token_to_id(text) is not None
+
+        return marks_in(template, is_token) or marks_in(other, is_token)
 
     def num_alternatives(self, wanted: int, param: str) -> int:
         """Return the number of alternatives for a request of `wanted`; -1: all tokens. Raises InvalidRequest."""

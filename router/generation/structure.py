@@ -58,7 +58,7 @@ def tool_calling(fields: ChatRequest) -> ToolCalling | None:
         return ToolCalling(named, required=True, several=False)
     if choice == "required" and not functions:
         raise InvalidRequest("tool_choice: 'required' needs at least one tool in tools", param="tool_choice")
-    if choice == "none" or not functions:
+    if not fields.offers_tools:
         return None
     return ToolCalling(functions, required=choice == "required", several=fields.parallel_tool_calls is not False)
 
@@ -145,7 +145,9 @@ def _prelude(
         return None  # part of the format's own grammar
     prelude = prelude_of(model, fields, prompt, takes_breaks=takes_breaks(fields, calling))
     is_free = not is_constrained(fields, calling)
-    if prelude is not None and is_free and prelude.is_optional and len(model.thought_tokens) < 2:
+    marks = model.thoughts_of(with_tools=calling is not None)
+    num_tokens = 0 if marks is None else len(model.thought_tokens[marks])
+    if prelude is not None and is_free and prelude.is_optional and num_tokens < 2:
         return None  # free text that begins with the mark would match the form too
     return prelude
 

@@ -16,7 +16,7 @@ MAX_BLANK_TOKENS = 8
 
 def position_of(model: ServedModel, marks: ThoughtMarks, prompt: Sequence[int], continued: str) -> ThoughtPosition:
     """Determine where the prompt ends in relation to the thought, given the text of the message to continue, or ""."""
-    longest = max(len(marks.start.encode()), len(marks.end.encode()))  # a token has at least one byte
+    longest = len(marks.start.encode()) + len(marks.end.encode())  # a token has at least one byte
     prompt_end = model.text.tokenizer.decode(prompt[-longest - MAX_BLANK_TOKENS :], skip_special_tokens=False)
     return ThoughtPosition.of(marks, prompt_end, continued)
 
@@ -31,10 +31,11 @@ def prelude_of(model: ServedModel, fields: ChatRequest, prompt: Sequence[int], *
     if model.dialect.format.has_channels:
         rules = "" if fields.continued_text else model.dialect.format.prelude(model.text.spell)
         return Prelude(rules) if rules else None
-    if model.thoughts is None:
+    marks = model.thoughts_of(with_tools=fields.offers_tools)
+    if marks is None:
         return None
-    position = position_of(model, model.thoughts, prompt, fields.continued_text)
-    return thought_prelude(model.thoughts, position, model.text.spell_all, takes_breaks=takes_breaks)
+    position = position_of(model, marks, prompt, fields.continued_text)
+    return thought_prelude(marks, position, model.text.spell_all, takes_breaks=takes_breaks)
 
 
 def thinking_budget(model: ServedModel, fields: SamplingFields, prompt: Sequence[int]) -> ThinkingBudget | None:
@@ -46,7 +47,7 @@ def thinking_budget(model: ServedModel, fields: SamplingFields, prompt: Sequence
     if budget is None or budget < 0:
         return None
     channels = model.dialect.format.thought_marks if model.shows_thoughts else None
-    marks = channels or model.thoughts
+    marks = channels or model.thoughts_of(with_tools=fields.offers_tools)
     if marks is None:
         what = "not supported by this model, whose thoughts have no known marks"
         raise InvalidRequest(f"thinking_token_budget: {what}", param="thinking_token_budget")

@@ -7,7 +7,7 @@ from router.models.models_file import (
     ModelsSource,
     ModelTable,
     check_planned,
-    same_model,
+    fixed_part,
     settings_of,
     table_of,
 )
@@ -22,8 +22,8 @@ __all__ = [
     "ModelTable",
     "ModelsSource",
     "check_planned",
+    "fixed_part",
     "read_template",
-    "same_model",
     "settings_of",
     "table_of",
     "with_chat_template",

@@ -58,9 +58,11 @@ PLANNED = (
     *("prefill_deployment", "decode_deployment", "planner_lease"),
 )
 """Planner settings that a model can override."""
+OVERRIDES = ("chat_template", "tool_parser", "reasoning", "reasoning_start", "reasoning_end", *GOALS)
+"""Other settings that a model can override. If empty, the router's apply."""
 MODEL_FIELDS = (
-    *("model", "name", "aliases", "fallbacks", "hold", "prefill", *LIMITS, "chat_template", "tool_parser", "reasoning"),
-    *("reasoning_start", "reasoning_end", *GOALS, *PLANNED),
+    *("model", "name", "aliases", "fallbacks", "hold", "prefill", "reasoning_in_form"),
+    *(*LIMITS, *OVERRIDES, *PLANNED),
 )
 SPLIT_FIELDS = ("name", "weights")
 AGREED_NAME = "models.toml"
@@ -73,7 +75,8 @@ class ModelEntry:
     While it has no ready worker or no capacity, `fallbacks` serve its requests, in order. Unless it `holds`, requests
     fail with 503 while it has no ready worker, instead of waiting. If not `has_prefill`, missing prefill workers are
     not reported. `limits` apply to all keys together. `chat_template` is a file; if empty, the model's own is used.
-    Empty values of `tool_parser`, of `reasoning` and its marks, and of the goals of class `default` mean the router's.
+    Empty values of `tool_parser`, of `reasoning`, its marks and `reasoning_in_form`, and of the goals of class
+    `default` mean the router's.
     `planned` are the planner settings that this model overrides.
     """
 
@@ -89,6 +92,7 @@ class ModelEntry:
     reasoning: str = ""
     reasoning_start: str = ""
     reasoning_end: str = ""
+    reasoning_in_form: bool | None = None
     slo_ttft_ms: float = 0.0
     slo_tpot_ms: float = 0.0
     planned: Mapping[str, int | float | str] = dataclasses.field(default_factory=dict)
@@ -164,8 +168,12 @@ class _Table:
         return tuple(value)
 
     def flag(self, field: str, *, default: bool) -> bool:
-        value = self._values.get(field, default)
-        if not isinstance(value, bool):
+        value = self.choice(field)
+        return default if value is None else value
+
+    def choice(self, field: str) -> bool | None:
+        value = self._values.get(field)
+        if value is not None and not isinstance(value, bool):
             self.refuse(field, "true or false")
         return value
 
@@ -237,6 +245,7 @@ def _model(table: _Table) -> ModelEntry:
         reasoning=table.text("reasoning"),
         reasoning_start=table.mark("reasoning_start"),
         reasoning_end=table.mark("reasoning_end"),
+        reasoning_in_form=table.choice("reasoning_in_form"),
         slo_ttft_ms=table.goal("slo_ttft_ms"),
         slo_tpot_ms=table.goal("slo_tpot_ms"),
         planned=table.planned(),
@@ -287,11 +296,9 @@ def settings_of(config: RouterConfig, entries: Mapping[str, ModelEntry]) -> list
     return [_of_model(config, name, entry, lease) for (name, entry), lease in zip(entries.items(), leases, strict=True)]
 
 
-def same_model(entry: ModelEntry) -> tuple[str, ...]:
-    """Return the values of an entry that cannot change while the router runs."""
-    others = (entry.slo_ttft_ms, entry.slo_tpot_ms, entry.has_prefill, *sorted(entry.planned.items()))
-    marks = (entry.reasoning, entry.reasoning_start, entry.reasoning_end)
-    return entry.model, entry.name, entry.chat_template, entry.tool_parser, *marks, *map(str, others)
+def fixed_part(entry: ModelEntry) -> ModelEntry:
+    """Return an entry without the values that can change while the router runs."""
+    return replace(entry, aliases=(), fallbacks=(), holds=True, limits=Limits())
 
 
 def check_planned(config: RouterConfig, models: Sequence[RouterConfig]) -> None:
@@ -311,6 +318,7 @@ def check_planned(config: RouterConfig, models: Sequence[RouterConfig]) -> None:
 
 def _of_model(config: RouterConfig, name: str, entry: ModelEntry, lease: str) -> RouterConfig:
     planned = {"planner_lease": lease, **entry.planned}
+    in_form = config.reasoning_in_form if entry.reasoning_in_form is None else entry.reasoning_in_form
     if config.planner == "kubernetes" and not (config.decode_deployment or "decode_deployment" in planned):
         planned["planner"] = "advice"  # another party scales its Deployments
     try:
@@ -319,15 +327,10 @@ def _of_model(config: RouterConfig, name: str, entry: ModelEntry, lease: str) ->
             model=entry.model,
             served_model_name=name if entry.name else "",
             models_file="",
-            chat_template=entry.chat_template or config.chat_template,
-            tool_parser=entry.tool_parser or config.tool_parser,
-            reasoning=entry.reasoning or config.reasoning,
-            reasoning_start=entry.reasoning_start or config.reasoning_start,
-            reasoning_end=entry.reasoning_end or config.reasoning_end,
+            reasoning_in_form=in_form,
             prefill=config.prefill if entry.has_prefill else (),
             prefill_services=config.prefill_services if entry.has_prefill else (),
-            slo_ttft_ms=entry.slo_ttft_ms or config.slo_ttft_ms,
-            slo_tpot_ms=entry.slo_tpot_ms or config.slo_tpot_ms,
+            **{field: getattr(entry, field) or getattr(config, field) for field in OVERRIDES},
             **planned,  # type: ignore[arg-type]  # checked as they were read
         )
     except ConfigError as error:

@@ -125,6 +125,11 @@ class SamplingFields(Extensions):
         """Text of the last message if the answer continues it, otherwise ""."""
         return ""
 
+    @property
+    def offers_tools(self) -> bool:
+        """Whether the model sees tools that it may call."""
+        return False
+
     @abstractmethod
     def without_prompt(self) -> Self:
         """Return a copy without the prompt fields. It is retained while the answer is generated."""
@@ -330,6 +335,10 @@ class ChatRequest(SamplingFields):
         if isinstance(last.content, list):
             return "\n".join([part.said for part in last.content])
         return last.content or ""
+
+    @property
+    def offers_tools(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
 
     @cached_property
     def continued_text(self) -> str:

@@ -22,7 +22,7 @@ from router.models import (
     Catalog,
     ModelsSource,
     check_planned,
-    same_model,
+    fixed_part,
     settings_of,
 )
 from router.observe import ENGINE, DiscoveryCollector, RouterMetrics
@@ -132,10 +132,10 @@ class Serving:
     async def _read_anew(self) -> None:
         """Reload the file of models; the models themselves must be unchanged. Raises ConfigError."""
         table = await asyncio.to_thread(self._source.read)
-        before = [same_model(entry) for entry in self._table.models]
-        if before != [same_model(entry) for entry in table.models]:
-            allowed = "the same models, names, templates, parsers, goals and prefill, in the same order (else restart)"
-            raise ConfigError(MODELS_FIELD, self._config.models_file, allowed)
+        before = [fixed_part(entry) for entry in self._table.models]
+        if before != [fixed_part(entry) for entry in table.models]:
+            allowed = "the same models in the same order, with changes only of aliases, fallbacks, hold and limits"
+            raise ConfigError(MODELS_FIELD, self._config.models_file, f"{allowed}: restart the router for others")
         self.catalog = Catalog(table, [model.files.model_id for model in self.models])
         router_state: RouterState = self.app.state.router_state
         router_state.models.catalog = self.catalog

@@ -94,6 +94,16 @@ def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
+def special_token(token_id: int) -> str:
+    """Return the right side of a rule for a special token, which is never part of text."""
+    return f"<[{token_id}]>"
+
+
+def is_special(expression: str) -> bool:
+    """Whether the right side of a rule begins with a special token."""
+    return expression.startswith("<[")
+
+
 def bounded(grammar: str) -> str:
     """Return the grammar unchanged. Raises ValueError if it is too long for a message to a worker."""
     if len(grammar) > MAX_GRAMMAR_CHARS:

@@ -66,7 +66,8 @@ class ContentStops:
         if not self._is_begun:
             undecided = 0 if self._thinking is None else self._thinking.num_undecided
             return self._released(self._num_chars - undecided)
-        start = self._num_chars - len(said)
+        read = self._num_chars if self._thinking is None else self._num_chars - self._thinking.num_held
+        start = read - len(said)
         if self._calls_from is None:
             parts: Sequence[Part] = [TextPart(said, start)]
         else:
@@ -74,7 +75,7 @@ class ContentStops:
             parts = self._calls.push(said)
         if self._finds_stop(parts):
             return self._released(self._cut)
-        end = self._num_chars if self._calls is None else self._calls.position
+        end = read if self._calls is None else self._calls.position
         return self._released(end - self._num_held if end == self._text_end else end)
 
     def _finds_stop(self, parts: Sequence[Part]) -> bool:

@@ -84,17 +84,12 @@ class CallsDemand(msgspec.Struct, frozen=True, tag="calls"):
         functions = json.dumps([[function.name, function.parameters] for function in wanted.functions])
         marks = {mark: spell(mark) for mark in (*call_format.marks, *call_format.silent_marks)}
         answer = json.dumps(wanted.answer)
-        return cls(_number_of(call_format), marks, functions, wanted.required, wanted.several, answer)
+        return cls(FORMATS.index(call_format), marks, functions, wanted.required, wanted.several, answer)
 
     def grammar(self) -> str:
         functions = [Function(name, None, parameters) for name, parameters in json.loads(self.functions)]
         wanted = Wanted(functions, self.required, self.several, json.loads(self.answer))
         return FORMATS[self.format].grammar(wanted, self.marks.__getitem__)
-
-
-def _number_of(call_format: CallFormat) -> int:
-    kind, variant = type(call_format), vars(call_format)
-    return next(i for i, each in enumerate(FORMATS) if type(each) is kind and vars(each) == variant)
 
 
 Demand: TypeAlias = JsonDemand | RegexDemand | ChoiceDemand | RulesDemand | CallsDemand

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from router.text.answer_grammar import literal, rule
+from router.text.answer_grammar import is_special, literal, rule
 from router.text.thinking import ThoughtPosition
 from router.text.thought_marks import ThoughtMarks
 
@@ -42,35 +42,36 @@ class Prelude(msgspec.Struct, frozen=True):
 def thought_prelude(
     marks: ThoughtMarks, position: ThoughtPosition, spell: SpellAll, *, takes_breaks: bool
 ) -> Prelude | None:
-    """Write the rules of a thought that the answer begins or continues; None after a thought.
+    """Write the rules of a thought that the answer begins or continues, and of the answer's head; None without both.
 
     A thought is any text without its end mark and without special tokens. With `takes_breaks`, up to two line breaks
-    may follow it.
+    may follow it. A head that is not all special tokens is allowed only with `takes_breaks`, because other forms may
+    begin like it.
     """
-    if position is ThoughtPosition.AFTER:
+    heads = spell(marks.head) if marks.head else ()
+    head = " ".join(heads) if takes_breaks or all(map(is_special, heads)) else ""
+    gap, rules = f" ({head})?" if head else "", ""
+    if takes_breaks:
+        gap = f" (BREAKS? {head})? BREAKS?" if head else " BREAKS?"
+        head, rules = head and f"{head} BREAKS?", rule("BREAKS", r"/\n{1,2}/")
+    if position is ThoughtPosition.CLOSED and head:
+        return Prelude(rule("prelude", head) + rules, is_optional=True)
+    if position.is_after:
         return None
     ends = spell(marks.end)
-    if _is_token(ends[0]):  # a thought must not contain the mark as text either: the router would end it there
+    if is_special(ends[0]):  # a thought must not contain the mark as text either: the router would end it there
         closed = f"THOUGHT {' '.join(ends)}"
-        rules = rule("MARKED", f"ANY {literal(marks.end)} ANY") + rule("THOUGHT", "ANY & ~MARKED")
+        rules += rule("MARKED", f"ANY {literal(marks.end)} ANY") + rule("THOUGHT", "ANY & ~MARKED")
     else:
         closed = " ".join(["closing", *ends[1:]])
-        rules = rule("closing[lazy]", f"ANY {ends[0]}")
-    heads = spell(marks.head) if marks.head else ()
-    if heads and all(map(_is_token, heads)):
-        closed += f" ({' '.join(heads)})?"
-    if takes_breaks:
-        closed += " BREAKS?"
-        rules += rule("BREAKS", r"/\n{1,2}/")
+        rules += rule("closing[lazy]", f"ANY {ends[0]}")
     rules += rule("ANY", "/(?s:.*)/")
     if position.is_inside:
-        return Prelude(rule("prelude", closed) + rules)
-    starts = spell(marks.start)
-    return Prelude(rule("prelude", f"{' '.join(starts)} {closed}") + rules, is_optional=True, barred=marks.start)
-
-
-def _is_token(element: str) -> bool:
-    return element.startswith("<[")
+        return Prelude(rule("prelude", f"{closed}{gap}") + rules)
+    begun = f"{' '.join(spell(marks.start))} {closed}{gap}"
+    if head and marks.head_alone:
+        begun += f" | {head}"
+    return Prelude(rule("prelude", begun) + rules, is_optional=True, barred=marks.start)
 
 
 def _grammars(form: str) -> list[dict[str, Any]]:

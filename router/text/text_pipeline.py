@@ -10,7 +10,7 @@ from common.errors import ContextLengthExceeded, InvalidRequest
 from common.grammar import GrammarChecks
 from common.model_files import ChatTemplate, ModelFiles, Tokenizer
 from common.wire import BadWord
-from router.text.answer_grammar import literal, without_position
+from router.text.answer_grammar import literal, special_token, without_position
 from router.text.calls import Dialect, Function
 from router.text.chat_prompt import chat_prompt
 from router.text.detokenizer import TokenText, token_table
@@ -222,14 +222,14 @@ class TextPipeline:
     def spell(self, mark: str) -> str:
         """Write a delimiter in a grammar: as a token if it is a special token, otherwise as text."""
         token_id = self._special_id(mark)
-        return literal(mark) if token_id is None else f"<[{token_id}]>"
+        return literal(mark) if token_id is None else special_token(token_id)
 
     def spell_all(self, text: str) -> tuple[str, ...]:
         """Write a text in a grammar, with each special token in it as a token."""
         spelled, left = list[str](), text
         for token_id in self.special_tokens(text):
             before, _, left = left.partition(self.tokenizer.id_to_token(token_id))
-            spelled += [literal(before), f"<[{token_id}]>"] if before else [f"<[{token_id}]>"]
+            spelled += [literal(before), special_token(token_id)] if before else [special_token(token_id)]
         return (*spelled, literal(left)) if left else tuple(spelled)
 
     def special_tokens(self, text: str) -> list[int]:

@@ -13,11 +13,12 @@ MAX_BLANKS = 4096
 
 
 class ThoughtPosition(Enum):
-    """Where a prompt ends: before a thought, right after its start mark, within its text, or after a thought."""
+    """Where a prompt ends: before a thought, after its start mark, within it, after its end mark, or in the answer."""
 
     BEFORE = "before"
     OPENED = "opened"
     WITHIN = "within"
+    CLOSED = "closed"
     AFTER = "after"
 
     @classmethod
@@ -27,11 +28,17 @@ class ThoughtPosition(Enum):
             return cls.OPENED
         if marks.open_thought(continued) is not None:
             return cls.WITHIN
-        return cls.AFTER if continued.strip() or marks.ends_closed(prompt_end) else cls.BEFORE
+        if marks.ends_closed(prompt_end):
+            return cls.CLOSED
+        return cls.AFTER if continued.strip() else cls.BEFORE
 
     @property
     def is_inside(self) -> bool:
         return self in (ThoughtPosition.OPENED, ThoughtPosition.WITHIN)
+
+    @property
+    def is_after(self) -> bool:
+        return self in (ThoughtPosition.CLOSED, ThoughtPosition.AFTER)
 
 
 class _State(Enum):
@@ -65,8 +72,9 @@ class ThoughtTokens:
 class ThinkingScanner:
     """Splits an answer into reasoning and the text after it as it arrives. Strips white space around the reasoning.
 
-    If the prompt ends within the reasoning, white space at the beginning of the answer is kept. With
-    `keeps_blanks`, so is white space after the reasoning. An answer that does not begin with reasoning is not changed.
+    Also removes the head and the tail of the text, as the marks describe. If the prompt ends within the reasoning,
+    white space at the beginning of the answer is kept. With `keeps_blanks`, nothing after the reasoning is removed. An
+    answer that begins with neither reasoning nor a head is not changed.
     """
 
     def __init__(
@@ -77,6 +85,9 @@ class ThinkingScanner:
         keeps_blanks: bool = False,
     ) -> None:
         self._start, self._end = marks.start, marks.end
+        self._head, self._tail = ("", "") if keeps_blanks else (marks.head, marks.tail)
+        self._begins_with_head = bool(self._head) and (marks.head_alone or position is ThoughtPosition.CLOSED)
+        self._is_wrapped = False
         self._state = _State.THOUGHT if position.is_inside else _State.BEGIN
         self._held = ""
         self._thought = position is ThoughtPosition.WITHIN
@@ -89,6 +100,11 @@ class ThinkingScanner:
         """Number of held characters that may belong to reasoning or to the answer."""
         return len(self._held) if self._state is _State.BEGIN else 0
 
+    @property
+    def num_held(self) -> int:
+        """Number of characters at the end of the text so far that have not been returned."""
+        return len(self._held)
+
     def push(self, text: str) -> tuple[str, str]:
         """Process more text. Return what it adds to the reasoning and to the answer."""
         self._held += text
@@ -98,10 +114,10 @@ class ThinkingScanner:
         if self._state is _State.THOUGHT:
             thought = self._take_thought()
         if self._state is _State.GAP:
-            self._held = self._held.lstrip()
-            self._state = _State.ANSWER if self._held else _State.GAP
+            self._cross_gap()
         if self._state is _State.ANSWER:
-            said, self._held = self._held, ""
+            length = len(self._held) - (self._num_ending() if self._is_wrapped else 0)
+            said, self._held = self._held[:length], self._held[length:]
         return thought, said
 
     def flush(self, *, cut: bool) -> tuple[str, str]:
@@ -109,14 +125,45 @@ class ThinkingScanner:
         held, self._held = self._held, ""
         if self._state is _State.THOUGHT:
             return held[: len(held) - (overlap(held, self._end) if cut else 0)].rstrip(), ""
-        return "", held if self._state is _State.BEGIN and not cut else ""
+        if self._is_wrapped and self._state is _State.ANSWER:
+            ends = held.rstrip().endswith(self._tail) or (cut and overlap(held, self._tail))
+            said = "" if ends else held
+        else:
+            said = "" if cut else held
+        self._held = held[len(said) :]
+        return "", said
 
     def _look_for_begin(self) -> None:
         begun = self._held.lstrip()
         if begun.startswith(self._start):
             self._state, self._held, self.is_thought = _State.THOUGHT, begun.removeprefix(self._start), True
-        elif not self._start.startswith(begun) or len(self._held) > MAX_BLANKS:
+        elif self._begins_with_head and begun.startswith(self._head):
+            self._state = _State.GAP
+        elif not self._may_begin(begun) or len(self._held) > MAX_BLANKS:
             self._state = _State.ANSWER
+
+    def _may_begin(self, begun: str) -> bool:
+        """Whether `begun` may be the beginning of a start mark or a head."""
+        return self._start.startswith(begun) or (self._begins_with_head and self._head.startswith(begun))
+
+    def _cross_gap(self) -> None:
+        """Remove white space before the answer, and its head."""
+        self._held = self._held.lstrip()
+        if self._head and self._held.startswith(self._head):
+            self._held = self._held.removeprefix(self._head).lstrip()
+            self._head, self._is_wrapped = "", bool(self._tail)
+        if self._held and not self._head.startswith(self._held):
+            self._state = _State.ANSWER
+
+    def _num_ending(self) -> int:
+        """Number of last characters that may be the tail and the white space around it."""
+        text = self._held.rstrip()
+        if text.endswith(self._tail):
+            text = text.removesuffix(self._tail)
+        elif text == self._held:
+            text = text[: len(text) - overlap(text, self._tail)]
+        num_chars = len(self._held) - len(text.rstrip())
+        return num_chars if num_chars <= MAX_BLANKS else 0
 
     def _take_thought(self) -> str:
         """Remove and return the reasoning so far, without outer white space and a possible partial end mark."""

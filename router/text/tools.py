@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from router.text.calls import CallFormat, Function
-from router.text.calls.hermes import HermesFormat
-
-Message = Mapping[str, Any]
-HERMES = HermesFormat()
+from router.text.calls.format import Message
 
 INSTRUCTIONS = """\
 You can call these functions, each described by a line of JSON:
@@ -35,7 +32,7 @@ def uses_tools(message: Message) -> bool:
 
 
 def tools_as_text(
-    messages: Sequence[Message], functions: Sequence[Function], call_format: CallFormat = HERMES
+    messages: Sequence[Message], functions: Sequence[Function], call_format: CallFormat
 ) -> list[dict[str, Any]]:
     """Convert tools, calls and results to text in system, assistant and user messages.
 
@@ -55,7 +52,7 @@ def tools_as_text(
     if not functions:
         return plain
     tools = "\n".join(json.dumps(function.as_tool(), ensure_ascii=False) for function in functions)
-    how = WITH_TAGS if call_format.name == HERMES.name else IN_FORM.format(example=call_format.written(EXAMPLE))
+    how = WITH_TAGS if call_format.name == "hermes" else IN_FORM.format(example=call_format.written(EXAMPLE))
     instructions = INSTRUCTIONS.format(tools=tools, how=how)
     if plain and plain[0]["role"] in ("system", "developer"):
         return [{**plain[0], "content": f"{plain[0]['content']}\n\n{instructions}"}, *plain[1:]]
@@ -65,14 +62,8 @@ def tools_as_text(
 def _without_tools(message: Message, call_format: CallFormat) -> dict[str, Any]:
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
-    calls = message.get("tool_calls") or ()
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
     texts = [message["content"]] if message["content"] else []
-    if calls:
-        texts.append(call_format.written([_name_and_arguments(call["function"]) for call in calls]))
+    if message.get("tool_calls"):
+        texts.append(call_format.written_calls(message))
     return rest | {"content": "\n".join(texts)}
-
-
-def _name_and_arguments(function: Mapping[str, Any]) -> tuple[str, str]:
-    arguments = function.get("arguments") or {}
-    return function["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

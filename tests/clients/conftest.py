@@ -123,7 +123,8 @@ class Client:
 
     def ask(self, program: str, url: str, model: str, *arguments: str, timeout_s: float = CLIENT_S) -> Any:
         """What a program of the folder `programs` found: the JSON of the last line that it prints."""
-        printed = self.run("python", str(PROGRAMS / program), url, model, *arguments, timeout_s=timeout_s)
+        runs = "node" if program.endswith(".cjs") else "python"
+        printed = self.run(runs, str(PROGRAMS / program), url, model, *arguments, timeout_s=timeout_s)
         return json.loads(printed.strip().splitlines()[-1])
 
     def _environment(self) -> dict[str, str]:
@@ -132,7 +133,8 @@ class Client:
         return {
             **kept, "HOME": str(self.home), "PATH": f"{self.programs}:{kept.get('PATH', '')}", "OPENAI_API_KEY": "none",
             "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1",
-            "HF_HOME": str(self.home / "hf"), "NO_PROXY": "*", **self.settings,
+            "HF_HOME": str(self.home / "hf"), "NO_PROXY": "*", "NODE_PATH": str(self.programs.parent / "node_modules"),
+            **self.settings,
         }  # fmt: skip
 
 

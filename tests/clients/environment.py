@@ -35,6 +35,7 @@ class Client:
     python: tuple[int, ...] = (3, 11)
     before: tuple[int, ...] = (4,)
     without: tuple[str, ...] = ()
+    npm: tuple[str, ...] = ()
 
     @property
     def version(self) -> str:
@@ -52,12 +53,17 @@ def clients() -> dict[str, Client]:
 
 
 def _client(
-    name: str, requires: list[str], python: str = "3.11", before: str = "4", without: tuple[str, ...] = ()
+    name: str,
+    requires: list[str],
+    python: str = "3.11",
+    before: str = "4",
+    without: tuple[str, ...] = (),
+    npm: tuple[str, ...] = (),
 ) -> Client:
     def number(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split("."))
 
-    return Client(name, tuple(requires), number(python), number(before), tuple(without))
+    return Client(name, tuple(requires), number(python), number(before), tuple(without), tuple(npm))
 
 
 _refused: dict[Client, str] = {}
@@ -90,6 +96,9 @@ def _make(client: Client, folder: Path) -> None:
     _call([python, "-m", "venv", str(folder)], PROBE_S)
     pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--quiet"]
     _call([*pip, "install", "--no-compile", *client.requires], INSTALL_S)
+    if client.npm:
+        npm = [str(folder / "bin" / "npm"), "install", "--prefix", str(folder), "--ignore-scripts", "--no-audit"]
+        _call([*npm, "--no-fund", *client.npm], INSTALL_S)
     if client.without:
         _call([*pip, "uninstall", "--yes", *client.without], PROBE_S)
 

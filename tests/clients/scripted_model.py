@@ -3,7 +3,8 @@
 Small random models call no tool, and small trained ones do so when it suits them. This one's next token depends on its
 last token alone (attention and MLP add nothing; the output matrix is the table of what follows what), and the template
 ends a prompt with a token that says where in the conversation it is. So real workers serve a model that thinks, calls
-`get_weather` where the request has tools, answers once the result of the call is in the prompt, and edits a file.
+`get_weather` where the request has tools, answers once the result of the call is in the prompt, and edits a file. With
+the template variable `opens_thought`, the prompt ends with the beginning of the thought.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ EDIT = (f"{FILE}\n```python\n", "def greet() -> str:\n", '    return "Good day t
 SAYS = {
     "<|asked|>": ("<think>\n", "The weather is asked for:", " a tool knows it.", "\n</think>\n\n", *CALL),
     "<|asked-plain|>": CALL,
-    "<|told|>": ("<think>\nNow", " I know it.", "\n</think>\n", *SAID),
+    "<|told|>": ("<think>\n\n", "Now I know it.", "\n</think>\n", *SAID),
     "<|told-plain|>": SAID,
     "<|greeted|>": ("<think>", "A greeting.", "\n</think>", *HELLO),
     "<|greeted-plain|>": HELLO,
@@ -40,6 +41,14 @@ SAYS = {
     "<|lost|>": ("No result", " has come."),
 }
 """By the last token of a prompt: the tokens of the answer. No token has two successors."""
+
+
+def _place(name: str) -> str:
+    """Write the template's expression for the end of a prompt."""
+    start = SAYS[f"<|{name}|>"][0]
+    return f"{{{{ '<|{name}-plain|>' if plain else '<|{name}|>' ~ ({start!r} if opens_thought else '') }}}}"
+
+
 TEMPLATE = (
     "{{ bos_token }}{% if tools %}{{ tools | tojson }}\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -49,14 +58,14 @@ TEMPLATE = (
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}"
     "{% set plain = enable_thinking is defined and not enable_thinking %}{% set last = messages[-1] %}"
     "{% if last.role == 'tool' and '" + RESULT + "' not in last.content %}<|lost|>"
-    "{% elif last.role == 'tool' %}{{ '<|told-plain|>' if plain else '<|told|>' }}"
-    "{% elif '" + FILE + "' in last.content %}<|edited|>"
-    "{% elif tools %}{{ '<|asked-plain|>' if plain else '<|asked|>' }}"
-    "{% else %}{{ '<|greeted-plain|>' if plain else '<|greeted|>' }}{% endif %}{% endif %}"
+    "{% elif last.role == 'tool' %}" + _place("told") + "{% elif '" + FILE + "' in last.content %}<|edited|>"
+    "{% elif tools %}" + _place("asked") + "{% else %}" + _place("greeted") + "{% endif %}{% endif %}"
 )
 HIDDEN, HEAD_DIM, NUM_HEADS, FFN = 320, 16, 4, 32
 CERTAIN = 2.0
-"""A logit of 2 * sqrt(HIDDEN), about 36, for the token that follows, and 0 for all others."""
+"""A logit of 2 * sqrt(HIDDEN), about 36, for the token that follows, and 0 for most others."""
+JSON_MARKS = b'"{}[],:'
+"""Tokens with half of that logit: where a form excludes the token that follows, the model writes short JSON."""
 
 
 def make_scripted_model(folder: Path) -> Path:
@@ -108,6 +117,7 @@ def _weights(successors: dict[int, int], vocab_size: int) -> dict[str, torch.Ten
     """Embeddings are unit vectors, which the only layer leaves as they are."""
     attention, layer = (NUM_HEADS * HEAD_DIM, HIDDEN), "model.layers.0"
     head = torch.zeros(vocab_size, HIDDEN)
+    head[[*JSON_MARKS]] = CERTAIN / 2
     for token in range(vocab_size):
         head[successors.get(token, IM_END), token] = CERTAIN
     return {

@@ -77,3 +77,4 @@ def test_a_package_that_does_not_exist_is_told_with_the_words_of_pip(
 def test_every_row_is_pinned() -> None:
     for client in environment.clients().values():
         assert all("==" in requirement for requirement in client.requires) and client.python < client.before
+        assert all("@" in package[1:] for package in client.npm)

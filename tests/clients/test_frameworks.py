@@ -17,6 +17,49 @@ CALL = ["get_weather", {"city": "Paris"}]
 GREETING_TOKENS = 6
 
 
+def test_the_openai_sdk(scripted: Service, client_of: Callable[..., Client]) -> None:
+    """Both fields of the thought, its tokens, and what the next turn's prompt gains by it, whoever writes `<think>`."""
+    found = client_of("openai").ask("openai_thoughts.py", scripted.url, scripted.model)
+    for way, marks in (("written", 3), ("opened", 2)):
+        told = found[way]
+        assert told["said"] == told["streamed"] == [GREETING, "A greeting.", "A greeting.", marks], way
+        assert told["parsed"] == [WEATHER, "A greeting.", marks], way
+        assert told["call"] == [CALL, THOUGHT] and told["answer"] == [ANSWER, THOUGHT_AFTER], way
+        assert told["seen"] > 0 and told["response_seen"] > 0, way
+        assert told["response"] == told["response_streamed"] == [["reasoning", THOUGHT], ["function_call", CALL[1]]], (
+            way
+        )
+        assert {"response.reasoning_text.delta", "response.reasoning_text.done"} <= set(told["events"]), way
+        assert told["deltas"] == THOUGHT, way
+        assert told["response_answer"] == [["reasoning", THOUGHT_AFTER], ["message", ANSWER]], way
+        assert told["response_parsed"] == [WEATHER, marks], way
+
+
+def test_pydantic_ai(scripted: Service, client_of: Callable[..., Client]) -> None:
+    found = client_of("pydantic-ai").ask("pydantic_ai_agent.py", scripted.url, scripted.model)
+    parts = [["thinking", THOUGHT], ["tool-call", CALL[1]], ["thinking", THOUGHT_AFTER], ["text", ANSWER]]
+    for api in ("chat", "opened", "responses", "anthropic"):
+        told = found[api]
+        assert told["agent"] == told["streamed"] == parts, api
+        assert told["parsed"] == WEATHER and [kind for kind, _ in told["structured"]] == [kind for kind, _ in parts], (
+            api
+        )
+        assert told["sent"] == told["sent_streamed"] == [THOUGHT], api
+
+
+def test_the_ai_sdk(scripted: Service, client_of: Callable[..., Client]) -> None:
+    found = client_of("ai-sdk").ask("ai_sdk.cjs", scripted.url, scripted.model)
+    call = ["tool-call", CALL[1]]
+    for way, marks in (("written", 3), ("opened", 2)):
+        told = found[way]
+        assert told["said"] == [GREETING, "A greeting.", marks], way
+        steps = [[["reasoning", THOUGHT], call], [["reasoning", THOUGHT_AFTER], ["text", ANSWER]]]
+        assert told["generated"] == told["streamed"] == steps, way
+        assert told["object"] == [WEATHER, "A greeting."], way
+        assert told["sent_back"] is True, way
+    assert found["asked"] == ["Paris"] * 4
+
+
 def test_langchain(scripted: Service, client_of: Callable[..., Client]) -> None:
     found = client_of("langchain").ask("langchain_chat.py", scripted.url, scripted.model)
     assert found["said"] == found["streamed"] == found["completed"] == GREETING
@@ -74,6 +117,8 @@ def test_the_anthropic_sdk(scripted: Service, client_of: Callable[..., Client]) 
     assert found["whole"] == found["streamed"] == [thinks, call] and found["stop_reason"] == "tool_use"
     assert {"thinking", "input_json", "message_stop"} <= set(found["events"])
     assert found["plain"] == [call]
-    assert found["after"] == found["runner"] == [["thinking", THOUGHT_AFTER], ["text", ANSWER]]
+    assert found["after"] == found["told"] == found["runner"] == [["thinking", THOUGHT_AFTER], ["text", ANSWER]]
+    assert found["deltas"] == ["signature_delta", "text_delta", "thinking_delta"] and all(found["signed"])
+    assert found["seen"] > 0, "the prompt of the next turn lacks the thought"
     assert found["asked"] == ["Paris"]
     assert found["counted"] == found["input_tokens"] > len(QUESTION)

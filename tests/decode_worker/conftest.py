@@ -24,7 +24,8 @@ from common.engine.transfer import IncomingTransfers, TransferEndpoints
 from common.engine.transfer.receiver import KVListener, KVReceiver
 from common.engine.transfer.sender import KVSender
 from common.engine.transfer.transports.shm import SharedReads
-from common.engine.worker.engine import EngineConfig, RouterLost
+from common.engine.worker.contract import RouterLost
+from common.engine.worker.loop import EngineConfig
 from common.engine.worker.metrics import WorkerMetrics
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import (
@@ -50,7 +51,7 @@ from .handover_pair import Pair
 @pytest.fixture(autouse=True)
 def an_idle_engine_waits_but_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that waits for its next command keeps the others of its test from their turns."""
-    monkeypatch.setattr("common.engine.worker.engine.IDLE_WAIT_S", 0.001)
+    monkeypatch.setattr("common.engine.worker.loop.IDLE_WAIT_S", 0.001)
 
 
 class EngineRig(RouterSide):

@@ -15,13 +15,12 @@ from common.config.decode_worker import SEQ_TOKENS
 from common.engine.kv.cuda_driver import driver
 from common.engine.models.batch import SequenceChunk
 from common.engine.run.loaded import LoadedModel
-from common.engine.worker.duty import DutyOffer, WorkerParts
-from common.engine.worker.engine import EngineStatus
+from common.engine.worker.contract import DutyOffer, EngineStatus, WorkerParts
+from common.engine.worker.loop_model import LoopModel
 from common.engine.worker.metrics import WorkerMetrics
 from common.engine.worker.vitals import WorkerIdentity
 from common.errors import ConfigError, ModelError
 from common.grammar.grammars import Grammars
-from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import DecodeRequest, Message, PrefillRequest
@@ -44,23 +43,24 @@ class Free(RowCosts):
 
 
 @pytest.fixture(scope="module")
-def model() -> tuple[ModelFiles, LoadedModel]:
-    files = resolve_model("tiny-random")
+def model() -> Iterator[LoopModel]:
     config = DecodeWorkerConfig(model="tiny-random", kv_memory_gib=0.01, threads=1, dtype="float32")
-    return files, LoadedModel.load(files, config)
+    loaded = LoopModel.load(resolve_model("tiny-random"), config)
+    yield loaded
+    loaded.close()
 
 
 class Term(RouterSide):
     """A duty whose engine turns by itself."""
 
-    def __init__(self, offer: DutyOffer, epoch: int, model: tuple[ModelFiles, LoadedModel], grammars: Grammars) -> None:
+    def __init__(self, offer: DutyOffer[LoopModel], epoch: int, model: LoopModel) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         identity = WorkerIdentity("w", offer.role, "decode", epoch)
         metrics = WorkerMetrics("m", "w", EngineStatus, role=offer.role)
         self.duty = offer.begin(WorkerParts(identity, self.context, None, metrics))
         self.sent = []
         self.duty.bind()
-        self.engine = self.duty.build_engine(*model, grammars.shared(), self.sent.extend)
+        self.engine: Any = self.duty.build_engine(model, self.sent.extend)
         self.engine.start()
 
     def answer(self, request: Message) -> list[int]:
@@ -76,14 +76,7 @@ class Term(RouterSide):
         self.context.term()
 
 
-@pytest.fixture
-def grammars(model: Any) -> Iterator[Grammars]:
-    made = Grammars(model[0], model[1].vocab_size)
-    yield made
-    made.close()
-
-
-def test_roles_follow_each_other_over_one_model(model: Any, grammars: Grammars) -> None:
+def test_roles_follow_each_other_over_one_model(model: LoopModel) -> None:
     tokens = prompt(100)
     common: dict[str, Any] = {"request_id": "a", "attempt": 0, "prompt": pack_tokens(tokens)}
     long, short = (SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in (NUM_TOKENS, 1))
@@ -96,21 +89,21 @@ def test_roles_follow_each_other_over_one_model(model: Any, grammars: Grammars) 
             (decode, DecodeRequest(params=long, **common)),
         )
     ):
-        term = Term(offer, epoch, model, grammars)
+        term = Term(offer, epoch, model)
         answers.append(term.answer(request))
         term.end()
     assert len(answers[0]) == NUM_TOKENS
     assert answers[1] == answers[0][:1] and answers[2] == answers[0]
 
 
-def test_a_gpu_decodes_as_many_rows_as_its_cache_has_room_for(model: Any, grammars: Grammars) -> None:
-    kv = model[1].kv
-    term = Term(decode_offer(DecodeWorkerConfig(device="cuda")), 1, model, grammars)
+def test_a_gpu_decodes_as_many_rows_as_its_cache_has_room_for(model: LoopModel) -> None:
+    kv = model.loaded.kv
+    term = Term(decode_offer(DecodeWorkerConfig(device="cuda")), 1, model)
     assert term.engine.scheduler.max_num_seqs == kv.num_blocks * kv.block_size // SEQ_TOKENS < 256
     term.end()
 
 
-def test_a_draft_model_decodes_along(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_model_decodes_along(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here it is the model itself, whose steps seem to cost nothing."""
     monkeypatch.setattr("decode_worker.drafting.row_costs.RowCosts.seconds", lambda costs, num_rows: 1.0)
     monkeypatch.setattr("decode_worker.drafting.drafter.RowCosts", Free)
@@ -121,17 +114,19 @@ def test_a_draft_model_decodes_along(grammars: Grammars, monkeypatch: pytest.Mon
     answers = []
     for epoch, draft in enumerate(("", "tiny-random")):
         config = DecodeWorkerConfig(**settings, draft_model=draft, draft_quantization="none")
-        term = Term(decode_offer(config), epoch, (files, LoadedModel.load(files, config)), grammars)
+        model = LoopModel.load(files, config)
+        term = Term(decode_offer(config), epoch, model)
         answers.append(term.answer(request))
         timeline = term.deltas()[-1].timeline
         assert timeline is not None and bool(sum(timeline.accepted_places)) == bool(draft)
         assert bool(draft) == bool(term.engine.status.draft_blocks.total)
         term.end()
+        model.close()
     assert answers[0] == answers[1]
 
 
-def test_grammars_are_closed_by_their_last_user(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, closed = Grammars(model[0], model[1].vocab_size), list[bool]()
+def test_grammars_are_closed_by_their_last_user(model: LoopModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, closed = Grammars(model.files, model.loaded.vocab_size), list[bool]()
     monkeypatch.setattr(made._checks, "close", lambda: closed.append(True))
     first, second = made.shared(), made.shared()
     for user in (first, second):
@@ -173,7 +168,9 @@ def test_a_worker_refuses_a_transport_that_it_lacks(
     monkeypatch.setitem(sys.modules, "nixl", None)
     monkeypatch.setattr("common.engine.kv.cuda_driver.LIBRARY", "libcuda-of-nobody.so")
     driver.cache_clear()
-    offer = decode_offer(config) if isinstance(config, DecodeWorkerConfig) else prefill_offer(config)
+    offer: DutyOffer[LoopModel] = (
+        decode_offer(config) if isinstance(config, DecodeWorkerConfig) else prefill_offer(config)
+    )
     identity = WorkerIdentity("w", offer.role, "decode", 1)
     metrics = WorkerMetrics("m", "w", EngineStatus, role=offer.role)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -9,7 +9,8 @@ import pytest
 
 from common.engine.sampling.penalties import TokenCounts
 from common.engine.transfer.receiver import TransferFailed
-from common.engine.worker.engine import MAX_FAILED_STEPS, RouterLost
+from common.engine.worker.contract import RouterLost
+from common.engine.worker.loop import MAX_FAILED_STEPS
 from common.wire.messages import AbortRequest, PrefillRequest, ResetPrefixCache, RouterHeartbeat
 from common.wire.sampling_params import SamplingParams
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from common.engine.transfer import incoming
-from common.engine.worker.engine import RequestReceived
+from common.engine.worker.contract import RequestReceived
 from common.wire.messages import AbortRequest, KVAck, KVFailed, KVWait
 from decode_worker.sequence import RequestStatus
 

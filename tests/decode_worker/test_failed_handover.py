@@ -11,7 +11,7 @@ from msgspec import structs
 
 from common.blocks.block_hash import block_hashes
 from common.engine.transfer.sender import TransferEnded
-from common.engine.worker.engine import RouterLost
+from common.engine.worker.contract import RouterLost
 from common.wire.messages import AbortRequest
 from decode_worker import handover
 from decode_worker.sequence import RequestStatus

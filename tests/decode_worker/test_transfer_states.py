@@ -28,7 +28,8 @@ from common.engine.sampling.sampler import Sampler
 from common.engine.transfer.sender import KVSender
 from common.engine.transfer.transports import interface
 from common.engine.transfer.transports.tcp import Frames
-from common.engine.worker.engine import EngineConfig, RequestReceived, RouterLost
+from common.engine.worker.contract import RequestReceived, RouterLost
+from common.engine.worker.loop import EngineConfig
 from common.engine.worker.metrics import WorkerMetrics
 from common.model_files.resolve import resolve_model
 from common.wire.message_fields import pack_tokens

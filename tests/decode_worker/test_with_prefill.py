@@ -16,7 +16,8 @@ from common.engine.models.load import load_model
 from common.engine.run.runner import ModelRunner
 from common.engine.sampling.sampler import Sampler
 from common.engine.transfer.sender import KVSender
-from common.engine.worker.engine import EngineConfig, RequestReceived
+from common.engine.worker.contract import RequestReceived
+from common.engine.worker.loop import EngineConfig
 from common.engine.worker.metrics import WorkerMetrics
 from common.model_files.resolve import resolve_model
 from common.wire.message_fields import pack_tokens

@@ -66,6 +66,7 @@ def test_all_models_are_behind_one_router(helm4: Path, tmp_path: Path) -> None:
     )
     assert (large.fallbacks, canary.fallbacks) == (("small",), ("meta-llama/Meta-Llama-3-8B-Instruct",))
     assert (large.slo_ttft_ms, large.slo_tpot_ms, large.has_prefill) == (800.0, 50.0, True)
+    assert (canary.reasoning_start, canary.reasoning_end, canary.reasoning_in_form) == ("<think>", "</think>", None)
     assert not canary.holds and canary.tool_parser == "llama3" and canary.limits.tokens_per_minute == 1_000_000
     assert dict(table.splits[0].weights) == {"llama-3-8b-canary": 5.0, "meta-llama/Meta-Llama-3-8B-Instruct": 95.0}
     ids = [one.model.rpartition("/")[2] if one.model.startswith("/") else one.model for one in table.models]
@@ -120,10 +121,14 @@ def test_only_what_a_running_router_does_not_take_restarts_it(helm4: Path, tmp_p
         [model("a", toolParser="hermes"), model("b")],
         [model("a", chatTemplate="/models/own.jinja"), model("b")],
         [model("a", slo={"ttftMs": 100}), model("b")],
+        [model("a", reasoningStart="Let me think:", reasoningEnd="◁/think▷", reasoningInForm=False), model("b")],
     )
     rendered = [render(helm4, over=values(*models)) for models in others]
     assert first not in map(checksum, rendered)
     assert table_of(rendered[3], tmp_path).models[0].chat_template == "/models/own.jinja"
+    marked = table_of(rendered[5], tmp_path).models[0]
+    assert (marked.reasoning_start, marked.reasoning_end) == ("Let me think:", "◁/think▷")
+    assert marked.reasoning_in_form is False
 
 
 @pytest.mark.slow

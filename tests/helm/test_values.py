@@ -90,6 +90,8 @@ BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"models": {"m": {**MODEL, "hold": "no"}}}, r"models[./]m[./]hold"),
     ({"models": {"m": {**MODEL, "limits": {"requestsPerHour": 1}}}}, "requestsPerHour"),
     ({"models": {"m": {**MODEL, "toolParser": "lama3"}}}, "toolParser"),
+    ({"models": {"m": {**MODEL, "reasoningStart": "<a>"}}}, "reasoningEnd"),
+    ({"models": {"m": {**MODEL, "reasoningStart": " <a>", "reasoningEnd": "</a>"}}}, "reasoningStart"),
     ({"router": {"settings": {"models_file": "/x"}}}, "models_file"),
     ({"workers": {"resources": {"limits": {"memory": "8GB"}}}}, "limits[./]memory"),
     ({"workers": {"resources": {"limits": {"memory": "8m"}}}}, "limits[./]memory"),

@@ -18,7 +18,7 @@ from common.engine.models.load import load_model
 from common.engine.run.runner import ModelRunner
 from common.engine.sampling.sampler import Sampler
 from common.engine.sequences.engine import EngineParts
-from common.engine.worker.engine import EngineConfig
+from common.engine.worker.loop import EngineConfig
 from common.engine.worker.metrics import WorkerMetrics
 from common.model_files.resolve import resolve_model
 from common.wire.message_fields import pack_tokens
@@ -41,7 +41,7 @@ from .lazy_launcher import LazyLauncher
 @pytest.fixture(autouse=True)
 def an_idle_engine_waits_but_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that waits for its next command keeps the others of its test from their turns."""
-    monkeypatch.setattr("common.engine.worker.engine.IDLE_WAIT_S", 0.001)
+    monkeypatch.setattr("common.engine.worker.loop.IDLE_WAIT_S", 0.001)
 
 
 class EngineRig(DecodeSide, RouterSide):

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from common.engine.transfer.sender import TransferEnded
-from common.engine.worker.engine import MAX_FAILED_STEPS, RouterLost
+from common.engine.worker.contract import RouterLost
+from common.engine.worker.loop import MAX_FAILED_STEPS
 from common.errors import BlockError
 from common.wire.messages import (
     AbortRequest,
@@ -366,7 +367,7 @@ def test_a_device_that_failed_ends_the_engine_at_once(engine: Rig, monkeypatch: 
 
 
 def test_broken_ownership_ends_the_engine(engine: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.engine.worker.engine.IDLE_CHECK_S", 0.0)
+    monkeypatch.setattr("common.engine.worker.loop.IDLE_CHECK_S", 0.0)
     engine.ask(prompt(20))
     engine.engine.scheduler.pool.allocate(1)
     with pytest.raises(BlockError, match="1 refs, 0 owners"):

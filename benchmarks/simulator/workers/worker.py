@@ -23,7 +23,7 @@ from common.engine.kv.block_log import BlockLog
 from common.engine.kv.block_pool import BlockPool
 from common.engine.sequences.scheduler import Scheduler
 from common.engine.sequences.sequence import WorkerSequence
-from common.engine.worker.engine import RouterLost
+from common.engine.worker.contract import RouterLost
 from common.latency.step_model import StepModel, StepShape
 from common.wire.messages import (
     BlockSnapshotRequest,

@@ -23,8 +23,8 @@ from common.engine.sequences.sequence import RequestRules, WorkerSequence
 from common.engine.sequences.step_budget import Knob
 from common.engine.transfer import PeerCaches
 from common.engine.worker import (
-    Engine,
     EngineConfig,
+    EngineLoop,
     EngineStatus,
     RequestReceived,
     RouterLost,
@@ -97,7 +97,7 @@ class KnobLog:
             )  # fmt: skip
 
 
-class RequestEngine(Engine, Generic[R, S]):
+class RequestEngine(EngineLoop, Generic[R, S]):
     """Engine of requests. Owns the block pool through its scheduler. `_in_step`: sequences of the current step.
 
     Subclasses set `role`, `_reports` and `_device_failure`, which is `ModelRunner.device_failure`.

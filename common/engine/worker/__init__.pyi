@@ -1,20 +1,43 @@
 from common.engine.worker.command import run_role
-from common.engine.worker.duty import Duty, DutyOffer, WorkerParts
-from common.engine.worker.engine import Engine, EngineConfig, EngineStatus, RequestReceived, RouterLost, Send
+from common.engine.worker.contract import (
+    AdapterStore,
+    Duty,
+    DutyOffer,
+    Engine,
+    EngineStatus,
+    LoadedAdapter,
+    ModelFacts,
+    RequestReceived,
+    RouterLost,
+    Send,
+    ServedModel,
+    WorkerParts,
+)
+from common.engine.worker.duty import LoopDuty
+from common.engine.worker.loop import EngineConfig, EngineLoop
+from common.engine.worker.loop_model import LoopModel
 from common.engine.worker.metrics import WorkerMetrics
 from common.engine.worker.process import end_process
-from common.engine.worker.step_times import StepRate
+from common.engine.worker.step_times import StepRate, StepTimes
 
 __all__ = [
+    "AdapterStore",
     "Duty",
     "DutyOffer",
     "Engine",
     "EngineConfig",
+    "EngineLoop",
     "EngineStatus",
+    "LoadedAdapter",
+    "LoopDuty",
+    "LoopModel",
+    "ModelFacts",
     "RequestReceived",
     "RouterLost",
     "Send",
+    "ServedModel",
     "StepRate",
+    "StepTimes",
     "WorkerMetrics",
     "WorkerParts",
     "end_process",

@@ -12,15 +12,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from common.engine.worker.contract import AdapterStore, LoadedAdapter
 from common.errors import ModelError
 from common.wire.messages import FLAG_VERSION, MAX_ADAPTERS, AdapterState, SetAdapter
-
-if TYPE_CHECKING:  # torch
-    from common.engine.adapters import AdapterBank, HeldAdapter
 
 log = logging.getLogger(__name__)
 MAX_SHOWN_REASON = 500
@@ -34,7 +31,7 @@ class WorkerAdapters:
 
     def __init__(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change
-        self._bank: AdapterBank | None = None
+        self._store: AdapterStore | None = None
         self._states: dict[str, AdapterState] = {}
         self._waiting: dict[str, SetAdapter] = {}
         self._loading: asyncio.Task[None] | None = None
@@ -49,21 +46,21 @@ class WorkerAdapters:
         """Names of loaded adapters, by digest."""
         return {state.digest: state.name for state in self._states.values() if state.status == "loaded"}
 
-    async def load_flags(self, bank: AdapterBank, named: Sequence[str]) -> None:
+    async def load_flags(self, store: AdapterStore, named: Sequence[str]) -> None:
         """Load the adapters of `--lora`, given as NAME=PATH. Raises ModelError if one is invalid."""
-        self._bank = bank
+        self._store = store
         for one in named:
             name, _, path = one.partition("=")
             self._states[name] = AdapterState(name, FLAG_VERSION, "loading", path)
             try:
-                await self._load(bank, self._states[name])
+                await self._load(store, self._states[name])
             except ModelError as error:
                 raise ModelError(f"--lora {name}: {error}") from error
 
     def order(self, order: SetAdapter) -> None:
         """Execute a router's order unless a newer one was received."""
         known = self._states.get(order.name)
-        if self._bank is None or (known is not None and known.version >= order.version):
+        if self._store is None or (known is not None and known.version >= order.version):
             return
         before = known.digest if known is not None else ""
         if order.path:
@@ -71,7 +68,7 @@ class WorkerAdapters:
             self._states[order.name] = AdapterState(order.name, order.version, "loading", order.path)
             self._waiting[order.name] = order
             if self._loading is None or self._loading.done():
-                self._loading = asyncio.create_task(self._load_waiting(self._bank), name="load adapters")
+                self._loading = asyncio.create_task(self._load_waiting(self._store), name="load adapters")
         else:
             log.info("adapter %s: unloading", order.name)
             self._states[order.name] = AdapterState(order.name, order.version, "unloaded")
@@ -92,7 +89,7 @@ class WorkerAdapters:
             await asyncio.wait({self._loading}, timeout=CLOSE_S)
             self._loading.cancel()
 
-    async def _load_waiting(self, bank: AdapterBank) -> None:
+    async def _load_waiting(self, store: AdapterStore) -> None:
         """Load the ordered adapters sequentially."""
         while self._waiting:
             name = next(iter(self._waiting))
@@ -101,7 +98,7 @@ class WorkerAdapters:
             if state is None or state.version != order.version:
                 continue
             try:
-                await self._load(bank, state)
+                await self._load(store, state)
             except Exception as error:  # whatever the error, the worker continues without the adapter
                 why = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
                 log.warning("adapter %s: loading failed: %s", name, why)
@@ -109,8 +106,8 @@ class WorkerAdapters:
                     self._states[name] = replace(state, status="failed", message=why[:MAX_SHOWN_REASON])
             self._on_change()
 
-    async def _load(self, bank: AdapterBank, state: AdapterState) -> None:
-        held = await asyncio.wrap_future(_begin_load(bank, state))
+    async def _load(self, store: AdapterStore, state: AdapterState) -> None:
+        held = await asyncio.wrap_future(_begin_load(store, state))
         if self._states.get(state.name) is state:
             self._states[state.name] = replace(
                 state, status="loaded", digest=held.digest, rank=held.rank, num_bytes=held.num_bytes
@@ -120,8 +117,8 @@ class WorkerAdapters:
 
     def _retire(self, digest: str) -> None:
         """Free an adapter that no name refers to, once no sequence uses it."""
-        if digest and self._bank is not None and digest not in self.names:
-            self._bank.retire(digest)
+        if digest and self._store is not None and digest not in self.names:
+            self._store.retire(digest)
 
     def _forget(self) -> None:
         """Limit the number of names by dropping the oldest unloaded and failed ones."""
@@ -130,14 +127,14 @@ class WorkerAdapters:
             del self._states[state.name]
 
 
-def _begin_load(bank: AdapterBank, state: AdapterState) -> Future[HeldAdapter]:
+def _begin_load(store: AdapterStore, state: AdapterState) -> Future[LoadedAdapter]:
     """Load on a daemon thread. Process exit would wait for `asyncio.to_thread` threads, which may hang."""
-    result: Future[HeldAdapter] = Future()
+    result: Future[LoadedAdapter] = Future()
 
     def load() -> None:
         with suppress(InvalidStateError):  # the caller was cancelled
             try:
-                result.set_result(bank.load(state.name, state.path))
+                result.set_result(store.load(state.name, state.path))
             except Exception as error:
                 result.set_exception(error)
 

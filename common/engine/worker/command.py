@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from common.config import AUTO, DecodeWorkerConfig, PrefillWorkerConfig, WorkerConfig, counterpart, exit_refused, load
 from common.errors import ConfigError
@@ -14,11 +14,11 @@ from common.observe import setup_logging
 from common.wire import Role
 
 if TYPE_CHECKING:
-    from common.engine.worker.duty import DutyOffer
+    from common.engine.worker.contract import DutyOffer
     from common.engine.worker.process import WorkerProcess
 
 log = logging.getLogger(__name__)
-Build: TypeAlias = "Callable[[DutyOffer, DutyOffer | None], WorkerProcess]"
+Build: TypeAlias = "Callable[[DutyOffer[Any], DutyOffer[Any] | None], WorkerProcess]"
 """Creates a worker process from its role and the role to which it may change."""
 
 SETTINGS: Mapping[Role, type[WorkerConfig]] = {"prefill": PrefillWorkerConfig, "decode": DecodeWorkerConfig}
@@ -29,7 +29,7 @@ DUTIES: Mapping[Role, str] = {
 """Location of each role's implementation. The two packages do not import each other."""
 
 
-def make_process(home: DutyOffer, other: DutyOffer | None) -> WorkerProcess:
+def make_process(home: DutyOffer[Any], other: DutyOffer[Any] | None) -> WorkerProcess:
     """Create a worker process."""
     from common.engine.worker.process import WorkerProcess
 
@@ -58,8 +58,8 @@ def run_role(role: Role, argv: Sequence[str], build: Build = make_process) -> in
     return run_worker(lambda: build(_offer(role, config), None if other is None else _offer(away, other)))
 
 
-def _offer(role: Role, config: WorkerConfig) -> DutyOffer:
-    offer: DutyOffer = resolve_name(DUTIES[role])(config)  # imports torch
+def _offer(role: Role, config: WorkerConfig) -> DutyOffer[Any]:
+    offer: DutyOffer[Any] = resolve_name(DUTIES[role])(config)  # imports torch
     return offer
 
 

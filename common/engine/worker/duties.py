@@ -4,8 +4,7 @@
                    │                           └── fails: rebuild the previous role, hello with a new epoch
                    └── requests remain after ROLE_DRAIN_S: keep the role
 
-The model, its KV memory, the compiled grammars and the step times survive a role change. The step time model is kept
-per role, because steps of one role say little about the other. Routers use the pool's model until a worker has its own.
+The model and its KV memory survive a role change.
 """
 
 from __future__ import annotations
@@ -14,28 +13,19 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 import zmq
 
 from common.config import WorkerConfig
 from common.engine.kv import BlockLog
+from common.engine.worker.contract import Duty, DutyOffer, Engine, ModelFacts, ServedModel, WorkerParts
 from common.engine.worker.control import ControlServer
-from common.engine.worker.duty import Duty, DutyOffer, WorkerParts
-from common.engine.worker.engine import Engine
 from common.engine.worker.metrics import WorkerMetrics
-from common.engine.worker.step_times import StepTimes
 from common.engine.worker.vitals import WorkerIdentity
 from common.errors import RankLost
-from common.latency import StepFit
-from common.machine import CoreShare
-from common.model_files import ModelFiles
 from common.wire import Curve, Role
 from common.wire.messages import ChangeRole
-
-if TYPE_CHECKING:
-    from common.engine.run import LoadedModel
-    from common.grammar import Grammars
 
 log = logging.getLogger(__name__)
 DRAIN_POLL_S = 0.02
@@ -54,8 +44,8 @@ class Duties:
 
     def __init__(
         self,
-        home: DutyOffer,
-        other: DutyOffer | None,
+        home: DutyOffer[Any],
+        other: DutyOffer[Any] | None,
         context: zmq.Context[zmq.Socket[bytes]],
         curve: Curve | None,
         metrics: WorkerMetrics,
@@ -66,14 +56,12 @@ class Duties:
         self._offers = {offer.role: offer for offer in (home, other) if offer is not None}
         self.identity = identity
         self.engine: Engine | None = None
-        self.loaded: LoadedModel | None = None
-        self.kv_address = ""
+        self.model: ServedModel | None = None
+        self.facts: ModelFacts | None = None
+        """Facts of the model, once the first engine was started."""
         self.is_draining = False
-        self._files: ModelFiles | None = None
-        self._grammars: Grammars | None = None
         self._duty = self._new(home.role, identity)
         self._has_unused_socket = False
-        self._fits = {role: StepFit() for role in self._offers}
         self._change: asyncio.Task[None] | None = None
         self._is_leaving = False
 
@@ -85,6 +73,11 @@ class Duties:
     def config(self) -> WorkerConfig:
         """Settings of the current role."""
         return self._duty.config
+
+    @property
+    def kv_address(self) -> str:
+        """Addresses at which the current role receives KV."""
+        return self._duty.kv_address
 
     @property
     def lend_address(self) -> str:
@@ -99,34 +92,33 @@ class Duties:
     @property
     def may_change(self) -> bool:
         """Whether a router may change the role. Models that do not generate text have no decode role."""
-        return len(self._offers) > 1 and (self.loaded is None or self.loaded.task.generates)
+        return len(self._offers) > 1 and (self.facts is None or self.facts.changes_role)
 
     # ------------------------------------------------------------ first role and shutdown
 
     def bind(self) -> None:
-        """Bind the first role's KV socket, before the model is loaded. Raises zmq.ZMQError."""
-        self.kv_address = self._duty.bind()
+        """Bind the first role's sockets, before the model is loaded. Raises zmq.ZMQError or ConfigError."""
+        self._duty.bind()
         self._has_unused_socket = True
 
-    def start(
-        self, files: ModelFiles, loaded: LoadedModel, grammars: Grammars, control: ControlServer, times: StepTimes
-    ) -> None:
-        """Start the first role. Takes ownership of `grammars`."""
-        self._files, self.loaded, self._grammars = files, loaded, grammars
-        self.engine = self._start_engine(self._duty, control, times)
+    def adopt(self, model: ServedModel) -> None:
+        """Take ownership of the loaded model."""
+        self.model = model
+
+    def start(self, control: ControlServer) -> None:
+        """Start the first role with the adopted model."""
+        self.engine = self._start_engine(self._duty, control)
         self._has_unused_socket = False
 
     def stop(self) -> bool:
-        """Stop the engine. Blocks; returns False if its thread still runs."""
+        """Stop the engine and release the model. Blocks; returns False if the engine still runs."""
         has_ended = True
         if self.engine is not None:
             has_ended = self.engine.stop()
         elif self._has_unused_socket:
             self._duty.close_kv()
-        if self.loaded is not None and self.loaded.others is not None:
-            self.loaded.others.close()
-        if self._grammars is not None:
-            self._grammars.close()
+        if self.model is not None:
+            self.model.close()
         return has_ended
 
     async def settle(self) -> None:
@@ -139,13 +131,11 @@ class Duties:
     @property
     def must_drain(self) -> bool:
         """Whether another host with ranks of this worker is shutting down."""
-        others = self.loaded.others if self.loaded is not None else None
-        return others is not None and others.is_leaving
+        return self.model is not None and self.model.is_leaving
 
     def check(self) -> None:
         """Raise the error of a role change that left the worker without an engine, or RankLost."""
-        others = self.loaded.others if self.loaded is not None else None
-        if others is not None and (why := others.failure):
+        if self.model is not None and (why := self.model.failure):
             raise RankLost(why)
         if self._change is not None and self._change.done():
             change, self._change = self._change, None
@@ -187,10 +177,10 @@ class Duties:
             raise RuntimeError(f"the engine of the {before} role did not stop")
         engine.check_integrity()
         try:
-            await self._take_up(order.role, engine, control)
+            await self._take_up(order.role, control)
         except Exception:  # whatever the error, the previous role worked
             log.exception("role change to %s failed: returning to %s", order.role, before)
-            await self._take_up(before, engine, control)
+            await self._take_up(before, control)
         self.is_draining = False
         control.broadcast_hello()
         drain_s, change_s = drained_at - began, time.monotonic() - drained_at
@@ -207,48 +197,37 @@ class Duties:
             await asyncio.sleep(DRAIN_POLL_S)
         return False
 
-    async def _take_up(self, role: Role, former: Engine, control: ControlServer) -> None:
+    async def _take_up(self, role: Role, control: ControlServer) -> None:
         """Start a role with a new epoch. Releases everything if it raises."""
         identity = self.identity.renewed(role)
         duty = self._new(role, identity)
-        address = await _bind_again(duty.bind)
+        await _bind_again(duty.bind)
         self._metrics.change_role(role)
         try:
-            engine = self._start_engine(duty, control, former.step_times)
+            engine = self._start_engine(duty, control)
         except BaseException:
             duty.close_kv()
             raise
-        self.identity, self.kv_address, self._duty, self.engine = identity, address, duty, engine
+        self.identity, self._duty, self.engine = identity, duty, engine
 
-    def _new(self, role: Role, identity: WorkerIdentity) -> Duty:
+    def _new(self, role: Role, identity: WorkerIdentity) -> Duty[Any]:
         return self._offers[role].begin(WorkerParts(identity, self._context, self._curve, self._metrics))
 
-    def _start_engine(self, duty: Duty, control: ControlServer, times: StepTimes) -> Engine:
-        """`times`: step times of this worker in all roles."""
-        files, loaded, grammars = self._files, self.loaded, self._grammars
-        assert files is not None and loaded is not None and grammars is not None  # set before the first engine starts
-        shared = grammars.shared()
-        try:
-            engine = duty.build_engine(files, loaded, shared, control.send_threadsafe)
-        except BaseException:
-            shared.close()
-            raise
-        engine.step_times, engine.step_fit = times, self._fits[duty.role]
-        config = duty.config
-        if config.core_share and not config.on_gpu:
-            cores = CoreShare(config.core_share, loaded.num_threads)
-            loaded.share_cores(cores)
-            engine.share_cores(cores, loaded.set_num_threads)
+    def _start_engine(self, duty: Duty[Any], control: ControlServer) -> Engine:
+        assert self.model is not None  # adopted before the first engine starts
+        engine = duty.build_engine(self.model, control.send_threadsafe)
         engine.start()
+        self.facts = self.model.facts
         return engine
 
 
-async def _bind_again(bind: Callable[[], str]) -> str:
-    """Bind a KV socket, possibly on the port of the previous role. Raises zmq.ZMQError after `BIND_S`."""
+async def _bind_again(bind: Callable[[], None]) -> None:
+    """Bind sockets, possibly on the ports of the previous role. Raises zmq.ZMQError after `BIND_S`."""
     deadline = time.monotonic() + BIND_S
     while True:
         try:
-            return bind()
+            bind()
+            return
         except zmq.ZMQError:
             if time.monotonic() > deadline:
                 raise

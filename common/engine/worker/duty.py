@@ -1,4 +1,4 @@
-"""Base class of a worker's roles: a KV socket and an engine, over a model that outlives them.
+"""Base class of our roles: KV sockets and an engine, over a model that outlives them.
 
 A worker process has one role at a time. To change it, the process stops one and starts another with the same weights
 and KV memory (docs/decisions/0030-roles-without-restart.md).
@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import zmq
@@ -29,32 +28,22 @@ from common.engine.transfer import (
     blocks_in_queues,
     new_transport,
 )
-from common.engine.worker.engine import Engine, EngineConfig, Send
-from common.engine.worker.metrics import WorkerMetrics
-from common.engine.worker.vitals import WorkerIdentity
+from common.engine.worker.contract import Send, WorkerParts
+from common.engine.worker.loop import EngineConfig, EngineLoop
 from common.model_files import ModelFiles
-from common.wire import Curve, Role
+from common.wire import Role
 
 if TYPE_CHECKING:
     from common.engine.kv.tiers import BlockTiers, ReadEnded
     from common.engine.run import LoadedModel
+    from common.engine.worker.loop_model import LoopModel
     from common.grammar import Grammars
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerParts:
-    """Resources that a role receives from its process. Each `identity` has its own epoch."""
-
-    identity: WorkerIdentity
-    context: zmq.Context[zmq.Socket[bytes]]
-    curve: Curve | None
-    metrics: WorkerMetrics
-
-
-class Duty(ABC):
-    """One run of a role. The process calls `bind`, then `build_engine`, or `close_kv` if no engine was built."""
+class LoopDuty(ABC):
+    """Our `Duty`. Subclasses create the scheduler, KV transfers and engine of a role."""
 
     role: ClassVar[Role]
 
@@ -64,25 +53,25 @@ class Duty(ABC):
         """Log of the prefix cache, which is empty at the start of each role."""
         self.transport: Transport
         """KV transport, set by `bind`."""
+        self.kv_address = ""
         self._tiers: BlockTiers | None = None
         self._lender: KVLender | None = None
         self._puller: KVPuller | None = None
 
-    def bind(self) -> str:
-        """Bind the KV sockets and return the address of `bind_kv`.
+    def bind(self) -> None:
+        """Bind the KV sockets.
 
         Raises zmq.ZMQError if a port is in use, ConfigError if the KV transport is unavailable.
         """
         config = self.config
         self.transport = new_transport(config, self.parts.identity.worker_id)
-        address = self.bind_kv()
+        self.kv_address = self.bind_kv()
         try:
             if config.enable_prefix_caching:
                 self._lender = KVLender(self.parts.context, config.host, config.lend_port, self.parts.curve)
         except zmq.ZMQError:
             self.close_kv()
             raise
-        return address
 
     @property
     def lend_address(self) -> str:
@@ -90,7 +79,7 @@ class Duty(ABC):
         return self._lender.address if self._lender is not None else ""
 
     def bind_kv(self) -> str:
-        """Bind the socket that receives transfers, if this role has one. Raises zmq.ZMQError."""
+        """Bind the socket that receives transfers, if this role has one. Returns its address. Raises zmq.ZMQError."""
         return ""
 
     def close_kv(self) -> None:
@@ -102,9 +91,20 @@ class Duty(ABC):
         if self._tiers is not None:
             self._tiers.close()
 
+    def build_engine(self, model: LoopModel, send: Send) -> EngineLoop:
+        """Create the engine without starting it."""
+        grammars = model.grammars.shared()
+        try:
+            engine = self.new_engine(model.files, model.loaded, grammars, send)
+        except BaseException:
+            grammars.close()
+            raise
+        model.prepare(engine, self.config, self.role)
+        return engine
+
     @abstractmethod
-    def build_engine(self, files: ModelFiles, loaded: LoadedModel, grammars: Grammars, send: Send) -> Engine:
-        """Create the engine without starting it. The engine closes `grammars`."""
+    def new_engine(self, files: ModelFiles, loaded: LoadedModel, grammars: Grammars, send: Send) -> EngineLoop:
+        """Create the engine. It closes `grammars`."""
 
     def engine_config(self, files: ModelFiles, loaded: LoadedModel) -> EngineConfig:
         identity = self.parts.identity
@@ -176,7 +176,6 @@ class Duty(ABC):
         Raises ConfigError if the transport requires shared memory and it is unavailable.
         """
         # Imported late because it imports torch, which the model has loaded by now.
-        # Imported here: it imports torch, as the model has by now.
         from common.engine.kv import GatheredOutgoing, outgoing_blocks
 
         identity, kv = self.parts.identity, loaded.kv
@@ -192,12 +191,3 @@ class Duty(ABC):
             curve=self.parts.curve,
             **options,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class DutyOffer:
-    """A role that a process may have: its settings and the factory of its runs."""
-
-    role: Role
-    config: WorkerConfig
-    begin: Callable[[WorkerParts], Duty]

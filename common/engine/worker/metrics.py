@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from common.cluster import RATE_WINDOW_S, DecodeLoad, backlog_s, prefill_pressure, pressure, unblocked_share
 from common.engine.worker.adapters import WorkerAdapters
-from common.engine.worker.engine import EngineStatus
+from common.engine.worker.contract import EngineStatus
 from common.machine import register_process
 from common.observe import SECONDS, SHORT_SECONDS, DraftMetrics, Families, RecentRate
 

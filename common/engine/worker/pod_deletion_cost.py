@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from common.cluster import KubernetesClient, KubernetesError
 from common.config import WorkerConfig
-from common.engine.worker.engine import EngineStatus
+from common.engine.worker.contract import EngineStatus
 
 log = logging.getLogger(__name__)
 

@@ -19,24 +19,22 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any, NoReturn
 
 import zmq
 import zmq.asyncio
 
 from common.config import with_flag
 from common.engine.worker.adapters import WorkerAdapters
+from common.engine.worker.contract import DutyOffer, EngineStatus, RequestReceived, RouterLost, ServedModel
 from common.engine.worker.control import ControlServer, bind_control
 from common.engine.worker.duties import DRAIN_POLL_S, Duties
-from common.engine.worker.duty import DutyOffer
-from common.engine.worker.engine import EngineStatus, RequestReceived, RouterLost
 from common.engine.worker.metrics import AdapterCollector, WorkerMetrics
 from common.engine.worker.probes import WorkerHTTP
-from common.engine.worker.step_times import DEVICE_FLOOR_S, FLOOR_S, StepTimes
 from common.engine.worker.vitals import WorkerIdentity, heartbeat_of, hello_of, probe_of
 from common.errors import ConfigError, DiptychError, ModelError
 from common.machine import NO_ROOM, keep_large_buffers, raise_file_limit
-from common.model_files import ModelFiles, resolve_model
+from common.model_files import resolve_model
 from common.wire import Curve, Gatekeeper, in_url, warn_if_readable
 from common.wire.messages import (
     AnyMessage,
@@ -49,10 +47,6 @@ from common.wire.messages import (
     WorkerHello,
 )
 
-if TYPE_CHECKING:
-    from common.engine.run import LoadedModel
-    from common.grammar import Grammars
-
 log = logging.getLogger(__name__)
 ADDRESS_RETRY_S = 2.0
 """Interval, in seconds, between attempts to write the address file while the disk is full."""
@@ -63,8 +57,9 @@ LAST_WORDS_MS = 500
 class WorkerProcess:
     """Runs one engine and one control socket. `home`: its first role; `other`: role to which a router may change it."""
 
-    def __init__(self, home: DutyOffer, other: DutyOffer | None = None) -> None:
+    def __init__(self, home: DutyOffer[Any], other: DutyOffer[Any] | None = None) -> None:
         self.config = config = home.config
+        self._load_model = home.load
         identity = WorkerIdentity.create(home.role, config.worker_id)
         self.context = zmq.asyncio.Context(io_threads=config.io_threads)
         self.blocking_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(self.context)
@@ -166,42 +161,29 @@ class WorkerProcess:
 
     async def _start_engine(self, control: ControlServer) -> None:
         began = time.monotonic()
-        files, loaded = await asyncio.to_thread(self._load)
-        if loaded.adapters is not None:
-            await self.adapters.load_flags(loaded.adapters, self.config.lora)
-        # Before the engine: compiling a large vocabulary blocks all threads for a second.
-        grammars = await asyncio.to_thread(_grammars, files, loaded)
-        self.metrics.describe_cache(self.config.block_tokens, loaded.kv.num_blocks, loaded.kv_dtype)
-        floor_s = DEVICE_FLOOR_S if self.config.on_gpu else FLOOR_S
-        times = StepTimes(fixed_s=self.config.stall_timeout_s, floor_s=floor_s, token_s=loaded.token_s)
-        self.duties.start(files, loaded, grammars, control, times)
-        self.metrics.show_pinned(loaded.pinned_bytes)
+        model = await asyncio.to_thread(self._load)
+        self.duties.adopt(model)
+        if model.adapters is not None:
+            await self.adapters.load_flags(model.adapters, self.config.lora)
+        facts = model.facts
+        self.metrics.describe_cache(facts.block_size, facts.num_blocks, facts.kv_dtype)
+        model.register_metrics(self.metrics)
+        self.duties.start(control)
         control.broadcast_hello()
         log.info(
-            "ready: %s in %s, %d KV blocks of %d tokens (%.2f GiB), %d threads, loaded in %.1f s",
-            files.model_id,
-            loaded.precision,
-            loaded.kv.num_blocks,
-            self.config.block_tokens,
-            loaded.kv.num_blocks * loaded.kv.wire_bytes / 2**30,
-            loaded.num_threads,
+            "ready: %s in %s, %d KV blocks of %d tokens (%.2f GiB), %sloaded in %.1f s",
+            facts.model_id,
+            facts.precision,
+            facts.num_blocks,
+            facts.block_size,
+            facts.num_blocks * facts.block_bytes / 2**30,
+            f"{facts.resources}, " if facts.resources else "",
             time.monotonic() - began,
         )
-        if of_windows := loaded.windows_in_words:
-            log.info("%s", of_windows)
-        if num_bytes := loaded.pinned_bytes():
-            log.info("pinned %.1f MiB of host memory for step and KV copies", num_bytes / 2**20)
 
-    def _load(self) -> tuple[ModelFiles, LoadedModel]:
-        # Imported late: importing torch takes a second, and the sockets should answer earlier.
-        from common.engine.run import LoadedModel
-
-        files = resolve_model(self.config.model, progress=False)
-        if self.config.tensor_parallel_size > 1:
-            from common.engine.ranks import load_ranked
-
-            return files, load_ranked(files, self.config)
-        return files, LoadedModel.load(files, self.config)
+    def _load(self) -> ServedModel:
+        model: ServedModel = self._load_model(resolve_model(self.config.model, progress=False))
+        return model
 
     async def _watch_engine(self) -> None:
         """Raise the error when the engine, the gatekeeper or a role change fails.
@@ -270,7 +252,7 @@ class WorkerProcess:
     def _hello(self) -> WorkerHello:
         duties = self.duties
         where = self._advertised(duties.kv_address), self._advertised(duties.lend_address)
-        return hello_of(duties.identity, duties.config, duties.loaded, *where, changes_role=duties.may_change)
+        return hello_of(duties.identity, duties.config, duties.facts, *where, changes_role=duties.may_change)
 
     def _heartbeat(self, router: bytes) -> WorkerHeartbeat:
         duties, status = self.duties, self._status()
@@ -300,9 +282,9 @@ class WorkerProcess:
         )
 
     def _advertised(self, address: str) -> str:
-        """Return the address at which others reach this worker."""
+        """Return the address at which others reach this worker. Several addresses are those of ranks, sent as is."""
         host = self.config.advertise_host
-        if not address or not host:
+        if not address or not host or "," in address:
             return address
         return f"tcp://{in_url(host)}:{address.rsplit(':', 1)[1]}"
 
@@ -337,14 +319,6 @@ def _write_whole(path: Path, text: str) -> None:
     new.replace(path)
 
 
-def _grammars(files: ModelFiles, loaded: LoadedModel) -> Grammars:
-    from common.grammar import Grammars
-
-    grammars = Grammars(files, loaded.vocab_size)
-    grammars.start()
-    return grammars
-
-
 def run_worker(process: Callable[[], WorkerProcess]) -> int:
     """Run a worker and return its exit status. A refusal to start is logged in one line."""
     import uvloop
@@ -368,13 +342,6 @@ def run_worker(process: Callable[[], WorkerProcess]) -> int:
     except RuntimeError as error:
         log.error("%s: %s", error, error.__cause__)
         return 1
-    except Exception as error:
-        from kernels import too_large
-
-        if not (problem := too_large(error)):
-            raise
-        log.error("cannot start: %s; --device cpu runs without a GPU", problem)
-        return 2
     return 0
 
 

@@ -7,12 +7,10 @@ import secrets
 import socket
 import time
 from dataclasses import dataclass, replace
-from hashlib import blake2b
-from typing import TYPE_CHECKING
 
 from common import __version__
 from common.config import WorkerConfig
-from common.engine.worker.engine import Engine, EngineStatus
+from common.engine.worker.contract import Engine, EngineStatus, ModelFacts
 from common.engine.worker.probes import ProbeStatus
 from common.engine.worker.step_times import LONGEST_S
 from common.wire.messages import (
@@ -22,9 +20,6 @@ from common.wire.messages import (
     WorkerHeartbeat,
     WorkerHello,
 )
-
-if TYPE_CHECKING:
-    from common.engine.run import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,48 +48,39 @@ def _new_epoch() -> int:
 def hello_of(
     identity: WorkerIdentity,
     config: WorkerConfig,
-    loaded: LoadedModel | None,
+    facts: ModelFacts | None,
     kv_address: str,
     lend_address: str,
     *,
     changes_role: bool = False,
 ) -> WorkerHello:
-    """Create a hello. `config`: settings of the current role. `loaded` is None while the model is loading."""
+    """Create a hello. `config`: settings of the current role. `facts` is None while the model is loading."""
+    if facts is not None:
+        max_num_seqs = facts.max_num_seqs or config.places_within(facts.num_blocks * facts.block_size)
+    else:
+        max_num_seqs = config.places
     return WorkerHello(
         worker_id=identity.worker_id,
         role=identity.role,
         epoch=identity.epoch,
-        fingerprint=loaded.fingerprint if loaded else "loading",
-        model=loaded.model_id if loaded else config.model,
-        block_size=config.block_tokens,
-        num_blocks=loaded.kv.num_blocks if loaded else 0,
-        max_model_len=loaded.max_model_len if loaded else 0,
-        max_num_seqs=config.places_within(loaded.kv.num_blocks * loaded.kv.block_size) if loaded else config.places,
+        fingerprint=facts.fingerprint if facts else "loading",
+        model=facts.model_id if facts else config.model,
+        block_size=facts.block_size if facts else config.block_tokens,
+        num_blocks=facts.num_blocks if facts else 0,
+        max_model_len=facts.max_model_len if facts else 0,
+        max_num_seqs=max_num_seqs,
         kv_address=kv_address,
         version=__version__,
-        weights=loaded.weights if loaded else "",
-        max_step_tokens=config.step_tokens,
+        weights=facts.weights if facts else "",
+        max_step_tokens=(facts.max_step_tokens if facts else 0) or config.step_tokens,
         home=identity.home,
         changes_role=changes_role,
         max_loras=config.lora_places,
         lend_address=lend_address,
-        window=loaded.window if loaded else 0,
+        window=facts.window if facts else 0,
         oldest_protocol=OLDEST_PROTOCOL_VERSION,
         protocol=PROTOCOL_VERSION,
-        layout=layout_of(loaded, config) if loaded else (),
-    )
-
-
-def layout_of(loaded: LoadedModel, config: WorkerConfig) -> tuple[tuple[str, str], ...]:
-    """Return the settings that the layout fingerprint covers in addition to the model, as names and values."""
-    kv = loaded.kv
-    return (
-        ("dtype", loaded.dtype),
-        ("kv_cache_dtype", loaded.kv_dtype),
-        ("quantization", loaded.quantization),
-        ("batch_invariant", str(config.batch_invariant).lower()),
-        ("draft_head", kv.config.draft_head or "none"),
-        ("kv_scales", blake2b(repr(kv.scales).encode(), digest_size=4).hexdigest() if kv.is_scaled else "none"),
+        layout=facts.layout if facts else (),
     )
 
 

@@ -32,6 +32,7 @@ class Block(Fields):
 
     type: Annotated[str, Field(max_length=64)]
     text: str | None = Field(None, description='Only with type "text".')
+    thinking: str | None = Field(None, description='Only with type "thinking".')
     id: Annotated[str, Field(max_length=256)] | None = Field(None, description='Only with type "tool_use".')
     name: Annotated[str, Field(max_length=64)] | None = None
     input: dict[str, Any] | None = None

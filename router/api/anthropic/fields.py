@@ -26,8 +26,7 @@ from router.request import fields as ours
 from router.request.errors import ThreadUnsupported, unsupported
 from router.request.fields import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, ChatRequest, Effort, TopP, thinking_switches
 
-UNSEEN = frozenset(("thinking", "redacted_thinking"))
-"""Types of blocks in earlier answers that are omitted from the prompt."""
+THOUGHTS = frozenset(("thinking", "redacted_thinking"))
 CLEARS_THINKING = "clear_thinking_20251015"
 NAMES: Mapping[str, str] = {
     "response_format.json_schema": "output_config.format",
@@ -225,23 +224,27 @@ def _messages(turn: Turn, where: str) -> Iterator[ours.Message]:
     if isinstance(turn.content, str):
         yield ours.Message(role=turn.role, content=turn.content)
         return
+    thoughts: list[str] = []
     texts: list[ours.ContentPart] = []
     calls: list[ours.ToolCall] = []
     for j, block in enumerate(turn.content):
-        if block.type == "tool_use" and turn.role == "assistant":
+        if block.type in THOUGHTS:
+            thoughts += [block.thinking] if block.thinking and turn.role == "assistant" else []
+        elif block.type == "tool_use" and turn.role == "assistant":
             calls.append(_call(block, f"{where}[{j}]"))
         elif block.type == "tool_result" and turn.role == "user":
             if texts:
                 yield ours.Message(role="user", content=as_content(texts))
                 texts = []
             yield _result(block, f"{where}[{j}]")
-        elif block.type not in UNSEEN:
+        else:
             if block.type != "text" and turn.role != "user":
                 raise unsupported(f"{where}[{j}].type", f"{block.type!r} here")
             texts += parts_of(block, where, j)
     if texts or calls:
         content = as_content(texts) or (None if calls else "")
-        yield ours.Message(role=turn.role, content=content, tool_calls=calls or None)
+        thought = "\n".join(thoughts) or None
+        yield ours.Message(role=turn.role, content=content, tool_calls=calls or None, reasoning_content=thought)
 
 
 def _call(block: Block, where: str) -> ours.ToolCall:

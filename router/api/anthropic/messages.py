@@ -37,6 +37,9 @@ from router.request import MESSAGES_PATH, named_as
 from router.request.errors import anthropic_error
 from router.text import CallPart, Part, TextPart, ThoughtPart
 
+SIGNATURE = "ZGlwdHljaA=="
+"""Signature of all thinking blocks. It proves nothing, but clients do not send back a block without one."""
+
 message_routes = APIRouter()
 """`/v1/messages` and `/v1/messages/count_tokens`."""
 
@@ -136,7 +139,7 @@ class MessagesSerializer:
 
     def _block(self, choice: AnswerChoice, part: Part) -> Object:
         if isinstance(part, ThoughtPart):
-            return {"type": "thinking", "thinking": part.text, "signature": ""}
+            return {"type": "thinking", "thinking": part.text, "signature": SIGNATURE if part.text else ""}
         if isinstance(part, TextPart):
             return {"type": "text", "text": part.text}
         call_id = self._parts.id_of(choice, part.index)
@@ -155,8 +158,9 @@ class MessagesSerializer:
     def _end_block(self) -> bytes:
         if not self._open:
             return b""
+        signed = self._delta({"type": "signature_delta", "signature": SIGNATURE}) if self._open == "thinking" else b""
         self._open = ""
-        return _event("content_block_stop", {"index": self._num_blocks - 1})
+        return signed + _event("content_block_stop", {"index": self._num_blocks - 1})
 
     def _stop(self, choice: AnswerChoice) -> Object:
         reason = self._parts.finish_reason(choice, choice.finish_reason)

@@ -80,7 +80,7 @@ class ChatFormatter(BaseFormatter):
 
     def __init__(self, model: ServedModel, fields: ChatRequest) -> None:
         super().__init__(model, fields)
-        self._echo, self._echoed_thought = _split_echo(fields, model.thoughts)
+        self._echo, self._echoed_thought = _split_echo(fields, model.thoughts_of(with_tools=fields.offers_tools))
         self._parts = AnswerParts(model, fields)
         self.only_text = self._parts.only_text and self._logprobs is None and not self._token_ids
 

@@ -235,23 +235,28 @@ class ResponsesRequest(Extensions):
             yield ours.Message(role="system", content=self.instructions)
         said: ours.Message | None = None  # the assistant's text; calls that follow it belong to the same message
         calls: list[ours.ToolCall] = []
+        thoughts: list[str] = []
+        pending: list[str] = []  # thoughts that belong to the next text or call
         for i, item in enumerate((*past, *self.items), start=-len(past)):
             where = f"input[{i}]"
+            if item.type == "reasoning":
+                pending += filter(None, [_thought(item.content)])
+                continue
             if item.type == "function_call":
                 calls.append(_call(item, where, self.functions))
+                thoughts, pending = thoughts + pending, []
                 continue
             message = _message(item, where)
-            if message is None:
-                continue
             if said is not None or calls:
-                yield _answer(said, calls)
-                said, calls = None, []
+                yield _answer(said, calls, thoughts)
+                said, calls, thoughts = None, [], []
             if message.role == "assistant":
-                said = message
+                said, thoughts = message, pending
             else:
                 yield message
+            pending = []
         if said is not None or calls:
-            yield _answer(said, calls)
+            yield _answer(said, calls, thoughts)
 
 
 class FunctionNames:
@@ -309,15 +314,22 @@ def _function(tool: ResponseTool, where: str) -> ResponseTool:
     return tool
 
 
-def _answer(said: ours.Message | None, calls: Sequence[ours.ToolCall]) -> ours.Message:
+def _answer(said: ours.Message | None, calls: Sequence[ours.ToolCall], thoughts: Sequence[str]) -> ours.Message:
     content = said.content if said is not None else None
     return ours.Message(
-        role="assistant", content=(content or None) if calls else content, tool_calls=list(calls) or None
+        role="assistant",
+        content=(content or None) if calls else content,
+        tool_calls=list(calls) or None,
+        reasoning_content="\n".join(thoughts) or None,
     )
 
 
-def _message(item: Item, where: str) -> ours.Message | None:
-    """Convert an item to a chat message; None if the prompt omits it. Raises InvalidRequest."""
+def _thought(content: Content | None) -> str:
+    return content if isinstance(content, str) else "".join([part.text or "" for part in content or ()])
+
+
+def _message(item: Item, where: str) -> ours.Message:
+    """Convert a message or the output of a call to a chat message. Raises InvalidRequest."""
     match item.type:
         case None | "message":
             if item.role is None or item.content is None:
@@ -328,8 +340,6 @@ def _message(item: Item, where: str) -> ours.Message | None:
                 raise InvalidRequest(f"{where}: the output of a call must have a call_id and an output", param="input")
             output = _content(item.output, f"{where}.output")
             return ours.Message(role="tool", content=output, tool_call_id=item.call_id)
-        case "reasoning":
-            return None
     raise unsupported(f"{where}.type", f"{item.type!r}")
 
 

@@ -44,14 +44,14 @@ class DeepSeekFormat(SectionFormat):
     def rendered_call(self) -> str:
         return rf"{SEPARATOR}{PROBE_NAME}\s*```" if self.fenced else rf"{BEGIN}{PROBE_NAME}{SEPARATOR}"
 
-    def written(self, calls: Sequence[tuple[str, str]]) -> str:
-        if self.fenced:
-            texts = [f"{BEGIN}function{SEPARATOR}{name}{FENCE}{given}{FENCE_END}{END}" for name, given in calls]
-            return f"{OPEN}{chr(10).join(texts)}{CLOSE}"
-        return f"{OPEN}{''.join([f'{BEGIN}{name}{SEPARATOR}{given}{END}' for name, given in calls])}{CLOSE}"
-
     def body(self, function: Function, arguments: str, spell: Spell) -> str:
         if self.fenced:
             head = f"{literal('function')} {spell(SEPARATOR)} {literal(function.name + FENCE)}"
             return f"{spell(BEGIN)} {head} {arguments} {literal(FENCE_END)} {spell(END)}"
         return f"{spell(BEGIN)} {literal(function.name)} {spell(SEPARATOR)} {arguments} {spell(END)}"
+
+    def written(self, calls: Sequence[tuple[str, str]]) -> str:
+        if self.fenced:
+            texts = [f"{BEGIN}function{SEPARATOR}{name}{FENCE}{given}{FENCE_END}{END}" for name, given in calls]
+            return f"{OPEN}{chr(10).join(texts)}{CLOSE}"
+        return f"{OPEN}{''.join([f'{BEGIN}{name}{SEPARATOR}{given}{END}' for name, given in calls])}{CLOSE}"

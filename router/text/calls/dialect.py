@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from common.errors import InvalidRequest
@@ -18,6 +18,7 @@ from router.text.calls.format import (
     CallFormat,
     Function,
     Message,
+    arguments_text,
 )
 from router.text.calls.registry import format_hinted, format_in, format_named
 
@@ -43,6 +44,7 @@ class Dialect:
     """
 
     format: CallFormat
+    _: KW_ONLY
     native: bool = False
     text_arguments: bool = False
     parses: bool = True
@@ -60,12 +62,10 @@ class Dialect:
         return [_with_text_arguments(message) for message in adapted] if self.text_arguments else adapted
 
     def _with_written_calls(self, message: Message) -> dict[str, Any]:
-        calls = [_as_text(call["function"]) for call in message.get("tool_calls") or ()]
-        if not calls:
+        if not message.get("tool_calls"):
             return dict(message)
         rest = {key: value for key, value in message.items() if key != "tool_calls"}
-        written = self.format.written([(call["name"], call["arguments"]) for call in calls])
-        return rest | {"content": f"{message.get('content') or ''}{written}"}
+        return rest | {"content": f"{message.get('content') or ''}{self.format.written_calls(message)}"}
 
 
 def dialect_of(template: ChatTemplate, parser: str = AUTO) -> Dialect:
@@ -80,20 +80,26 @@ def dialect_of(template: ChatTemplate, parser: str = AUTO) -> Dialect:
             if found is not None:
                 text_arguments = as_text
                 break
-    single_calls = found is not None and _takes_single_calls(template, Dialect(found, True, text_arguments))
+    single_calls = found is not None and _takes_single_calls(
+        template, Dialect(found, native=True, text_arguments=text_arguments)
+    )
     described = bool(source) and PROBE_NAME in _rendered(template, [USER])
     hinted = format_hinted(source) if found is None else None
     if parser in (AUTO, NONE):
         parses = parser == AUTO
         if found is not None:
-            return Dialect(found, described, text_arguments, parses, single_calls)
+            return Dialect(
+                found, native=described, text_arguments=text_arguments, parses=parses, single_calls=single_calls
+            )
         if hinted is None:
             return Dialect(format_named("hermes"), parses=parses, is_known=False)
-        written = Dialect(hinted, True, parses=parses, writes_calls=True)
+        written = Dialect(hinted, native=True, parses=parses, writes_calls=True)
         return written if described and _shows_written(template, written) else Dialect(hinted, parses=parses)
     chosen = next((each for each in (found, hinted) if each is not None and each.name == parser), format_named(parser))
     writes = described and not is_rendered
-    return Dialect(chosen, described, text_arguments, single_calls=single_calls, writes_calls=writes)
+    return Dialect(
+        chosen, native=described, text_arguments=text_arguments, single_calls=single_calls, writes_calls=writes
+    )
 
 
 def _format_of(template: ChatTemplate, rendered: str) -> CallFormat | None:
@@ -164,13 +170,8 @@ def _with_single_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _with_text_arguments(message: Message) -> dict[str, Any]:
-    calls = message.get("tool_calls")
-    if not calls:
-        return dict(message)
-    return {**message, "tool_calls": [{**call, "function": _as_text(call["function"])} for call in calls]}
-
-
-def _as_text(function: Message) -> dict[str, Any]:
-    arguments = function.get("arguments")
-    written = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
-    return {**function, "arguments": written}
+    calls = [
+        {**call, "function": {**call["function"], "arguments": arguments_text(call["function"])}}
+        for call in message.get("tool_calls") or ()
+    ]
+    return {**message, "tool_calls": calls} if calls else dict(message)

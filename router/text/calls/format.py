@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
-from router.text.answer_grammar import ANY_OBJECT, document_expression, json_expression, literal, rule
+from router.text.answer_grammar import ANY_OBJECT, document_expression, is_special, json_expression, literal, rule
 from router.text.calls.scanner import CallScanner, Layout, MarkedScanner
 from router.text.schema import Document, Shapes, canonical, enforceable
 from router.text.thought_marks import ThoughtMarks
@@ -24,6 +25,8 @@ TEXT = r"/(.|\n)*/"
 BREAK = f"{literal(chr(10))}?"
 BLANK = f"{literal(' ')}?"
 """Optional white space between delimiters and JSON tokens, in which versions of a model differ."""
+BLANKS = r"[ \t\r\n]{0,8}"
+"""Optional white space within a lexeme. Limited so that it cannot fill an answer."""
 GAP = r"/\n[ \t]{0,32}| /?"
 """Optional white space where a template may break the line and indent."""
 
@@ -117,9 +120,10 @@ class CallFormat(ABC):
 
         `only_calls`: the answer either begins with a call or has none. `functions` are indexed by name. `thoughts`: a
         format with channels separates reasoning from text. The default scanner expects JSON arguments in one of the
-        `layouts`.
+        `layouts`, and without delimiters, a call of one of the functions.
         """
-        return MarkedScanner(self.openings, self.layouts, start=start, only_calls=only_calls)
+        names = functions if self.is_unmarked else None
+        return MarkedScanner(self.openings, self.layouts, start=start, only_calls=only_calls, names=names)
 
     @abstractmethod
     def grammar(self, wanted: Wanted, spell: Spell) -> str:
@@ -131,11 +135,16 @@ class CallFormat(ABC):
 
     def silent(self, spell: Spell) -> list[str]:
         """Return those of `silent_marks` that are special tokens, as spelled in a grammar."""
-        return [each for each in map(spell, self.silent_marks) if each.startswith("<[")]
+        return list(filter(is_special, map(spell, self.silent_marks)))
 
     @abstractmethod
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         """Render calls, given as (name, JSON arguments), in the model's syntax, for chat templates without tools."""
+
+    def written_calls(self, message: Message) -> str:
+        """Render the calls of a message."""
+        functions = [call["function"] for call in message["tool_calls"]]
+        return self.written([(function["name"], arguments_text(function)) for function in functions])
 
     def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Adapt messages with calls to the chat templates of this format's models."""
@@ -161,6 +170,12 @@ class SectionFormat(CallFormat):
         """Return the right side of a rule for a call of `function`. `arguments` is the name of its arguments' rule."""
 
 
+def arguments_text(function: Message) -> str:
+    """Return the arguments of a message's call, which are an object or text, as JSON text."""
+    arguments = function.get("arguments") or {}
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
 def answer_rules(wanted: Wanted, calls: str, begun: str, silent: Sequence[str] = ()) -> str:
     """Write the rules `start`, `answer`, `begun` and `TEXT`.
 
@@ -184,9 +199,23 @@ def free(wanted: Wanted) -> bool:
 
 def opening(mark: str, name: str = "opening") -> tuple[str, str]:
     """Return the right side of a rule for text up to a delimiter, and the helper rule that it needs, if any."""
-    if mark.startswith("<["):  # a special token is never part of text
+    if is_special(mark):
         return f"TEXT {mark}", ""
     return name, rule(f"{name}[lazy]", f"TEXT {mark}")
+
+
+def unmarked(functions: Sequence[Function], head: Callable[[str], str], rest: str, *, gap: str = "") -> tuple[str, str]:
+    """Return the right side of a rule for text up to and including a call without delimiter, and the rules it needs.
+
+    `head` writes the lexeme up to a function's arguments from its name. `gap` precedes the arguments, `rest` follows.
+    """
+    begun = " | ".join([f"open_{i} {gap} arguments_{i} {rest}" for i in range(len(functions))])
+    return begun, "".join([rule(f"open_{i}[lazy]", head(function.name)) for i, function in enumerate(functions)])
+
+
+def text_up_to(*words: str) -> str:
+    """Return the lexemes of text that ends with these words, with optional white space between them."""
+    return f"TEXT /{BLANKS.join(map(re.escape, words))}/"
 
 
 def row(calls: str, between: str, *, several: bool) -> str:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from router.text.answer_grammar import literal, rule
+from router.text.answer_grammar import is_special, literal, rule
 from router.text.calls.format import (
     PROBE_ARGUMENT,
     PROBE_NAME,
@@ -134,7 +134,7 @@ class GemmaRules(PythonRules):
     def __init__(self, shapes: Shapes, rules: dict[str, str], prefix: str, quote: str, mark: str) -> None:
         super().__init__(shapes, rules, prefix)
         self._quote, self._mark = quote, mark
-        self._is_special = quote.startswith("<[")
+        self._is_special = is_special(quote)
         text = f"{quote} {self._text('')} {quote}" if self._is_special else self._lexeme("")
         self.lexemes = {
             **LEXEMES,

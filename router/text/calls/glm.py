@@ -24,7 +24,6 @@ KEY, END_KEY, VALUE, END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</ar
 class GLMFormat(TaggedFormat):
     name = "glm"
     marks = (OPEN, CLOSE, KEY, END_KEY, VALUE, END_VALUE)
-    rendered_call = rf"{OPEN}\s*{PROBE_NAME}\s*{KEY}"
     openings = (OPEN,)
     tags = ArgumentTags(KEY, END_KEY, VALUE, END_VALUE)
     layouts = (
@@ -33,6 +32,7 @@ class GLMFormat(TaggedFormat):
             Pattern(space, CLOSE),
         ),
     )
+    rendered_call = rf"{OPEN}\s*{PROBE_NAME}\s*{KEY}"
 
     def called(self, name: str, arguments: str, spell: Spell) -> str:
         return f"{BREAK} {literal(name)} {BREAK} {arguments}"
@@ -40,6 +40,6 @@ class GLMFormat(TaggedFormat):
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         texts = []
         for name, arguments in calls:
-            given = [f"{KEY}{key}{END_KEY}\n{VALUE}{value}{END_VALUE}\n" for key, value in self.texts(arguments)]
+            given = [f"{KEY}{key}{END_KEY}\n{VALUE}{text}{END_VALUE}\n" for key, _, text in self.members(arguments)]
             texts.append(f"{OPEN}{name}\n{''.join(given)}{CLOSE}")
         return "\n".join(texts)

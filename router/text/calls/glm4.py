@@ -6,12 +6,11 @@ get_weather
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from router.text.answer_grammar import literal, rule
+from router.text.answer_grammar import literal
 from router.text.calls.format import (
     PROBE_ARGUMENT,
     PROBE_NAME,
@@ -22,9 +21,11 @@ from router.text.calls.format import (
     Spell,
     Wanted,
     answer_rules,
+    arguments_text,
     bodies,
     free,
     row,
+    unmarked,
 )
 from router.text.calls.scanner import (
     Layout,
@@ -40,7 +41,7 @@ from router.text.calls.scanner import (
 from router.text.parts import Part, first_mark
 
 ROLE = "<|assistant|>"
-BREAK = r"/ ?\n/"
+NAME_END = r"/ ?\n/"
 CALL = (function_name, one_of("\n", " \n"), space, peek("{"))
 
 
@@ -99,16 +100,13 @@ class GLM4Format(CallFormat):
         return GLM4Scanner(tuple(functions), self.layouts, start=start, only_calls=only_calls, names=functions)
 
     def grammar(self, wanted: Wanted, spell: Spell) -> str:
-        rules = bodies(wanted.functions, lambda function, given: f"{literal(function.name)} {BREAK} {given}")
+        rules = bodies(wanted.functions, lambda function, given: f"{literal(function.name)} {NAME_END} {given}")
         between = f"({literal(chr(10))} | {spell(ROLE)})"
         if not free(wanted):
             return answer_rules(wanted, row("body", between, several=wanted.several), "") + rules
         more = f"({between} body)*" if wanted.several else ""
-        begun = []
-        for i, function in enumerate(wanted.functions):
-            rules += rule(f"open_{i}[lazy]", rf"/((.|\n)*\n)?{re.escape(function.name)} ?\n/")
-            begun.append(f"open_{i} arguments_{i} {more}")
-        return answer_rules(wanted, "", " | ".join(begun)) + rules
+        begun, heads = unmarked(wanted.functions, lambda name: rf"/((.|\n)*\n)?{re.escape(name)} ?\n/", more)
+        return answer_rules(wanted, "", begun) + heads + rules
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         return "\n".join([f"{name}\n{arguments}" for name, arguments in calls])
@@ -124,7 +122,7 @@ class GLM4Format(CallFormat):
             if not calls or message.get("content"):
                 changed.append(plain)
             for call in calls:
-                given = call["function"].get("arguments") or {}
-                text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-                changed.append({"role": "assistant", "metadata": call["function"]["name"], "content": text})
+                function = call["function"]
+                text = arguments_text(function)
+                changed.append({"role": "assistant", "metadata": function["name"], "content": text})
         return changed

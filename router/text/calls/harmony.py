@@ -13,8 +13,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from router.text.answer_grammar import json_expression, literal, rule
-from router.text.calls.format import PROBE_NAME, CallFormat, Function, Message, Spell, Wanted, arguments_rules, opening
-from router.text.calls.format import TEXT as ANY_TEXT
+from router.text.calls.format import (
+    PROBE_NAME,
+    TEXT,
+    CallFormat,
+    Function,
+    Message,
+    Spell,
+    Wanted,
+    arguments_rules,
+    opening,
+)
 from router.text.calls.scanner import CallScanner, Extent
 from router.text.parts import CallPart, Part, ThoughtPart, first_mark
 from router.text.thought_marks import ThoughtMarks
@@ -30,7 +39,7 @@ ENDS = (END, CALL, RETURN, START, CHANNEL)
 """Texts that end a message. The last two begin the next message, if the model omitted the end."""
 MAX_HEAD_CHARS = 512
 """Maximum length of a message header. A longer one is treated as text."""
-_ENDS = frozenset(mark.encode() for mark in (END, CALL, RETURN, START))
+END_TOKENS = frozenset(mark.encode() for mark in (END, CALL, RETURN, START))
 
 
 class HarmonyScanner(CallScanner):
@@ -161,7 +170,7 @@ class ChannelTokens:
                 self._head, self._in_thought = [token], False
             elif self._in_thought:
                 self.count += token != START.encode()
-                self._in_thought = token not in _ENDS
+                self._in_thought = token not in END_TOKENS
 
     def _extend_head(self, head: list[bytes], token: bytes) -> None:
         head.append(token)
@@ -192,7 +201,7 @@ class HarmonyFormat(CallFormat):
         """Write the grammar: any number of reasoning or commentary messages, then a call or, if allowed, the answer."""
         channel, message, rules = spell(CHANNEL), spell(MESSAGE), remark_rules(spell)
         json_type = json_type_of(spell)
-        calls = f"({called_rules(wanted, spell)}) {spell(CALL)}?"
+        calls = f"({called_rules(wanted)}) {spell(CALL)}?"
         last = ["call"]
         if not wanted.required:
             last.append("final")
@@ -211,8 +220,8 @@ class HarmonyFormat(CallFormat):
         return rule("prelude", f"remark* {final}") + remark_rules(spell)
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
-        return "".join([f"{CHANNEL}commentary to={FUNCTIONS}{name} {CONSTRAIN}json{MESSAGE}{arguments}{CALL}"
-                        for name, arguments in calls])  # fmt: skip
+        channel = f"{CHANNEL}commentary to={FUNCTIONS}"
+        return "".join([f"{channel}{name} {CONSTRAIN}json{MESSAGE}{arguments}{CALL}" for name, arguments in calls])
 
     def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Rename reasoning to the field that the template reads."""
@@ -224,7 +233,7 @@ def remark_rules(spell: Spell) -> str:
     ended, rules = opening(spell(END), "ended")
     kinds = f"({literal('analysis')} | {literal('commentary')})"
     said = f"{spell(CHANNEL)} {kinds} {spell(MESSAGE)} {ended} {spell(START)} {literal('assistant')}"
-    return rules + rule("remark", said) + rule("TEXT", ANY_TEXT)
+    return rules + rule("remark", said) + rule("TEXT", TEXT)
 
 
 def json_type_of(spell: Spell) -> str:
@@ -232,16 +241,11 @@ def json_type_of(spell: Spell) -> str:
     return f"({literal(' ')}? {spell(CONSTRAIN)}? {literal('json')})?"
 
 
-def called_rules(wanted: Wanted, spell: Spell) -> str:
+def called_rules(wanted: Wanted) -> str:
     """Return the right side of a rule for a call. The recipient is in the channel or before it."""
-    after = [
-        f"begun_call {literal(f' to={FUNCTIONS}{function.name}')} typed arguments_{i}"
-        for i, function in enumerate(wanted.functions)
-    ]
-    before = [
-        f"{literal(f' to={FUNCTIONS}{function.name}')} begun_call typed arguments_{i}"
-        for i, function in enumerate(wanted.functions)
-    ]
+    recipients = [literal(f" to={FUNCTIONS}{function.name}") for function in wanted.functions]
+    after = [f"begun_call {recipient} typed arguments_{i}" for i, recipient in enumerate(recipients)]
+    before = [f"{recipient} begun_call typed arguments_{i}" for i, recipient in enumerate(recipients)]
     return " | ".join(after + before)
 
 

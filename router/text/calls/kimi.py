@@ -33,6 +33,10 @@ class KimiFormat(SectionFormat):
     hints = (OPEN,)
     rendered_call = rf"<\|tool_call_begin\|>(functions\.{PROBE_NAME}:0|{PROBE_CALL_ID})<\|tool_call_argument_begin\|>"
 
+    def body(self, function: Function, arguments: str, spell: Spell) -> str:
+        head = f"{spell(BEGIN)} {literal(f'{PREFIX}{function.name}:')} /[0-9]{{1,3}}/"
+        return f"{head} {spell(ARGUMENTS)} {arguments} {spell(END)}"
+
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         texts = [f"{BEGIN}{PREFIX}{name}:{i}{ARGUMENTS}{given}{END}" for i, (name, given) in enumerate(calls)]
         return f"{OPEN}{''.join(texts)}{CLOSE}"
@@ -54,7 +58,3 @@ class KimiFormat(SectionFormat):
                 made["tool_call_id"] = ids.get(message["tool_call_id"], message["tool_call_id"])
             changed.append(made)
         return changed
-
-    def body(self, function: Function, arguments: str, spell: Spell) -> str:
-        head = f"{spell(BEGIN)} {literal(f'{PREFIX}{function.name}:')} /[0-9]{{1,3}}/"
-        return f"{head} {spell(ARGUMENTS)} {arguments} {spell(END)}"

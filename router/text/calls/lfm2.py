@@ -14,9 +14,9 @@ OPEN, CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
 
 class LFM2Format(TaggedPythonicFormat):
     name = "lfm2"
-    hints = ("<|tool_list_start|>", "List of tools: [")
     marks = (OPEN, CLOSE)
     openings = (OPEN,)
     layouts = (list_layout(OPEN, space, end=CLOSE),)
+    hints = ("<|tool_list_start|>", "List of tools: [")
     first, last, comma = "[", "]", ", "
     between = COMMA

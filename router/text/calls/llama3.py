@@ -5,15 +5,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Sequence
 
-from router.text.answer_grammar import literal, rule
+from router.text.answer_grammar import is_special, literal
 from router.text.calls.format import (
     BLANK,
     PROBE_NAME,
     CallFormat,
-    Function,
     Spell,
     Wanted,
     answer_rules,
@@ -21,9 +20,11 @@ from router.text.calls.format import (
     free,
     json_call,
     row,
+    text_up_to,
+    unmarked,
 )
 from router.text.calls.pythonic import END, START
-from router.text.calls.scanner import BLANKS, OBJECT_HEAD, Layout, MarkedScanner, Pattern, rest_of_object, space
+from router.text.calls.scanner import OBJECT_HEAD, Layout, Pattern, rest_of_object, space
 
 TAG = "<|python_tag|>"
 NAME, ARGUMENTS, BETWEEN = '{"name": "', '", "parameters": ', "; "
@@ -43,46 +44,26 @@ class Llama3Format(CallFormat):
     marks = (TAG,)
     silent_marks = (START, END)
     """Llama 4's template writes them around the text before calls."""
+    openings = (TAG, "{")
+    layouts = LAYOUTS
     rendered_call = rf'(<\|python_\w+\|>)*\{{"name":\s*"{PROBE_NAME}",\s*"parameters":'
 
-    def scanner(
-        self, *, start: int, only_calls: bool, functions: Mapping[str, Function], thoughts: bool = True
-    ) -> MarkedScanner:
-        return MarkedScanner((TAG, "{"), LAYOUTS, start=start, only_calls=only_calls, names=functions)
-
     def grammar(self, wanted: Wanted, spell: Spell) -> str:
-        tag = spell(TAG)
-        tagged = f"{tag}? " if tag.startswith("<[") else ""
+        tag, silent = spell(TAG), self.silent(spell)
         between = f"({literal(BETWEEN)})?"
-        calls = row("call", between, several=wanted.several)
-        more = f" ({between} call)*" if wanted.several else ""
+        rules = bodies(wanted.functions, lambda function, given: json_call(function.name, ("parameters",), given))
         if not free(wanted):
-            rules = rule("call", "body")
-            silent = self.silent(spell)
-            empty = f"({' '.join(silent)})? " if silent else ""
-            return (
-                answer_rules(wanted, f"{empty}{tagged}{calls}", "")
-                + rules
-                + bodies(wanted.functions, lambda function, given: json_call(function.name, ("parameters",), given))
-            )
-        openings = " | ".join(
-            f"open_{i} {BLANK} arguments_{i} {literal('}')}{more}" for i in range(len(wanted.functions))
-        )
-        begun = f"TEXT {tag} call{more} | {openings}" if tagged else openings
-        rules = rule("call", "body") if tagged or more else ""
-        for i, function in enumerate(wanted.functions):
-            rules += rule(f"open_{i}[lazy]", f"TEXT {_head(function)}")
-        return (
-            answer_rules(wanted, "", begun, self.silent(spell))
-            + rules
-            + bodies(wanted.functions, lambda function, given: json_call(function.name, ("parameters",), given))
-        )
+            before = (f"({' '.join(silent)})? " if silent else "") + (f"{tag}? " if is_special(tag) else "")
+            return answer_rules(wanted, f"{before}{row('body', between, several=wanted.several)}", "") + rules
+        more = f"({between} body)*" if wanted.several else ""
+        begun, heads = unmarked(wanted.functions, _head, f"{literal('}')} {more}", gap=BLANK)
+        if is_special(tag):
+            begun = f"TEXT {tag} body {more} | {begun}"
+        return answer_rules(wanted, "", begun, silent) + heads + rules
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         return BETWEEN.join([f"{NAME}{name}{ARGUMENTS}{arguments}}}" for name, arguments in calls])
 
 
-def _head(function: Function) -> str:
-    """Return a lexeme for the beginning of a call within text, with the white space that the scanner allows."""
-    words = ("{", '"name"', ":", f'"{function.name}"', ",", '"parameters"', ":")
-    return f"/{BLANKS.join(map(re.escape, words))}/"
+def _head(name: str) -> str:
+    return text_up_to("{", '"name"', ":", json.dumps(name), ",", '"parameters"', ":")

@@ -30,6 +30,7 @@ from router.text.calls.scanner import (
     OBJECT_HEAD,
     Layout,
     Pattern,
+    call_id,
     function_name,
     peek,
     rest_of_object,
@@ -52,7 +53,7 @@ LAYOUTS = (
     ),
     Layout(Pattern(OPEN, space, *OBJECT_HEAD), Pattern(rest_of_object)),
     Layout(Pattern(OPEN, space, function_name, ARGS, space, peek("{")), Pattern()),
-    Layout(Pattern(OPEN, space, function_name, CALL_ID, function_name, ARGS, space, peek("{")), Pattern()),
+    Layout(Pattern(OPEN, space, function_name, CALL_ID, call_id, ARGS, space, peek("{")), Pattern()),
     Layout(Pattern(OPEN, space, function_name, space, peek("{")), Pattern()),
 )
 
@@ -113,7 +114,7 @@ def _with_short_ids(message: Message) -> dict[str, Any]:
     return changed
 
 
-def _short(call_id: str) -> str:
-    if len(call_id) == ID_CHARS and call_id.isascii() and call_id.isalnum():
-        return call_id
-    return hashlib.sha256(call_id.encode()).hexdigest()[:ID_CHARS]
+def _short(number: str) -> str:
+    if len(number) == ID_CHARS and number.isascii() and number.isalnum():
+        return number
+    return hashlib.sha256(number.encode()).hexdigest()[:ID_CHARS]

@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from router.text.answer_grammar import document_expression, literal
@@ -113,15 +114,15 @@ class PythonExtent:
         return 1
 
 
-def read_arguments(text: str) -> tuple[dict[str, Any], bool]:
-    """Parse the arguments at the beginning of `text`. Also return whether the closing parenthesis was found.
+def read_arguments(text: str) -> dict[str, Any]:
+    """Parse the arguments at the beginning of `text`, up to the closing parenthesis or the end of a truncated call.
 
     The last argument is omitted if no comma or parenthesis follows, because it may be incomplete. Raises
     NotLiteralError.
     """
     found: dict[str, Any] = {}
     position = _blank(text, 0)
-    try:
+    with suppress(UnfinishedError):
         while not text.startswith(")", position):
             if text.startswith("**", position):
                 given, position = _value(text, position + 2, 0)
@@ -130,7 +131,7 @@ def read_arguments(text: str) -> tuple[dict[str, Any], bool]:
                 position, more = _separator(text, position, ")")
                 found |= given
                 if not more:
-                    return found, True
+                    break
                 continue
             keyword = ARGUMENT.match(text, position)
             if keyword is None:
@@ -143,10 +144,8 @@ def read_arguments(text: str) -> tuple[dict[str, Any], bool]:
                 raise NotLiteralError
             found[keyword[1]] = value
             if not more:
-                return found, True
-    except UnfinishedError:
-        return found, False
-    return found, True
+                break
+    return found
 
 
 def read_value(text: str) -> Any:

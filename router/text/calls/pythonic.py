@@ -24,6 +24,8 @@ from router.text.calls.format import (
     free,
     opening,
     row,
+    text_up_to,
+    unmarked,
 )
 from router.text.calls.python_syntax import (
     COMMA,
@@ -33,7 +35,7 @@ from router.text.calls.python_syntax import (
     python_keywords,
     read_arguments,
 )
-from router.text.calls.scanner import BLANKS, Found, Layout, MarkedScanner, Pattern, PatternPart, function_name, space
+from router.text.calls.scanner import Found, Layout, MarkedScanner, Pattern, PatternPart, function_name, space
 from router.text.parts import CallPart, Part
 
 START, END = "<|python_start|>", "<|python_end|>"
@@ -69,7 +71,7 @@ class PythonicScanner(MarkedScanner):
 
     def _read(self, text: str) -> dict[str, Any]:
         """Parse arguments that may be cut off. Raises NotLiteralError."""
-        return read_arguments(text)[0]
+        return read_arguments(text)
 
     @property
     def calls_are_whole(self) -> bool:
@@ -136,28 +138,28 @@ class PythonicFormat(CallFormat):
         return PythonicScanner(self.openings, self.layouts, start=start, only_calls=only_calls, names=functions)
 
     def grammar(self, wanted: Wanted, spell: Spell) -> str:
-        rules, names = self._calls(wanted)
+        rules = self._calls(wanted)
         calls = f"{literal('[')} {row('call', COMMA, several=wanted.several)} {literal(']')}"
         if not free(wanted):
             return answer_rules(wanted, calls, "") + rules
-        more = f" ({COMMA} call)*" if wanted.several else ""
-        begun = [f"open_{i} {arguments} {literal(')')}{more} {literal(']')}" for i, (arguments, _) in enumerate(names)]
-        for i, (_, name) in enumerate(names):
-            rules += rule(f"open_{i}[lazy]", rf"TEXT /\[{BLANKS}{name.replace('.', chr(92) + '.')}\(/")
-        return answer_rules(wanted, "", " | ".join(begun)) + rules
+        more = f"({COMMA} call)*" if wanted.several else ""
+        rest = f"{literal(')')} {more} {literal(']')}"
+        begun, heads = unmarked(wanted.functions, lambda name: text_up_to("[", f"{name}("), rest)
+        return answer_rules(wanted, "", begun) + heads + rules
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         return f"[{', '.join(self._texts(calls))}]"
 
     @staticmethod
-    def _calls(wanted: Wanted) -> tuple[str, list[tuple[str, str]]]:
-        """Write the rule `call` and those it needs. Also return the names of its rules of arguments and functions."""
+    def _calls(wanted: Wanted) -> str:
+        """Write the rule `call`, a call of any function, and the rules that it needs."""
         rules: dict[str, str] = {}
-        names = [(f"arguments_{i}", function.name) for i, function in enumerate(wanted.functions)]
-        for (arguments, _), function in zip(names, wanted.functions, strict=True):
-            rules[arguments] = PythonRules(function.shapes, rules, arguments).arguments()
-        called = " | ".join(f"{literal(name + '(')} {arguments} {literal(')')}" for arguments, name in names)
-        return "".join([rule(name, each) for name, each in rules.items()]) + rule("call", called), names
+        called = []
+        for i, function in enumerate(wanted.functions):
+            name = f"arguments_{i}"
+            rules[name] = PythonRules(function.shapes, rules, name).arguments()
+            called.append(f"{literal(f'{function.name}(')} {name} {literal(')')}")
+        return "".join([rule(name, each) for name, each in rules.items()]) + rule("call", " | ".join(called))
 
     @staticmethod
     def _texts(calls: Sequence[tuple[str, str]]) -> list[str]:
@@ -167,8 +169,8 @@ class PythonicFormat(CallFormat):
 class TaggedPythonicFormat(PythonicFormat):
     """Base class of formats with calls in Python syntax between the two `marks`.
 
-    `first` and `last` stand at both ends, `between` is the right side of a rule for the text between calls, `comma`
-    that text as the model writes it.
+    `first` and `last` enclose the calls, `comma` separates them as the model writes it, and `between` is the right side
+    of a rule for that text.
     """
 
     is_unmarked = False
@@ -182,7 +184,7 @@ class TaggedPythonicFormat(PythonicFormat):
         return rf"{re.escape(self.marks[0])}\s*{re.escape(self.first.strip())}{PROBE_NAME}\("
 
     def grammar(self, wanted: Wanted, spell: Spell) -> str:
-        rules, _ = self._calls(wanted)
+        rules = self._calls(wanted)
         opened, closed = map(spell, self.marks)
         before, more = opening(opened)
         around = [literal(text) if text.strip() else BREAK for text in (self.first, self.last)]

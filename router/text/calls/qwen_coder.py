@@ -32,10 +32,10 @@ def function_layouts(opened: str, closed: str) -> tuple[Layout, Layout]:
 class QwenCoderFormat(TaggedFormat):
     name = "qwen3-coder"
     marks = (OPEN, CLOSE)
-    rendered_call = rf"{FUNCTION}{PROBE_NAME}>"
     openings: tuple[str, ...] = (OPEN, FUNCTION)
     tags = ArgumentTags(PARAMETER, ">", "", END_PARAMETER, lined=True, python=True)
     layouts = function_layouts(OPEN, CLOSE)
+    rendered_call = rf"{FUNCTION}{PROBE_NAME}>"
 
     def called(self, name: str, arguments: str, spell: Spell) -> str:
         return f"{BREAK} {literal(f'{FUNCTION}{name}>')} {BREAK} {arguments} {literal(END_FUNCTION)} {BREAK}"
@@ -45,6 +45,8 @@ class QwenCoderFormat(TaggedFormat):
         line = "\n" if self.tags.lined else ""
         texts = []
         for name, arguments in calls:
-            given = [f"{PARAMETER}{key}>{line}{value}{line}{END_PARAMETER}\n" for key, value in self.texts(arguments)]
+            given = [
+                f"{PARAMETER}{key}>{line}{text}{line}{END_PARAMETER}\n" for key, _, text in self.members(arguments)
+            ]
             texts.append(f"{opened}\n{FUNCTION}{name}>\n{''.join(given)}{END_FUNCTION}\n{closed}")
         return "\n".join(texts)

@@ -20,8 +20,6 @@ MAX_REST_CHARS = 4096
 MAX_OBJECT_CHARS = 16_384
 """Maximum length of arguments that precede the name of their function. Longer ones are treated as text."""
 STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\[\s\S])*(?:"|\\?$)|[{}\[\]]')
-BLANKS = r"[ \t\r\n]{0,8}"
-"""White space that grammars allow where a format has optional white space. Limited so that it cannot fill an answer."""
 
 
 class Missing(Enum):
@@ -32,7 +30,7 @@ class Missing(Enum):
 
 
 class Found(NamedTuple):
-    """A match: the length `end` of the matched text, the first function name in it, and the arguments, if complete."""
+    """A match: the length `end` of the matched text, the function name in it, and the arguments, if complete."""
 
     end: int
     name: str = ""
@@ -56,7 +54,7 @@ class Pattern:
             end = part(text, position)
             if isinstance(end, Missing):
                 return end
-            if part is function_name and not found:
+            if part is function_name:
                 found = text[position:end]
             if part is whole_object:
                 arguments = text[position:end]
@@ -397,8 +395,13 @@ class MarkedScanner(CallScanner):
 
     def _gap(self, parts: list[Part]) -> bool:
         """Skip white space and the final delimiter after the calls."""
-        held, end = self._held.lstrip(), self._layout.end
-        if held and end.startswith(held) and held != end:
+        self._held = self._held.lstrip()
+        end = self._layout.end
+        if end != self._held and end.startswith(self._held):
             return False
-        self._held = held.removeprefix(end).lstrip() if end else held
+        return self._move_to(self._after, len(end) if self._held.startswith(end) else 0)
+
+    def _after(self, parts: list[Part]) -> bool:
+        """Skip white space after the final delimiter."""
+        self._held = self._held.lstrip()
         return bool(self._held) and self._move_to(self._text)

@@ -20,7 +20,7 @@ OPEN, CLOSE = "<seed:tool_call>", "</seed:tool_call>"
 class SeedOSSFormat(QwenCoderFormat):
     name = "seed-oss"
     marks = (OPEN, CLOSE)
-    rendered_call = rf"{OPEN}\s*{FUNCTION}{PROBE_NAME}>"
     openings = (OPEN, FUNCTION)
     tags = ArgumentTags(PARAMETER, ">", "", END_PARAMETER, python=True, writes_python=True)
     layouts = function_layouts(OPEN, CLOSE)
+    rendered_call = rf"{OPEN}\s*{FUNCTION}{PROBE_NAME}>"

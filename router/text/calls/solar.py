@@ -18,17 +18,24 @@ BEGIN, NAME, ARGUMENTS, END = "<|tool_call:begin|>", "<|tool_call:name|>", "<|to
 ID = "[a-zA-Z0-9_-]{1,64}"
 CALL = (BEGIN, call_id, NAME, function_name, ARGUMENTS, space, peek("{"))
 TAIL, AGAIN, LAST = Pattern(space, END), Pattern(space, *CALL), Pattern(space, CLOSE)
-HEAD = f"assistant{OPEN}"
-"""Header of calls that follow reasoning or text, without its special tokens."""
+HEADS = (f"<|end|><|begin|>assistant{OPEN}", f"assistant{OPEN}")
+"""Header of calls that follow reasoning or text, with and without its tokens."""
 
 
 class SolarFormat(SectionFormat):
     name = "solar"
     silent_marks = ("<|begin|>", "<|think|>", "<|content|>", "<|end|>")
     marks = (OPEN, CLOSE, BEGIN, NAME, ARGUMENTS, END)
-    openings = (HEAD, OPEN, BEGIN)
-    layouts = tuple(Layout(Pattern(*begin, *CALL), TAIL, AGAIN, LAST) for begin in ((HEAD, space), (OPEN, space), ()))
+    openings = (*HEADS, OPEN, BEGIN)
+    layouts = (
+        *(Layout(Pattern(begin, space, *CALL), TAIL, AGAIN, LAST) for begin in (*HEADS, OPEN)),
+        Layout(Pattern(*CALL), TAIL, AGAIN, LAST),
+    )
     rendered_call = rf"<\|tool_call:begin\|>\w+<\|tool_call:name\|>{PROBE_NAME}<\|tool_call:args\|>"
+
+    def body(self, function: Function, arguments: str, spell: Spell) -> str:
+        named = f"{spell(BEGIN)} /{ID}/ {spell(NAME)} {literal(function.name)}"
+        return f"{named} {spell(ARGUMENTS)} {arguments} {spell(END)}"
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         texts = []
@@ -36,7 +43,3 @@ class SolarFormat(SectionFormat):
             number = hashlib.sha256(f"{i} {name} {given}".encode()).hexdigest()[:10]
             texts.append(f"{BEGIN}{number}{NAME}{name}{ARGUMENTS}{given}{END}")
         return f"{OPEN}{''.join(texts)}{CLOSE}"
-
-    def body(self, function: Function, arguments: str, spell: Spell) -> str:
-        named = f"{spell(BEGIN)} /{ID}/ {spell(NAME)} {literal(function.name)}"
-        return f"{named} {spell(ARGUMENTS)} {arguments} {spell(END)}"

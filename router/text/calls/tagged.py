@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from router.text.answer_grammar import document_expression, literal, rule
+from router.text.answer_grammar import document_expression, is_special, literal, rule
 from router.text.calls.format import (
     BREAK,
     PROBE_ARGUMENT,
@@ -86,7 +86,7 @@ class ArgumentTags:
 
 def spelled(tag: str, marks: Sequence[str], spell: Spell) -> list[str]:
     """Write a tag in a grammar, split at the first of `marks` in it that is a special token."""
-    mark = next((mark for mark in marks if mark in tag and spell(mark).startswith("<[")), None)
+    mark = next((mark for mark in marks if mark in tag and is_special(spell(mark))), None)
     if mark is None:
         return [literal(tag)]
     before, _, after = tag.partition(mark)
@@ -136,10 +136,6 @@ class TaggedFormat(CallFormat):
         first, last, *_ = map(spell, self.marks)
         call = f"body {last}"
         return row(f"{first} {call}", BREAK, several=wanted.several), call
-
-    def texts(self, arguments: str) -> list[tuple[str, str]]:
-        """Return the members of JSON arguments with their values as text; empty if they are not an object."""
-        return [(key, text) for key, _, text in self.members(arguments)]
 
     def members(self, arguments: str) -> list[tuple[str, Any, str]]:
         """Return the members of JSON arguments with their values, also as text; empty if they are not an object."""
@@ -424,7 +420,7 @@ class TaggedRules:
         The text must not contain the tag, because the scanner would end the value there.
         """
         if first := self._special_close:
-            begun = "" if first.startswith("<[") else first  # ends the text, because a special token follows
+            begun = "" if is_special(first) else first  # ends the text, because a special token follows
             self._rules[name.upper()] = f"({wanted or f'/{ANY}/'}) {begun}" if begun else wanted or f"/{ANY}/"
             rest = self._spelled(self._tags.close)[1 if begun else 0 :]
             return " ".join(filter(None, (name.upper(), self._line, *rest)))
@@ -444,7 +440,7 @@ class TaggedRules:
     def _special_close(self) -> str:
         """The first part of the closing tag if it has a special token, otherwise ""."""
         parts = self._spelled(self._tags.close)
-        return parts[0] if any(part.startswith("<[") for part in parts) else ""
+        return parts[0] if any(map(is_special, parts)) else ""
 
     def _spelled(self, tag: str) -> list[str]:
         return spelled(tag, self._marks, self._spell)

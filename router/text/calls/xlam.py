@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+import json
 
-from router.text.answer_grammar import literal, rule
-from router.text.calls.format import GAP, Function, Spell, Wanted, answer_rules, bodies, free, row
+from router.text.answer_grammar import literal
+from router.text.calls.format import GAP, Spell, Wanted, answer_rules, bodies, free, row, text_up_to, unmarked
 from router.text.calls.json_calls import Delimiters, JSONFormat, JSONSyntax
-from router.text.calls.scanner import BLANKS, MarkedScanner
 
 OTHERS: tuple[Delimiters, ...] = (
     *((("```json",), "```"), (("```",), "```")),
@@ -31,20 +29,16 @@ class XLAMFormat(JSONFormat):
         self.openings = ("[", *self.openings)
         self.layouts = [layout for i, layout in enumerate(self.layouts) if i % 2]  # lists only
 
-    def scanner(
-        self, *, start: int, only_calls: bool, functions: Mapping[str, Function], thoughts: bool = True
-    ) -> MarkedScanner:
-        return MarkedScanner(self.openings, self.layouts, start=start, only_calls=only_calls, names=functions)
-
     def grammar(self, wanted: Wanted, spell: Spell) -> str:
         rules = bodies(wanted.functions, lambda function, arguments: self._call(function.name, arguments))
         if not free(wanted):
             listed = row(f"{GAP} body {GAP}", literal(","), several=wanted.several)
             return answer_rules(wanted, f"{literal('[')} {listed} {literal(']')}", "") + rules
         more = f"({literal(',')} {GAP} body {GAP})*" if wanted.several else ""
-        begun = []
-        for i, function in enumerate(wanted.functions):
-            words = ("[", "{", '"name"', ":", f'"{function.name}"', ",", '"arguments"', ":")
-            rules += rule(f"open_{i}[lazy]", f"TEXT /{BLANKS.join(map(re.escape, words))}/")
-            begun.append(f"open_{i} {GAP} arguments_{i} {GAP} {literal('}')} {GAP} {more} {literal(']')}")
-        return answer_rules(wanted, "", " | ".join(begun)) + rules
+        rest = f"{GAP} {literal('}')} {GAP} {more} {literal(']')}"
+        begun, heads = unmarked(wanted.functions, _head, rest, gap=GAP)
+        return answer_rules(wanted, "", begun) + heads + rules
+
+
+def _head(name: str) -> str:
+    return text_up_to("[", "{", '"name"', ":", json.dumps(name), ",", '"arguments"', ":")

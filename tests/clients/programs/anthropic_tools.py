@@ -20,6 +20,11 @@ def blocks(message: Any) -> list[Any]:
     return [[block.type, getattr(block, fields[block.type])] for block in message.content]
 
 
+def tokens(message: Any) -> int:
+    """Number of tokens of the prompt."""
+    return int(message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0))
+
+
 with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
     asked: dict[str, Any] = {"model": name, "max_tokens": 2048, "tools": [TOOL]}
     whole = client.messages.create(messages=TURNS, thinking=THINKING, **asked)
@@ -31,6 +36,13 @@ with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
     result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": RESULT}]}
     turns = [*TURNS, {"role": "assistant", "content": whole.content}, {"role": "user", "content": [result]}]
     after = client.messages.create(messages=turns, thinking=THINKING, **asked)
+    turns[1] = {"role": "assistant", "content": [call]}
+    forgot = client.messages.create(messages=turns, thinking=THINKING, **asked)
+    turns[1] = {"role": "assistant", "content": streamed.content}
+    opened: Any = {"extra_body": {"chat_template_kwargs": {"opens_thought": True}}}
+    with client.messages.stream(messages=turns, thinking=THINKING, **asked, **opened) as stream:
+        deltas = [event.delta.type for event in stream if event.type == "content_block_delta"]
+        told = stream.get_final_message()
     runner = client.beta.messages.tool_runner(
         model=name, max_tokens=2048, messages=TURNS, tools=[beta_tool(get_weather)], thinking=THINKING
     )
@@ -43,8 +55,12 @@ with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
         events=sorted(set(events)),
         plain=blocks(plain),
         after=blocks(after),
+        told=blocks(told),
+        deltas=sorted(set(deltas)),
+        signed=[message.content[0].signature for message in (whole, streamed)],
+        seen=tokens(after) - tokens(forgot),
         runner=blocks(last),
         counted=counted.input_tokens,
-        input_tokens=whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0),
+        input_tokens=tokens(whole),
     )
     assert ASKED

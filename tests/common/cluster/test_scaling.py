@@ -19,7 +19,7 @@ from common.cluster.scaling import (
     unblocked_share,
 )
 from common.engine.kv.block_pool import BlockCounts
-from common.engine.worker.engine import EngineStatus
+from common.engine.worker.contract import EngineStatus
 from common.engine.worker.metrics import WorkerMetrics
 from common.latency.step_model import StepModel, StepShape
 from common.observe.averages import RecentQuantile, RecentRate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -47,6 +48,10 @@ def text(files: ModelFiles) -> Iterator[TextPipeline]:
 
 def continued(text: str) -> dict[str, Any]:
     return {"messages": [*HI, {"role": "assistant", "content": text}], "continue_final_message": True}
+
+
+def reasoning(text: str) -> dict[str, Any]:
+    return {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
 
 
 async def answering(start: Any, tools: Any, text: str, per_event: int = 4, **settings: Any) -> Any:
@@ -221,12 +226,105 @@ async def test_marks_may_be_configured(start: Any, tools: Any) -> None:
     assert running.engine.requests[-1].params.thinking == ThinkingBudget(49, (*b"<|/think|>",), (*b"<|think|>",))
 
 
+@pytest.mark.parametrize("per_event", [1, pytest.param(1000, marks=pytest.mark.slow)])
+async def test_clients_do_not_see_what_surrounds_an_answer(
+    start: Any, tools: Any, files: ModelFiles, per_event: int
+) -> None:
+    source = TEMPLATE + "{# thinking: <response></response> #}"
+    pipeline = TextPipeline.from_files(replace(files, chat_template=source), threads=1)
+    thought, json_form = f"<think>{THOUGHT}</think>\n\n", {"response_format": {"type": "json_object"}}
+    cases: list[tuple[str, dict[str, Any], str | None]] = [
+        ("<response>\nHello </response>!\n</response>\n", {}, "Hello </response>!"),
+        ("<response>\nHello there!\n</response>\n", {"stop": ["the", "</response>"]}, "Hello "),
+        ('<response>\n{"a": 1}', json_form, '{"a": 1}'),
+        (f"<response>\n{CALL}\n</response>", {"tools": TOOLS, "tool_choice": "required"}, None),
+        (f"<response>\nI look.\n{CALL}\n</response>", {"tools": TOOLS}, "I look.\n"),
+    ]
+    for written, fields, content in cases:
+        engine = tools.Engine(text=thought + written, eos_after=len(thought + written), per_event=per_event)
+        running = await start(engine, pipeline=pipeline)
+        body = (await running.chat(max_tokens=900, **fields)).json()
+        message = body["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == (THOUGHT, content), written
+        assert len(message.get("tool_calls") or ()) == ("tools" in fields)
+        events = (await running.events("chat", max_tokens=900, **fields))[:-1]
+        deltas = [event["choices"][0]["delta"] for event in events]
+        assert "".join(delta.get("content") or "" for delta in deltas) == (content or "")
+        if json_form is fields:
+            assert "<response>" in engine.requests[-1].params.grammar
+    written = '<response>\n{"a": 1}'
+    running = await start(tools.Engine(text=written, eos_after=len(written), per_event=per_event), pipeline=pipeline)
+    closed = (await running.chat(max_tokens=900, reasoning_effort="none", **json_form)).json()["choices"][0]["message"]
+    assert closed["content"] == '{"a": 1}' and "<response>" in running.engine.requests[-1].params.grammar
+    asked = {"input": "hi", "include": ["message.output_text.logprobs"], "stream": False}
+    running = await start(tools.Engine(text=thought + cases[0][0], per_event=per_event), pipeline=pipeline)
+    asked["max_output_tokens"] = len(thought + cases[0][0])
+    part = (await running.http.post("/v1/responses", json=asked)).json()["output"][-1]["content"][0]
+    assert part["text"] == "".join(token["token"] for token in part["logprobs"]) == "Hello </response>!"
+    pipeline.close()
+
+
+async def test_marks_are_those_of_the_template_of_the_request(start: Any, tools: Any, files: ModelFiles) -> None:
+    """A separate template for tools may be the only one with marks, or have other ones."""
+    plain = TEMPLATE.replace("<think>", "[THINK]").replace("</think>", "[/THINK]")
+    with_tools = TEMPLATE.replace("<|im_end|>", "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}"
+                                  "</tool_call>{% endfor %}<|im_end|>") + "{{ tools | tojson }}"  # fmt: skip
+    no_marks = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    for template, answer in ((plain, f"[THINK]{THOUGHT}[/THINK]Hello!"), (no_marks, ANSWER)):
+        pipeline = TextPipeline.from_files(replace(files, chat_template=template, tool_template=with_tools), threads=1)
+        end = "</think>" if "</think>" in answer else "[/THINK]"
+        for fields, said, closing in (({"tools": TOOLS}, ANSWER, "</think>"), ({}, answer, end)):
+            engine = tools.Engine(text=said, eos_after=len(said))
+            running = await start(engine, pipeline=pipeline)
+            body = (await running.chat(max_tokens=900, thinking_token_budget=99, **fields)).json()
+            message = body["choices"][0]["message"]
+            assert (message["content"], message["reasoning_content"]) == ("Hello!", THOUGHT)
+            assert bytes(engine.requests[-1].params.thinking.end).decode() == closing
+        pipeline.close()
+
+
 async def test_thoughts_of_earlier_answers_reach_the_template(thinking: Any) -> None:
     for names in (("reasoning_content",), ("reasoning",), ("reasoning_content", "reasoning")):
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **dict.fromkeys(names, "c")}]
         await thinking.chat(messages=[*turns, {"role": "user", "content": "d"}])
         prompt = bytes(token for token in thinking.engine.requests[-1].prompt_token_ids if token < 256).decode()
         assert "<think>c</think>b" in prompt
+
+
+@pytest.mark.parametrize("api", ["messages", "responses"])
+async def test_thoughts_that_agents_send_back_reach_the_template(thinking: Any, api: str) -> None:
+    """As blocks or items, before the call or the text that followed them."""
+    if api == "messages":
+        turns = [
+            [{"type": "thinking", "thinking": "c", "signature": ""}, {"type": "tool_use", "id": "1", "name": "now"}],
+            [{"type": "tool_result", "tool_use_id": "1", "content": "d"}],
+            [
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "thinking", "thinking": "e"},
+                {"type": "thinking", "thinking": "f"},
+                {"type": "text", "text": "g"},
+            ],
+            [{"type": "thinking", "thinking": "h"}, {"type": "text", "text": "i"}],  # not the model's thought
+        ]
+        roles = ("assistant", "user", "assistant", "user")
+        messages = [{"role": role, "content": blocks} for role, blocks in zip(roles, turns, strict=True)]
+        fields: dict[str, Any] = {"messages": [*HI, *messages], "max_tokens": 900}
+    else:
+        items: list[dict[str, Any]] = [
+            reasoning("c"),
+            {"type": "function_call", "call_id": "1", "name": "now", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "1", "output": "d"},
+            *(reasoning("e"), reasoning("f")),
+            {"role": "assistant", "content": "g"},
+            reasoning("h"),  # followed by no answer
+            {"role": "user", "content": "i"},
+        ]
+        fields = {"input": [*HI, *items]}
+    assert (await thinking.http.post(f"/v1/{api}", json=fields)).status_code == 200
+    prompt = bytes(token for token in thinking.engine.requests[-1].prompt_token_ids if token < 256).decode()
+    first, called, result, told, last = re.findall(r"(\w+)\n(.*?)\n(?=user|assistant|tool|$)", prompt, re.DOTALL)[:5]
+    assert called[1].startswith("<think>c</think>") and '"now"' in called[1]
+    assert told == ("assistant", "<think>e\nf</think>g") and (first[1], last[1]) == ("hi", "i")
 
 
 async def test_completions_are_raw(thinking: Any) -> None:
@@ -248,6 +346,7 @@ async def test_anthropics_clients_get_blocks_of_thinking_if_they_want_them(think
         assert message.content[-1].text == "Hello!"  # type: ignore[union-attr]
         if shows:
             assert message.content[0].thinking == THOUGHT  # type: ignore[union-attr]
+            assert message.content[0].signature  # type: ignore[union-attr]  # clients drop blocks without one
     prompt = bytes(token for token in thinking.engine.requests[0].prompt_token_ids if token < 256).decode()
     assert prompt.endswith("<think>\n\n</think>\n\n") is not shows  # the template gets the setting
 

@@ -91,6 +91,14 @@ def test_marks_of_thoughts_are_those_of_a_model(tmp_path: Path) -> None:
     )
     assert (marked.reasoning_start, marked.reasoning_end) == ("Let me think:", "◁/think▷")
     assert (plain.reasoning_start, plain.reasoning_end) == ("<a>", "</a>")
+    forced, free = (
+        [one.reasoning_in_form for one in settings_of(router_of("--models-file", file, *flags), given)]
+        for flags, given in (
+            (("--reasoning-in-form",), {"a": replace(models["a"], reasoning_in_form=False), "b": models["b"]}),
+            ((), {"a": replace(models["a"], reasoning_in_form=True), "b": models["b"]}),
+        )
+    )
+    assert (forced, free) == ([False, True], [True, False])
     models["a"] = replace(models["a"], reasoning_end="")
     with pytest.raises(ConfigError, match="a valid a: reasoning_end must be a text, because"):
         settings_of(router_of("--models-file", file), models)

@@ -1,4 +1,4 @@
-"""Clients' grammars, patterns and schemas are read in a process that can be killed, and nowhere else."""
+"""Clients' grammars, patterns and schemas are read only in a subprocess, which can be killed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def checks() -> Iterator[GrammarChecks]:
 
 
 def verdict(checks: GrammarChecks, demand: Demand) -> Verdict:
-    """As a client gets it that asks again where a busy machine gave the compiler too little time."""
+    """Return the verdict. Retries as a client does, because a busy machine may give the compiler too little time."""
     for _ in range(TRIES - 1):
         with suppress(Unavailable):
             return checks.submit(text_of(demand)).result(WAIT_S)

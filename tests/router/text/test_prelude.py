@@ -52,7 +52,16 @@ def test_all_known_marks(marks: ThoughtMarks) -> None:
     grammar = before(form, marks, BEFORE, takes_breaks=True)
     for breaks in ("", "\n", "\n\n"):
         assert is_answer(grammar, f"{marks.start}Hm {marks.end[:-1]}{marks.end}{breaks}{good}")
+        wrapped = f"{marks.start}Hm{marks.end}{breaks}{marks.head}{breaks}{good}"
+        assert not marks.head or is_answer(grammar, wrapped)
     assert not is_answer(grammar, f"{marks.start}Hm{marks.end}\n\n\n{good}")
+    if marks.head:
+        assert is_answer(grammar, f"{marks.head}{good}") is marks.head_alone
+        closed = before(form, marks, ThoughtPosition.CLOSED, takes_breaks=True)
+        assert is_answer(closed, f"{marks.head}\n{good}") and is_answer(closed, good)
+        assert not is_answer(closed, f"{marks.head}{bad}")
+        choice, chosen, _ = FORMS["choice"]  # another form may begin like the head
+        assert not is_answer(before(choice, marks, BEFORE), f"{marks.start}Hm{marks.end}{marks.head}{chosen}")
     assert not is_answer(grammar, f"{marks.start}Hm{marks.end}{bad}") and is_answer(grammar, good)
 
 

@@ -60,11 +60,13 @@ class KVCacheFormat:
         Raises ModelError for invalid scales.
         """
         scheme = read_kv_scheme(config) if setting == "auto" and config is not None else None
-        if scheme is not None and scheme.unread:
+        if scheme is not None and scheme.unsupported:
             log.info(
-                "ignored the checkpoint's kv_cache_scheme (unsupported %s): KV cache dtype is %s", scheme.unread, dtype
+                "ignored the checkpoint's kv_cache_scheme (unsupported %s): KV cache dtype is %s",
+                scheme.unsupported,
+                dtype,
             )
-        is_fp8 = setting == "fp8" or (scheme is not None and not scheme.unread)
+        is_fp8 = setting == "fp8" or (scheme is not None and not scheme.unsupported)
         if not is_fp8:
             return cls(setting if setting in SMALL_DTYPES else dtype)
         required = scheme is not None and scheme.needs_scales

@@ -8,7 +8,7 @@ import pytest
 
 from common.engine.sequences.engine import LOG_INTERVAL_S, KnobLog
 from common.engine.sequences.step_budget import Knob
-from common.engine.worker.engine import EngineStatus
+from common.engine.worker.contract import EngineStatus
 from common.engine.worker.metrics import WorkerMetrics
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,20 +16,25 @@ import zmq
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig
 from common.engine.kv.block_pool import BlockCounts
 from common.engine.worker import duties
+from common.engine.worker.contract import DutyOffer, EngineStatus, ModelFacts
 from common.engine.worker.duties import Duties
-from common.engine.worker.duty import Duty, DutyOffer
-from common.engine.worker.engine import Engine, EngineStatus
+from common.engine.worker.duty import LoopDuty
+from common.engine.worker.loop import EngineLoop
+from common.engine.worker.loop_model import LoopModel
 from common.engine.worker.metrics import WorkerMetrics
 from common.engine.worker.step_times import StepTimes
 from common.engine.worker.vitals import WorkerIdentity
 from common.errors import RankLost
-from common.model_files.task import ServedTask
 from common.wire.messages import ChangeRole
 
 WAIT_S = 60.0
+FACTS = ModelFacts(
+    model_id="m", fingerprint="f", weights="w", max_model_len=100, block_size=16, num_blocks=8, block_bytes=1,
+    precision="float32", kv_dtype="float32",
+)  # fmt: skip
 
 
-class IdleEngine(Engine):
+class IdleEngine(EngineLoop):
     """Has `requests` until the test takes them."""
 
     def __init__(self) -> None:
@@ -83,10 +90,21 @@ class Grammars:
         self.num_users -= 1
 
 
+class OneRank:
+    """Another rank of the worker, as its process sees it."""
+
+    def __init__(self) -> None:
+        self.failure, self.is_leaving, self.is_closed = "", False, False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
 class Rig:
     """A decode worker. `fails`: whether the duty of a role cannot be begun, and with what."""
 
-    def __init__(self, *, pinned: bool = False) -> None:
+    def __init__(self, *, pinned: bool = False, generates: bool = True, rank: OneRank | None = None) -> None:
+        self.generates, self.rank = generates, rank
         self.fails: dict[str, Exception] = {}
         self.bound: list[str] = []
         self.grammars, self.control = Grammars(), Control()
@@ -99,12 +117,20 @@ class Rig:
         self.duties = Duties(offers[0], None if pinned else offers[1], context, None, self.metrics, identity)
         self.control.duties = self.duties
         self.duties.bind()
-        self.duties.start(None, None, self.grammars, self.control, StepTimes())  # type: ignore[arg-type]
+        self.duties.adopt(self.model)
+        self.duties.start(self.control)  # type: ignore[arg-type]
 
-    def offer(self, role: Any, config: Any) -> DutyOffer:
+    @cached_property
+    def model(self) -> LoopModel:
+        files: Any = None
+        loaded: Any = SimpleNamespace(others=self.rank)
+        grammars: Any = self.grammars
+        return LoopModel(files, loaded, grammars, replace(FACTS, changes_role=self.generates), StepTimes())
+
+    def offer(self, role: Any, config: Any) -> DutyOffer[LoopModel]:
         rig = self
 
-        class FakeDuty(Duty):
+        class FakeDuty(LoopDuty):
             def bind_kv(self) -> str:
                 rig.bound.append(role)
                 return f"tcp://{role}"
@@ -112,13 +138,13 @@ class Rig:
             def close_kv(self) -> None:
                 rig.bound.remove(role)
 
-            def build_engine(self, *arguments: Any) -> Engine:
+            def new_engine(self, *arguments: Any) -> EngineLoop:
                 if role in rig.fails:
                     raise rig.fails[role]
                 return IdleEngine()
 
         FakeDuty.role = role
-        return DutyOffer(role, config, lambda parts: FakeDuty(config, parts))
+        return DutyOffer(role, config, lambda files: rig.model, lambda parts: FakeDuty(config, parts))
 
     @property
     def engine(self) -> IdleEngine:
@@ -148,20 +174,10 @@ async def make(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., R
         rigs.append(Rig(**options))
         return rigs[-1]
 
-    # The engine needs none of these here, and asserts that they are set.
-    monkeypatch.setattr(Duties, "_start_engine", started)
     yield made
     for rig in rigs:
         await rig.duties.settle()
         rig.duties.stop()
-
-
-def started(self: Duties, duty: Duty, control: Any, times: StepTimes) -> Engine:
-    """As `_start_engine`, without a model."""
-    engine = duty.build_engine(None, None, None, None)  # type: ignore[arg-type]
-    engine.step_times, engine.step_fit = times, self._fits[duty.role]
-    engine.start()
-    return engine
 
 
 async def test_a_change_waits_for_requests_and_ends_with_a_hello_of_a_new_epoch(make: Callable[..., Rig]) -> None:
@@ -272,12 +288,12 @@ async def test_the_end_of_the_process_gives_up_a_drain(make: Callable[..., Rig])
 async def test_a_port_that_is_released_late_is_bound_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     tries = iter((zmq.ZMQError(98), zmq.ZMQError(98), None))
 
-    def bind() -> str:
+    def bind() -> None:
         if (error := next(tries)) is not None:
             raise error
-        return "tcp://here"
 
-    assert await duties._bind_again(bind) == "tcp://here"
+    await duties._bind_again(bind)
+    assert next(tries, "all") == "all"
     monkeypatch.setattr(duties, "BIND_S", 0.0)
     tries = iter((zmq.ZMQError(98),) * 9)
     with pytest.raises(zmq.ZMQError):
@@ -287,41 +303,25 @@ async def test_a_port_that_is_released_late_is_bound_in_the_end(monkeypatch: pyt
 async def test_a_worker_whose_model_generates_no_text_refuses(
     make: Callable[..., Rig], caplog: pytest.LogCaptureFixture
 ) -> None:
-    rig = make()
-    assert rig.duties.may_change
-    rig.duties.loaded = SimpleNamespace(task=ServedTask("embed", "last", 4), others=None)  # type: ignore[assignment]
+    rig = make(generates=False)
     rig.order("prefill")
     assert (
         "the model does not generate text" in caplog.text and not rig.duties.may_change and rig.control.draining == []
     )
 
 
-class OneRank:
-    """Another rank of the worker, as its process sees it."""
-
-    def __init__(self) -> None:
-        self.failure, self.is_leaving, self.is_closed = "", False, False
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
 async def test_a_lost_rank_is_the_end_of_all_duties(make: Callable[..., Rig]) -> None:
-    rig, rank = make(), OneRank()
-    rig.duties.loaded = SimpleNamespace(others=rank)  # type: ignore[assignment]
+    rig = make(rank=(rank := OneRank()))
     rig.duties.check()
     rank.failure = "rank 1 is gone"
     with pytest.raises(RankLost, match="rank 1 is gone"):
         rig.duties.check()
     assert rig.duties.stop() and rank.is_closed
-    rig.duties.loaded = None
 
 
 async def test_a_host_that_wants_to_end_has_its_worker_drain(make: Callable[..., Rig]) -> None:
-    rig, rank = make(), OneRank()
-    assert not rig.duties.must_drain
-    rig.duties.loaded = SimpleNamespace(others=rank)  # type: ignore[assignment]
+    assert not make().duties.must_drain
+    rig = make(rank=(rank := OneRank()))
     assert not rig.duties.must_drain
     rank.is_leaving = True
     assert rig.duties.must_drain
-    rig.duties.loaded = None

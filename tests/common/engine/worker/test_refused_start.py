@@ -13,6 +13,7 @@ from common.config import DecodeWorkerConfig
 from common.engine.run import loaded, memory_need
 from common.engine.run.loaded import LoadedModel
 from common.engine.worker import process
+from common.engine.worker.loop_model import LoopModel
 from common.errors import ConfigError, ModelError, Unavailable
 from common.machine.memory import Available
 from common.model_files.resolve import resolve_model
@@ -94,6 +95,17 @@ def test_a_kernel_that_does_not_fit_is_a_sentence() -> None:
     assert "--device auto: " in ended.stderr
 
 
+def test_a_kernel_that_does_not_fit_is_an_error_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object) -> None:
+        raise OutOfResources(102_400, 101_376, "shared memory")
+
+    monkeypatch.setattr(LoadedModel, "load", load)
+    with pytest.raises(
+        ModelError, match="a kernel needs 102,400 bytes of shared memory, but this GPU has 101,376; --dev"
+    ):
+        LoopModel.load(resolve_model("tiny-random"), DecodeWorkerConfig(model="tiny-random"))
+
+
 @pytest.fixture
 def unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the settings of this process, which a worker changes before it starts."""
@@ -104,7 +116,6 @@ def unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("error", "status", "words"),
     [
-        (OutOfResources(102_400, 101_376, "shared memory"), 2, "cannot start: a kernel needs 102,400 bytes of shared"),
         (ModelError("no config.json"), 2, "cannot start: no config.json"),
         (ConfigError("kv_transport", "nixl", "tcp"), 2, "cannot start: invalid --kv-transport nixl: must be tcp"),
         (Unavailable("no store"), 1, "stopped by an error: no store"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from common.config import DecodeWorkerConfig
-from common.engine.worker.engine import EngineStatus
+from common.engine.worker.contract import EngineStatus, ModelFacts
 from common.engine.worker.vitals import WorkerIdentity, hello_of
 
 
@@ -23,13 +24,14 @@ def test_prompts_that_a_long_step_computes_become_less_between_two_snapshots() -
 def test_a_router_is_told_of_as_many_rows_as_the_cache_has_room_for() -> None:
     """Before the model is loaded, of the bound."""
     identity, config = WorkerIdentity.create("decode", "d"), DecodeWorkerConfig(device="cuda")
-    kv = SimpleNamespace(num_blocks=100, block_size=64, config=SimpleNamespace(draft_head=""), is_scaled=False)
-    loaded: Any = SimpleNamespace(
-        fingerprint="f", model_id="m", kv=kv, max_model_len=1000, weights="w", window=0, dtype="float32",
-        kv_dtype="float32", quantization="none",
+    facts = ModelFacts(
+        model_id="m", fingerprint="f", weights="w", max_model_len=1000, block_size=64, num_blocks=100, block_bytes=1,
+        precision="float32", kv_dtype="float32",
     )  # fmt: skip
     assert hello_of(identity, config, None, "", "").max_num_seqs == 256
-    assert hello_of(identity, config, loaded, "", "").max_num_seqs == 12
+    assert hello_of(identity, config, facts, "", "").max_num_seqs == 12
+    own = hello_of(identity, config, replace(facts, max_num_seqs=7, max_step_tokens=9), "", "")
+    assert (own.max_num_seqs, own.max_step_tokens) == (7, 9), "an engine with limits of its own"
 
 
 def test_as_many_steps_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from common.model_files.families import FAMILIES, GGUF_ARCHITECTURES, WRAPPERS, Family
+from common.model_files.families import FAMILIES, WRAPPERS, Family
+from common.model_files.families.registry import GGUF_ARCHITECTURES
 
 MODELS = (Path(__file__).parents[4] / "docs" / "reference" / "models.md").read_text()
 

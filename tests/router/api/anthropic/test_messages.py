@@ -241,7 +241,7 @@ def test_calls_and_their_results_become_messages() -> None:
     ]
     assert chat_of(messages=turns) == [
         {"role": "user", "content": "weather?"},
-        {"role": "assistant", "content": "I look.", "tool_calls": calls},
+        {"role": "assistant", "content": "I look.", "tool_calls": calls, "reasoning_content": "hm"},
         {"role": "tool", "content": "21 C", "tool_call_id": "c1"},
         {"role": "tool", "content": "noon", "tool_call_id": "c2"},
         {"role": "user", "content": "and now?"},

@@ -11,6 +11,7 @@ from .outcome import Table, each, no_effect, refused, served
 HI = {"role": "user", "content": "hi"}
 CACHE = {"cache_control": {"type": "ephemeral"}}
 TEXT = {"type": "text", "text": "a"}
+THOUGHT = {"type": "thinking", "thinking": "a", "signature": ""}
 TOOL = {"name": "now", "description": "the time", "input_schema": {"type": "object"}}
 CALLED = {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "now", "input": {}}]}
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
@@ -121,7 +122,15 @@ def blocks(role: str) -> Table:
         f"{place}[text].text": served(**turn(TEXT, role=role)),
         f"{place}[text].cache_control": no_effect(**turn(TEXT | CACHE, role=role)),
         f"{place}[text].citations": no_effect(**turn(TEXT | {"citations": []}, role=role)),
-        f"{place}[thinking]": no_effect(**turn(TEXT, {"type": "thinking", "thinking": "", "signature": ""}, role=role)),
+        **(
+            {
+                f"{place}[thinking]": served(**turn(THOUGHT, TEXT, role=role)),
+                f"{place}[thinking].thinking": served(**turn(THOUGHT, TEXT, role=role)),
+                f"{place}[thinking].signature": no_effect(**turn(THOUGHT, TEXT, role=role)),
+            }
+            if role == "assistant"
+            else {f"{place}[thinking]": no_effect(**turn(THOUGHT, TEXT, role=role))}
+        ),
         f"{place}[redacted_thinking]": no_effect(**turn(TEXT, {"type": "redacted_thinking", "data": ""}, role=role)),
         f"{place}[{own}]": served(**(use() if role == "assistant" else result())),
         f"{place}[{other}]": refused(**turn({"type": other, "id": "c1", "name": "now", "input": {}}, role=role)),

@@ -32,6 +32,12 @@ def came(**members: Any) -> dict[str, Any]:
     return {"input": [HI, CALLED, CAME | members]}
 
 
+def thought() -> dict[str, Any]:
+    content = [{"type": "reasoning_text", "text": "a"}]
+    item = {"type": "reasoning", "id": "r", "summary": [], "content": content, "status": "completed"}
+    return {"input": [HI, item | {"encrypted_content": "x"}, CALLED, CAME]}
+
+
 def tool(**members: Any) -> dict[str, Any]:
     return {"tools": [TOOL | members]}
 
@@ -83,7 +89,12 @@ INPUT: Table = {
     "input[function_call_output].name": no_effect(**came(name="now")),
     "input[function_call_output].caller": refused(**came(caller=PROGRAM)),
     "input[function_call_output].namespace": no_effect(**came(namespace="x")),  # the call has it
-    "input[reasoning]": no_effect(input=[HI, {"type": "reasoning", "id": "r", "summary": []}]),  # not shown again
+    "input[reasoning]": served(**thought()),
+    "input[reasoning].content": served(**thought()),
+    "input[reasoning].content.text": served(**thought()),
+    **each(
+        ("id", "summary", "status", "encrypted_content"), "input[reasoning].{}", lambda name: no_effect(**thought())
+    ),
     **each(
         (
             *("file_search_call", "computer_call", "computer_call_output", "web_search_call", "tool_search_call"),

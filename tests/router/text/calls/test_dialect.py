@@ -1,4 +1,4 @@
-"""Which form of calls a chat template speaks, found out by what it renders."""
+"""Detection of a chat template's tool-call format from what it renders, and messages adapted to it."""
 
 from __future__ import annotations
 

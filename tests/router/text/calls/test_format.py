@@ -1,4 +1,4 @@
-"""What each form's grammar accepts, with marks as text and as special tokens."""
+"""Answers that each format's grammar accepts, with delimiters as text and as special tokens."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ BAD = [
 
 
 class Vocabulary:
-    """The tiny model's bytes, and with `special` all marks as special tokens."""
+    """The tiny model's bytes, and with `special` all delimiters as special tokens."""
 
     def __init__(self, *, special: bool) -> None:
         inner = tokenizers.Tokenizer.from_file(str(resolve_model("tiny-random").tokenizer))
@@ -68,7 +68,7 @@ class Vocabulary:
         self._matchers: dict[str, llguidance.LLMatcher] = {}
 
     def accepts(self, grammar: str, text: str) -> bool:
-        """Whether the text is an answer, whole and nothing but it."""
+        """Whether the whole text is an answer."""
         if grammar not in self._matchers:
             self._matchers[grammar] = llguidance.LLMatcher(self.library, grammar, log_level=0, limits=limits())
         matcher = self._matchers[grammar].deep_copy()
@@ -107,6 +107,7 @@ def test_calls_match_their_functions(vocabulary: Vocabulary, form: CallFormat, w
     accepts = check_of(vocabulary, form, **wanted)
     for calls in GOOD:
         assert accepts(form.written(calls)), calls
+    assert not accepts(form.written(GOOD[1])[:-1]), "a call without its end"
     unmarked, is_free = form.is_unmarked, not wanted.get("required") and "answer" not in wanted
     for calls in BAD[1:] if form.name != "llama3" or "answer" not in wanted else []:  # there it is such an answer
         is_text = form.name in UNTYPED and calls == [("get_weather", '{"city": 1}')]  # every text is one
@@ -130,7 +131,7 @@ def test_with_auto_what_begins_as_a_call_becomes_one(vocabulary: Vocabulary, for
 @pytest.mark.quick_cover(1)
 @pytest.mark.parametrize("wanted", [{}, {"several": False}, {"required": True}], ids=str)
 def test_a_thought_may_come_first(vocabulary: Vocabulary, form: CallFormat, wanted: dict[str, Any]) -> None:
-    """Text is free of special tokens, of which these stand for the marks."""
+    """The marks of thoughts are two special tokens, which text never contains."""
     marks, is_free = ThoughtMarks("<|bos|>", "<|im_start|>"), "required" not in wanted
     grammar, call = form.grammar(Wanted(BOTH, **wanted), vocabulary.spell), form.written([("now", "{}")])
 
@@ -152,8 +153,8 @@ def test_a_thought_may_come_first(vocabulary: Vocabulary, form: CallFormat, want
     assert not accepts(f"<|bos|>{thought}{call}", after)
 
 
-@pytest.mark.quick_cover(2)
-def test_an_answer_of_one_call_has_no_text_behind_it(vocabulary: Vocabulary, form: CallFormat) -> None:
+@pytest.mark.quick_cover(1)
+def test_no_text_follows_the_only_call_of_an_answer(vocabulary: Vocabulary, form: CallFormat) -> None:
     accepts = check_of(vocabulary, form, several=False)
     assert not accepts(f"{form.written(GOOD[0])} Done.")
 
@@ -167,7 +168,7 @@ def test_llama_may_begin_with_its_tag() -> None:
 
 
 def test_python_types() -> None:
-    """Arguments in Python's syntax, member by member."""
+    """Arguments in Python syntax are checked by type."""
     vocabulary = Vocabulary(special=False)
     schema = {
         "properties": {
@@ -191,7 +192,7 @@ def test_python_types() -> None:
 
 
 def test_python_bounds() -> None:
-    """What schemas say of numbers, texts and lists holds in Python's syntax too."""
+    """Bounds of numbers, strings and lists also apply in Python syntax."""
     vocabulary = Vocabulary(special=False)
     members: dict[str, tuple[Any, list[str], list[str]]] = {
         "whole": ({"type": "integer", "minimum": 0, "maximum": 99}, ["0", "99"], ["100", "-1", "7363243109636336324"]),
@@ -216,7 +217,7 @@ def test_python_bounds() -> None:
 
 @pytest.mark.parametrize("name", TAGGED)
 def test_texts_between_tags(vocabulary: Vocabulary, name: str) -> None:
-    """Types, listed values, lengths, references and alternatives; members in the schema's order, without strangers."""
+    """Types, enumerations, lengths, references and alternatives apply; members follow the schema's order."""
     form = FORMATS[name]
     schema = {
         "properties": {
@@ -244,7 +245,7 @@ def test_texts_between_tags(vocabulary: Vocabulary, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TAGGED)
-def test_a_function_that_says_nothing_of_its_arguments_takes_any(vocabulary: Vocabulary, name: str) -> None:
+def test_a_function_without_a_schema_accepts_any_arguments(vocabulary: Vocabulary, name: str) -> None:
     form = FORMATS[name]
     grammar = form.grammar(Wanted([Function("f", None, {})], required=True), vocabulary.spell)
     for given in ("{}", '{"any_key": "x", "other": [1]}'):
@@ -277,9 +278,19 @@ def test_channels(vocabulary: Vocabulary) -> None:
         assert schema(answer) is (text == '{"a": 1}')
 
 
-@pytest.mark.quick_cover(2)
-def test_what_schemas_have_that_is_not_known_is_left_out(vocabulary: Vocabulary, form: CallFormat) -> None:
+@pytest.mark.quick_cover(1)
+def test_unknown_keywords_of_schemas_are_ignored(vocabulary: Vocabulary, form: CallFormat) -> None:
     odd = Function("odd", None, {"properties": {"a": {"not": {}}, "b-c": {"minLength": 1}}, "if": {}, "type": "string"})
     empty = Function("empty.one", None, {})
     grammar = form.grammar(Wanted([odd, empty]), vocabulary.spell)
     assert vocabulary.accepts(grammar, form.written([("empty.one", "{}")]))
+
+
+@pytest.mark.parametrize("parameters", [{"type": "string"}, {"type": ["object", "null"]}, {}, {"properties": {}}])
+def test_arguments_are_an_object_whatever_their_schema_says(parameters: dict[str, Any]) -> None:
+    """The scanner finds the end of arguments by their braces."""
+    vocabulary, form = Vocabulary(special=False), FORMATS["hermes"]
+    grammar = form.grammar(Wanted([Function("now", None, parameters)], required=True), vocabulary.spell)
+    assert vocabulary.accepts(grammar, form.written([("now", "{}")]))
+    assert not any(vocabulary.accepts(grammar, form.written([("now", other)])) for other in ('""', "null", "[]"))
+    vocabulary.text.close()

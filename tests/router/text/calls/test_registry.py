@@ -1,4 +1,4 @@
-"""The registry of tool-call formats, and the names that the settings and the documentation have for them."""
+"""The registry of tool-call formats, and their names in settings and documentation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers in each form of calls, taken apart: whole, in two pieces, and character by character, always the same."""
+"""Each format's scanner finds the same parts in a whole answer, in two pieces, and character by character."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from router.text.calls.format import CallFormat, Function
 from router.text.calls.harmony import HarmonyFormat
+from router.text.calls.scanner import MAX_REST_CHARS
 from router.text.calls.tagged import as_json, reader_of
 from router.text.parts import CallPart, Part, TextPart, ThoughtPart, joined
 
@@ -36,9 +37,9 @@ def parts_of(form: CallFormat, pieces: Sequence[str], *, cut: bool = False, **op
 
 
 def taken_apart(form: CallFormat, text: str, **options: Any) -> list[Item]:
-    """The items of an answer, after looking whether it is the same in two pieces and in characters.
+    """Return the items of an answer, which must be equal in two pieces and character by character.
 
-    The profile "quick" cuts it at a tenth of the places.
+    The profile "quick" cuts it at a tenth of the positions.
     """
     parts = parts_of(form, [text], **options)
     assert parts_of(form, list(text), **options) == parts
@@ -58,7 +59,7 @@ def form(request: pytest.FixtureRequest) -> CallFormat:
 def test_calls(form: CallFormat) -> None:
     assert taken_apart(form, form.written([WEATHER])) == [WEATHER]
     assert taken_apart(form, form.written([WEATHER, NOW, WEATHER])) == [WEATHER, NOW, WEATHER]
-    assert taken_apart(form, form.written([NOW]), only_calls=True) == [NOW]
+    assert taken_apart(form, form.written([NOW, WEATHER]), only_calls=True) == [NOW, WEATHER]
 
 
 def test_text_around_calls(form: CallFormat) -> None:
@@ -74,8 +75,10 @@ def test_text_without_calls(form: CallFormat) -> None:
 
 
 def test_json_in_place_of_calls_is_text(form: CallFormat) -> None:
-    quoted = json.dumps({"a": form.written([NOW])})
-    assert taken_apart(form, quoted, only_calls=True) == [quoted]
+    call = form.written([NOW])
+    for text in (json.dumps({"a": call}), "<b>", call[:1]):
+        assert taken_apart(form, text, only_calls=True) == [text]
+    assert taken_apart(form, call[:1], only_calls=True, cut=True) == []
 
 
 @pytest.mark.slow_except("hermes", "granite", "llama3", "pythonic", "glm", "glm4", "gemma4")
@@ -161,7 +164,10 @@ def test_what_only_looks_like_a_call_stays_text(name: str, text: str) -> None:
 DSML_BEGUN = '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
 DSML_END = "\n</｜DSML｜invoke>\n</｜DSML｜function_calls>"
 PARIS, IN_PARIS = "<parameter=city>Paris</parameter>", ("get_weather", '{"city": "Paris"}')
+TRICKY = json.dumps({"a": '}\n</tool_call>"\\', "b": [{"c": "{"}], "d": {}})
 VARIANTS: list[tuple[str, str, list[Item]]] = [
+    ("hermes", f'<tool_call>{{"name": "now", "arguments": {TRICKY}}}</tool_call>', [("now", TRICKY)]),
+    ("hermes", '<<tool_call>{"name": "now", "arguments": {}}</tool_call>', ["<", NOW]),
     ("hermes", '<tool_call>{"name":"now","arguments":{}}</tool_call>', [NOW]),
     ("hermes", '<tool_call>{"name": "now", "arguments": {}, "id": "}"}</tool_call> ok', [NOW, "ok"]),
     ("hermes", '<tool_call>{"name": "now", "arguments": {}} what?', [NOW, "} what?"]),
@@ -174,6 +180,7 @@ VARIANTS: list[tuple[str, str, list[Item]]] = [
     ("mistral", "[TOOL_CALLS]now{}[TOOL_CALLS]now {}", [NOW, NOW]),
     ("mistral", '[TOOL_CALLS]{"name": "now", "arguments": {}}', [NOW]),
     ("pythonic", "<|python_start|>[now()]<|python_end|>", [NOW]),
+    ("pythonic", "[[now()]", ["[", NOW]),
     ("pythonic", "[now( ) ,\n get_weather( city = 'a\\'b' , )]", [NOW, ("get_weather", '{"city": "a\'b"}')]),
     (
         "pythonic",
@@ -213,11 +220,14 @@ VARIANTS: list[tuple[str, str, list[Item]]] = [
     ("phi4-mini", '<|tool_call|>{"name": "now", "arguments": {}}<|/tool_call|>', [NOW]),
     ("command", '<|START_ACTION|>[{"tool_name": "now", "parameters": {}}]<|END_ACTION|>', [NOW]),
     ("command, fenced", 'Action: ```json\n[{"tool_name": "now", "parameters": {}}]\n```', [NOW]),
+    ("command", '<|START_ACTION|>[{"tool_name": "now", "parameters": {}}]<|END_ACTION|>\n<', [NOW, "<"]),
     ("internlm", '<|action_start|> <|plugin|>{"name": "now", "arguments": {}}<|action_end|>', [NOW]),
     ("xlam", '```json\n[{"name": "now", "arguments": {}}]\n```', [NOW]),
     ("xlam", '[TOOL_CALLS][{"name": "now", "arguments": {}}]', [NOW]),
     ("solar", "assistant<|tool_calls|><|tool_call:begin|>x<|tool_call:name|>now<|tool_call:args|>{}<|tool_call:end|>",
      [NOW]),
+    ("solar", "So<|end|><|begin|>assistant<|tool_calls|><|tool_call:begin|>x<|tool_call:name|>now"
+              "<|tool_call:args|>{}<|tool_call:end|><|calls|>", ["So", NOW]),
     ("glm4", "Hm<|assistant|>now \n{}<|assistant|>now\n{}", ["Hm", NOW, NOW]),
     ("lfm2", "<|tool_call_start|>[now(), get_weather(city='it\\'s')]<|tool_call_end|> so",
      [NOW, ("get_weather", '{"city": "it\'s"}'), "so"]),
@@ -288,7 +298,7 @@ def test_lists_may_be_as_python_prints_them(text: str, expected: str) -> None:
 
 
 def test_arguments_come_as_they_are_made() -> None:
-    """In Python's form, and Gemma's, a call comes once it is complete."""
+    """In Python syntax and Gemma's, a call is returned once it is complete."""
     for name, form in WITHOUT_CHANNELS.items():
         whole = form.written([WEATHER])
         scanner = form.scanner(start=0, only_calls=False, functions=FUNCTIONS)
@@ -296,6 +306,16 @@ def test_arguments_come_as_they_are_made() -> None:
         scanner.push(whole[:place])
         came = scanner.push("Par")
         assert came == ([] if name in AT_ONCE else [CallPart(0, arguments="Par")])
+
+
+def test_little_is_held_of_what_follows_the_arguments_of_a_call() -> None:
+    """Held text is read again for each piece of an answer."""
+    scanner = WITHOUT_CHANNELS["hermes"].scanner(start=0, only_calls=False, functions=FUNCTIONS)
+    parts = scanner.push('<tool_call>\n{"name": "now", "arguments": {}')
+    for _ in range(MAX_REST_CHARS // 4 + 2):
+        parts += scanner.push(",,,,")
+        assert len(scanner._held) <= MAX_REST_CHARS
+    assert [part for part in parts if isinstance(part, CallPart)] == [CallPart(0, "now", "{}")]
 
 
 # ---------------------------------------------------------------- however it is divided
@@ -315,7 +335,7 @@ called = st.tuples(
 
 
 def is_ambiguous(call: tuple[str, str]) -> bool:
-    """Whether a text of it could as well be JSON, between tags and of a function whose schema says nothing."""
+    """Whether one of the strings would be read as JSON between tags, for a function without a schema."""
     return any(isinstance(one, str) and as_json(one, None) != json.dumps(one, ensure_ascii=False)
                for one in json.loads(call[1]).values())  # fmt: skip
 
@@ -349,7 +369,7 @@ def test_how_an_answer_is_divided_changes_nothing(
 @settings(max_examples=examples(150), deadline=None)
 @given(name=st.sampled_from([*WITHOUT_CHANNELS, "harmony"]), text=st.data())
 def test_no_text_is_lost_or_told_twice(name: str, text: st.DataObject) -> None:
-    """Of text without a complete call, whatever marks are in it."""
+    """Text without a complete call is returned unchanged, whatever delimiters are in it."""
     form = WITHOUT_CHANNELS.get(name) or HarmonyFormat()
     pieces = text.draw(st.lists(st.sampled_from([*form.marks, "now", "{", "(", '"', " ", "x", "["]), max_size=8))
     parts = parts_of(form, pieces)

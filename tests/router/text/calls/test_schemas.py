@@ -1,4 +1,4 @@
-"""Arguments in each format of calls: those that match the function's schema and no others, read back as written."""
+"""Arguments in each format: grammars accept those that match the schema, and scanners read them as written."""
 
 from __future__ import annotations
 
@@ -339,7 +339,7 @@ def test_arguments_match_the_schema_and_read_back(
 
 
 def test_the_right_values_are_those_of_json_schema() -> None:
-    """But for objects that name their members, which get no others, and for patterns with look-around."""
+    """Exceptions: objects that list members get no others, and patterns with look-around are ignored."""
     for name, (parameters, good, _) in SCHEMAS.items():
         kind = jsonschema.validators.validator_for(parameters, jsonschema.Draft202012Validator)
         for arguments in good if name != "lengths and patterns of texts" else []:
@@ -373,7 +373,7 @@ def test_alternatives_of_several_schemas_are_combined(vocabularies: dict[str, Vo
 
 
 def test_beyond_a_bound_alternatives_are_ignored(vocabularies: dict[str, Vocabulary]) -> None:
-    """In formats that are not JSON, a grammar accepts too much then."""
+    """In formats that are not JSON, the grammar then accepts too much."""
     several = {"anyOf": [{"required": [n]} for n in "abcd"]}
     parameters = {"properties": {n: {"type": "integer"} for n in "abcd"}, "allOf": [dict(several) for _ in range(7)]}
     function = Function("f", None, parameters)
@@ -456,7 +456,7 @@ def test_calls_as_the_template_writes_them(vocabularies: dict[str, Vocabulary], 
 def test_all_formats_take_the_same_arguments(
     vocabularies: dict[str, Vocabulary], schema: dict[str, Any], values: list[dict[str, Any]]
 ) -> None:
-    """As JSON does; but for a text that reads as another valid value."""
+    """As in JSON, except for a text that is read as another valid value."""
     function, vocabulary = Function("f", None, schema), vocabularies["text"]
     json_form = FORMATS["hermes"]
     try:

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from common.engine.kv.block_pool import BlockCounts
-from common.engine.worker.engine import INBOX_BOUND, Engine, EngineStatus
+from common.engine.worker.contract import EngineStatus
+from common.engine.worker.loop import INBOX_BOUND, EngineLoop
 from common.engine.worker.step_times import LONGEST_S, StepTimes
 from common.errors import RankLost
 from common.latency.step_model import StepShape
@@ -17,7 +18,7 @@ from common.latency.step_model import StepShape
 from ....waiting import wait_until
 
 
-class SleepyEngine(Engine):
+class SleepyEngine(EngineLoop):
     """Each command is a step, which lasts until the test lets it go. `num_seen` is what the status says before it."""
 
     def __init__(self) -> None:

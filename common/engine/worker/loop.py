@@ -10,21 +10,19 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
 from common.engine.kv import BlockCounts
-from common.engine.kv.tiers import TierCounts
+from common.engine.worker.contract import EngineStatus, Send
 from common.engine.worker.step_times import StepTimes
 from common.errors import BlockError, DeviceLost, RankLost
-from common.latency import Links, StepFit, StepModel, StepShape
+from common.latency import StepFit, StepShape
 from common.machine import CoreShare
 from common.wire.messages import Message
 
 log = logging.getLogger(__name__)
-Send = Callable[[list[tuple[bytes, Message]]], None]
-"""Sends (router, message) pairs to routers. Callable from the engine thread."""
 IDLE_WAIT_S = 0.05
 """Time, in seconds, that an idle loop waits for a command."""
 IDLE_CHECK_S = 0.5
@@ -36,21 +34,6 @@ PROGRESS_INTERVAL_S = 1.0
 """Interval, in seconds, of progress reports for requests without a new token."""
 MAX_FAILED_STEPS = 8
 """Consecutive failed steps after which the engine stops and the worker becomes unhealthy."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestReceived:
-    """A router sent a request, abort or order."""
-
-    router: bytes
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class RouterLost:
-    """A router was lost: its requests end."""
-
-    router: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,53 +49,8 @@ class EngineConfig:
     max_waiting: int
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStatus:
-    """Snapshot for heartbeats, health and metrics, published after every iteration of the loop.
-
-    Currently, at most `batch_cap` requests run concurrently, and a step computes at most `step_tokens` prompt tokens.
-    `num_adapters` slots are in use; requests that use an adapter are counted by its digest. A draft model has
-    `draft_blocks` and has computed for `draft_seconds`. `serials`: per router, the largest serial of a request included
-    in the snapshot. `at`: time of publication.
-    """
-
-    num_running: int = 0
-    num_waiting: int = 0
-    num_transferring: int = 0
-    num_waiting_tokens: int = 0
-    blocks: BlockCounts = BlockCounts(0, 0, 0)
-    tokens_per_s: float = 0.0
-    step_time_s: float = 0.0
-    num_dropped_frames: int = 0
-    num_refused_connections: int = 0
-    full_tokens_per_s: float = 0.0
-    waiting_s: float = 0.0
-    num_context_tokens: int = 0
-    step_model: StepModel = StepModel()
-    links: Links = Links()
-    serials: Mapping[bytes, int] = field(default_factory=dict)
-    batch_cap: int = 0
-    step_tokens: int = 0
-    tiers: Sequence[TierCounts] = ()
-    num_adapters: int = 0
-    adapters_running: Mapping[str, int] = field(default_factory=dict)
-    adapters_waiting: Mapping[str, int] = field(default_factory=dict)
-    draft_blocks: BlockCounts = BlockCounts(0, 0, 0)
-    draft_seconds: float = 0.0
-    at: float = 0.0
-
-    @property
-    def num_active(self) -> int:
-        """Requests that would be interrupted if the worker stopped now."""
-        return self.num_running + self.num_waiting + self.num_transferring
-
-    def waiting_left_s(self, now: float) -> float:
-        """Return the remainder of `waiting_s`, given the time since the snapshot."""
-        return max(0.0, self.waiting_s - max(0.0, now - self.at))
-
-
-class Engine(ABC):
-    """Engine loop. Subclasses define how commands are applied, what a step computes, and what expires."""
+class EngineLoop(ABC):
+    """Our `Engine`. Subclasses define how commands are applied, what a step computes, and what expires."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
