@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import zmq
@@ -33,6 +34,8 @@ from common.engine.vllm.link import (
     split_addresses,
 )
 from common.errors import ConfigError
+from common.wire.curve import Curve, KeyPair, write_key_pair
+from common.wire.gatekeeper import Gatekeeper
 from common.wire.messages import KVDone, KVTarget
 
 from ....waiting import until
@@ -185,3 +188,57 @@ def test_addresses_of_ranks_are_joined_and_split(addresses: tuple[str, ...]) -> 
 def test_addresses_of_sixteen_ranks_fit_into_a_hello() -> None:
     addresses = [f"tcp://192.168.100.{100 + rank // 8}:{50_000 + rank}" for rank in range(16)]
     assert len(joined_addresses(addresses)) <= 256
+
+
+async def test_ranks_on_other_hosts_connect_with_the_keys_of_their_worker(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    write_key_pair(str(file), KeyPair.generate())
+    context = zmq.asyncio.Context()
+    curve = Curve.load(str(file))
+    assert curve is not None
+    gatekeeper = Gatekeeper(zmq.Context.shadow(context), curve)
+    gatekeeper.start()
+    got: list[tuple[int, FromRank]] = []
+    link = RankLink(context, lambda rank, message: got.append((rank, message)), host="127.0.0.1", curve=curve)
+    assert link.address.startswith("tcp://127.0.0.1:")
+    settings = ConnectorSettings(
+        link_address=link.address,
+        link_key=link.key.hex(),
+        silence_s=30,
+        worker_id="w",
+        epoch=3,
+        weights="m",
+        curve_key=str(file),
+    )
+    running = asyncio.create_task(link.run())
+    far = zmq.Context()
+    ends = [WorkerLink(far, settings, 0), WorkerLink(far, replace(settings, curve_key=""), 1)]
+    for end in ends:
+        end.start()
+        end.send(READY)
+    await until(lambda: got)
+    for end in ends:
+        await asyncio.to_thread(end.stop)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    link.close()
+    gatekeeper.stop()
+    context.term()
+    far.term()
+    assert got == [(0, READY)]
+
+
+async def test_an_engine_ends_with_its_parent(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "BEAT_S", 0.01)
+    rig.end(0)
+    monkeypatch.setattr(links.os, "getppid", lambda: -1)
+    await until(lambda: rig.orphaned)
+    assert rig.orphaned == ["its parent process has ended"]
+
+
+async def test_steps_are_dropped_for_a_slow_worker_but_events_are_kept(rig: Rig) -> None:
+    end = rig.end(0, link_address="ipc:///nowhere/at-all")
+    await until(lambda: end.send(STEP) or end.num_dropped_steps)
+    for event in EVENTS:
+        end.send(event)
+    await until(lambda: list(end._queued)[-len(EVENTS) :] == [links.seal(rig.link.key, (0, each)) for each in EVENTS])
