@@ -394,9 +394,12 @@ def describe(
                 _group_of(_spec_of(group.kv_cache_spec), found, kv_cache_config.num_blocks, tensor, vllm_config)
             )
             layers.append(found)
-    dtype = str(layers[0][0].dtype).removeprefix("torch.")
-    if layers[0][0].dtype in (torch.uint8, torch.int8):  # bytes of a quantised format
-        dtype = str(vllm_config.cache_config.cache_dtype)
+    dtypes = sorted({str(layer.dtype).removeprefix("torch.") for found in layers for layer in found})
+    if {"int8", "uint8"} & set(dtypes):  # bytes of a quantised format, or of recurrent states
+        cache = vllm_config.cache_config
+        dtypes += [cache.cache_dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype]
+        dtypes.append(str(vllm_config.model_config.dtype).removeprefix("torch."))
+    dtype = "/".join(dtypes)
     stage, num_stages = pipeline.rank_in_group, pipeline.world_size
     return KVLayout(tuple(groups), dtype, tensor.world_size, tensor.rank_in_group, num_stages, stage), layers
 

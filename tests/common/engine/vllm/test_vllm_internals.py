@@ -99,7 +99,7 @@ def test_the_cache_manager_tells_tables_and_free_blocks() -> None:
 
 
 def test_caches_are_described_by_specs() -> None:
-    from vllm.config import KVTransferConfig, ModelConfig, ParallelConfig
+    from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, ParallelConfig
     from vllm.v1 import kv_cache_interface as kv
 
     assert fields(kv.KVCacheConfig) >= {"num_blocks", "kv_cache_groups"}
@@ -112,6 +112,8 @@ def test_caches_are_described_by_specs() -> None:
     assert issubclass(kv.MLAAttentionSpec, kv.FullAttentionSpec)
     assert issubclass(kv.SlidingWindowMLASpec, kv.SlidingWindowSpec)
     assert not issubclass(kv.MambaSpec, kv.FullAttentionSpec | kv.SlidingWindowSpec)
+    assert fields(CacheConfig) >= {"cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype"}
+    assert "dtype" in fields(ModelConfig)
     assert parameters(ModelConfig.get_total_num_kv_heads) == []
     assert fields(ParallelConfig) >= {"decode_context_parallel_size", "prefill_context_parallel_size"}
     assert fields(KVTransferConfig) >= {"kv_connector_extra_config", "kv_load_failure_policy", "kv_role"}
