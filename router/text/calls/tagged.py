@@ -25,6 +25,7 @@ from router.text.calls.format import (
     answer_rules,
     free,
     opening,
+    read_object,
     row,
 )
 from router.text.calls.python_syntax import NotLiteralError, PythonRules, python_text, read_value
@@ -139,12 +140,7 @@ class TaggedFormat(CallFormat):
 
     def members(self, arguments: str) -> list[tuple[str, Any, str]]:
         """Return the members of JSON arguments with their values, also as text; empty if they are not an object."""
-        try:
-            given = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return []
-        if not isinstance(given, dict):
-            return []
+        given = read_object(arguments) or {}
         return [(key, value, as_text(value, python=self.tags.writes_python)) for key, value in given.items()]
 
 
