@@ -9,12 +9,14 @@ from dataclasses import dataclass
 class ThoughtMarks:
     """The texts that begin and end a thought.
 
-    `head` is text that models write between thought and answer, all of it special tokens, which answers omit.
+    `head` is text that models write between thought and answer, all of it special tokens, which answers omit. With
+    `ends_messages`, the end mark also follows messages without a thought.
     """
 
     start: str
     end: str
     head: str = ""
+    ends_messages: bool = False
 
     def begins_inside(self, prompt_end: str) -> bool:
         """Whether the prompt itself opens the thought, as some templates do."""
@@ -22,7 +24,10 @@ class ThoughtMarks:
 
     def ends_closed(self, prompt_end: str) -> bool:
         """Whether the prompt ends with a finished thought, as some templates write it to prevent thinking."""
-        return prompt_end.rstrip().endswith(self.end.rstrip())
+        before, mark, after = prompt_end.rpartition(self.end.rstrip())
+        if not mark or after.strip():
+            return False
+        return self.begins_inside(before) or not self.ends_messages
 
     def open_thought(self, text: str) -> str | None:
         """Return the unfinished thought at the end of `text`, without its start mark, or None."""
@@ -41,7 +46,7 @@ KNOWN = (
     ThoughtMarks("<|channel>thought", "<channel|>"),  # Gemma 4
     ThoughtMarks("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>"),  # Command
     ThoughtMarks("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
-    ThoughtMarks("<|think|>", "<|end|><|begin|>assistant", "<|content|>"),  # Solar Open
+    ThoughtMarks("<|think|>", "<|end|><|begin|>assistant", "<|content|>", ends_messages=True),  # Solar Open
     ThoughtMarks("Here is my thought process:", "Here is my response:"),  # Granite 3.2
 )
 """Harmony's channels are part of its tool-call format."""

@@ -109,3 +109,14 @@ def test_little_white_space_is_held(begin: str) -> None:
     for char in blanks:
         scanner.push(char)
         assert len(scanner._held) <= MAX_BLANKS + 1
+
+
+def test_an_end_mark_that_also_ends_other_messages() -> None:
+    marks = next(each for each in KNOWN if each.ends_messages)
+    for prompt_end, position in (
+        ("<|content|>hi<|end|><|begin|>assistant", ThoughtPosition.BEFORE),
+        ("<|end|><|begin|>assistant<|think|><|end|><|begin|>assistant", ThoughtPosition.AFTER),
+        ("<|end|><|begin|>assistant<|think|>", ThoughtPosition.OPENED),
+    ):
+        assert ThoughtPosition.of(marks, prompt_end, "") is position
+    assert ThoughtPosition.of(KNOWN[0], "<|Assistant|></think>\n", "") is ThoughtPosition.AFTER
