@@ -198,8 +198,12 @@ class HarmonyFormat(CallFormat):
         return HarmonyScanner(start=start, names=functions, thoughts=thoughts)
 
     def grammar(self, wanted: Wanted, spell: Spell) -> str:
-        """Write the grammar: any number of reasoning or commentary messages, then a call or, if allowed, the answer."""
-        channel, message, rules = spell(CHANNEL), spell(MESSAGE), remark_rules(spell)
+        """Write the grammar: any number of reasoning or commentary messages, then a call or, if allowed, the answer.
+
+        No commentary may precede an answer with a schema, because clients see both as one text.
+        """
+        channel, message = spell(CHANNEL), spell(MESSAGE)
+        rules = remark_rules(spell, only_thoughts=wanted.answer is not None and not wanted.required)
         json_type = json_type_of(spell)
         calls = f"({called_rules(wanted)}) {spell(CALL)}?"
         last = ["call"]
@@ -217,7 +221,7 @@ class HarmonyFormat(CallFormat):
 
     def prelude(self, spell: Spell) -> str:
         final = f"{spell(CHANNEL)} {literal('final')} {json_type_of(spell)} {spell(MESSAGE)}"
-        return rule("prelude", f"remark* {final}") + remark_rules(spell)
+        return rule("prelude", f"remark* {final}") + remark_rules(spell, only_thoughts=True)
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         channel = f"{CHANNEL}commentary to={FUNCTIONS}"
@@ -228,10 +232,10 @@ class HarmonyFormat(CallFormat):
         return [_with_thinking(message) for message in messages]
 
 
-def remark_rules(spell: Spell) -> str:
+def remark_rules(spell: Spell, *, only_thoughts: bool) -> str:
     """Write the rule `remark`, a message of reasoning or commentary that another message follows, and `TEXT`."""
     ended, rules = opening(spell(END), "ended")
-    kinds = f"({literal('analysis')} | {literal('commentary')})"
+    kinds = literal("analysis") if only_thoughts else f"({literal('analysis')} | {literal('commentary')})"
     said = f"{spell(CHANNEL)} {kinds} {spell(MESSAGE)} {ended} {spell(START)} {literal('assistant')}"
     return rules + rule("remark", said) + rule("TEXT", TEXT)
 

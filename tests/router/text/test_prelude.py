@@ -63,7 +63,7 @@ def test_all_known_marks(marks: ThoughtMarks) -> None:
     assert not is_answer(grammar, f"{marks.start}Hm{marks.end}{bad}") and is_answer(grammar, good)
 
 
-def test_other_channels_come_before_the_final_one() -> None:
+def test_thoughts_come_before_the_final_one() -> None:
     form, good, bad = FORMS["json"]
     grammar = Prelude(HarmonyFormat().prelude(literal)).before(form)
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
@@ -71,6 +71,7 @@ def test_other_channels_come_before_the_final_one() -> None:
         assert is_answer(grammar, f"{head}{good}") and is_answer(grammar, f"{thought}{thought}{head}{good}")
         assert not is_answer(grammar, f"{thought}{head}{bad}")
     assert not is_answer(grammar, good) and not is_answer(grammar, thought)
+    assert not is_answer(grammar, f"{thought.replace('analysis', 'commentary')}{head}{good}"), "clients see it as text"
 
 
 def test_a_regular_expression_does_not_begin_as_a_thought() -> None:
