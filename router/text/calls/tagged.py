@@ -421,11 +421,11 @@ class TaggedRules:
             rest = self._spelled(self._tags.close)[1 if begun else 0 :]
             return " ".join(filter(None, (name.upper(), self._line, *rest)))
         close = literal(f"{chr(10) if self._line else ''}{self._tags.close}")
-        other = f"~(/{ANY}/ {literal(self._tags.close)} /{ANY}/)"
+        other = f"~(/{ANY}/ {literal(self._tags.close)} /{ANY}/)"  # includes bytes that are special tokens
         if not wanted and not self._line:  # a lazy lexeme ends at the first tag
             self._rules[f"{name}[lazy]"] = f"/{ANY}/ {close}"
         else:
-            self._rules[f"{name}[lazy]"] = f"({' & '.join(filter(None, (wanted, other)))}) {close}"
+            self._rules[f"{name}[lazy]"] = f"({wanted or f'/{ANY}/'} & {other}) {close}"
         return name
 
     @property
