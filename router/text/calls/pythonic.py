@@ -111,8 +111,8 @@ class PythonicScanner(MarkedScanner):
             return False
         try:
             arguments = self._read(self._held[self._begun : length])
-        except NotLiteralError:
-            self._emit_text(1, parts)
+        except NotLiteralError:  # calls within it are text too, or nested ones would take quadratic time
+            self._emit_text(length, parts)
             return self._move_to(self._text)
         parts.append(CallPart(self.num_calls, self._name, _json(arguments)))
         self.num_calls += 1
