@@ -37,10 +37,13 @@ def prelude_of(model: ServedModel, fields: ChatRequest, prompt: Sequence[int], *
     return thought_prelude(model.thoughts, position, model.text.spell_all, takes_breaks=takes_breaks)
 
 
-def thinking_budget(model: ServedModel, fields: SamplingFields, prompt: Sequence[int]) -> ThinkingBudget | None:
+def thinking_budget(
+    model: ServedModel, fields: SamplingFields, prompt: Sequence[int], *, in_form: bool
+) -> ThinkingBudget | None:
     """Return the request's thinking budget. Tokens of a thought that the prompt leaves open count.
 
-    Raises InvalidRequest if the model has no thought marks.
+    `in_form`: the first token begins a required form, in which an end mark would be out of place. Raises InvalidRequest
+    if the model has no thought marks.
     """
     budget = fields.thinking_token_budget
     if budget is None or budget < 0:
@@ -54,6 +57,8 @@ def thinking_budget(model: ServedModel, fields: SamplingFields, prompt: Sequence
     if max(len(start), len(end)) > MAX_THINKING_MARK:
         what = f"not supported by this model, whose marks of thoughts have more than {MAX_THINKING_MARK} tokens"
         raise InvalidRequest(f"thinking_token_budget: {what}", param="thinking_token_budget")
+    if in_form:
+        return None
     match position_of(model, marks, prompt, fields.continued_text):
         case ThoughtPosition.OPENED:
             return ThinkingBudget(budget, tuple(end))
