@@ -145,7 +145,7 @@ class AnswerParts:
     def _thought_tokens(self, thinking: ThinkingScanner | None) -> ThoughtTokens | ChannelTokens | None:
         raw = self._model.text.token_bytes
         if thinking is not None and self._thoughts is not None:
-            return ThoughtTokens(raw, self._thoughts)
+            return ThoughtTokens(raw, self._thoughts, begins_inside=thinking.is_thought)
         if self._is_scanned and self._form.has_channels and self._has_thoughts:
             return ChannelTokens(raw)
         return None

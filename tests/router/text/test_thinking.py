@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from router.text.thinking import MAX_BLANKS, ThinkingScanner, ThoughtPosition
+from router.text.thinking import MAX_BLANKS, ThinkingScanner, ThoughtPosition, ThoughtTokens
 from router.text.thought_marks import KNOWN, ThoughtMarks, marks_in
 
 THINK = KNOWN[0]
@@ -120,3 +120,14 @@ def test_an_end_mark_that_also_ends_other_messages() -> None:
     ):
         assert ThoughtPosition.of(marks, prompt_end, "") is position
     assert ThoughtPosition.of(KNOWN[0], "<|Assistant|></think>\n", "") is ThoughtPosition.AFTER
+
+
+@pytest.mark.parametrize("marks", [("<t>", "t"), ("~~~", "~~~"), ("Think:", "|")], ids=str)
+def test_tokens_of_a_thought_include_its_start_mark(marks: tuple[str, str]) -> None:
+    """Which may contain the end mark."""
+    start, end = marks
+    answer = f"\n{start}hm{end}Hello {end}"
+    for begins_inside, counted in ((False, f"\n{start}hm{end}"), (True, f"hm{end}")):
+        counter = ThoughtTokens(lambda char: bytes([char]), ThoughtMarks(start, end), begins_inside=begins_inside)
+        counter.push(answer.removeprefix("" if not begins_inside else f"\n{start}").encode())
+        assert counter.count == len(counted) and not counter._tail
