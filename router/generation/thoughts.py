@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 
 from common.errors import InvalidRequest
 from common.wire import MAX_THINKING_MARK, ThinkingBudget
@@ -63,20 +65,15 @@ def thinking_budget(
         case ThoughtPosition.OPENED:
             return ThinkingBudget(budget, tuple(end))
         case ThoughtPosition.WITHIN:
-            return ThinkingBudget(max(0, budget - _num_after(model, marks.start, prompt)), tuple(end))
+            return ThinkingBudget(budget - _num_after(model, marks.start, prompt, budget), tuple(end))
         case _:
             return ThinkingBudget(budget + len(start), tuple(end), tuple(start))
 
 
-def _num_after(model: ServedModel, mark: str, prompt: Sequence[int]) -> int:
-    """Return the number of tokens after the last `mark`, or of all tokens if the prompt does not contain it."""
-    text, wanted = b"", mark.encode()
-    for first in range(len(prompt) - 1, -1, -1):
-        text = model.text.token_bytes(prompt[first]) + text[: len(wanted)]
-        if wanted in text:
-            end = text.index(wanted) + len(wanted)
-            while end > 0:
-                end -= len(model.text.token_bytes(prompt[first]))
-                first += 1
-            return len(prompt) - first
-    return len(prompt)
+def _num_after(model: ServedModel, mark: str, prompt: Sequence[int], most: int) -> int:
+    """Return the number of tokens after the last `mark`, up to `most`. Without a mark, returns that of all tokens."""
+    wanted = mark.encode()
+    texts = [*map(model.text.token_bytes, prompt[-(most + len(wanted)) :])]
+    _, found, after = b"".join(texts).rpartition(wanted)
+    number = bisect_right([*accumulate(map(len, reversed(texts)))], len(after)) if found else len(texts)
+    return min(most, number)
