@@ -387,7 +387,9 @@ class MarkedScanner(CallScanner):
 
     def _between(self, parts: list[Part]) -> bool:
         """Read the next consecutive call, or the end of the calls."""
-        patterns = [(each, each.again) for each in self._layouts if each.again is not None and self._continues(each)]
+        patterns: list[tuple[Layout | None, Pattern]] = [
+            (each, each.again) for each in self._layouts if each.again is not None and self._continues(each)
+        ]
         if self._layout.close is not None:
             patterns.append((None, self._layout.close))
         read = read_first([pattern for _, pattern in patterns], self._held)
