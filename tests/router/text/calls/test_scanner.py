@@ -176,21 +176,6 @@ def test_arguments_before_the_name_may_be_long() -> None:
     assert call == CallPart(0, "now", given)
 
 
-@pytest.mark.parametrize(
-    ("name", "begin", "end"),
-    [
-        ("granite", '<tool_call>[{"arguments": {"a":', "}}]"),
-        ("pythonic", "<|python_start|>[now(", "])"),
-        ("gemma4", "<|tool_call>call:now{", "}"),
-    ],
-)
-def test_nested_calls_are_one_text(name: str, begin: str, end: str) -> None:
-    """Each text is read once, not again from each opening in it."""
-    answer = begin * 30 + end * 30
-    pieces = [WITHOUT_CHANNELS[name].scanner(start=0, only_calls=False, functions=FUNCTIONS).push(answer)]
-    assert [part.text for part in pieces[0] if isinstance(part, TextPart)][0].count(begin) == 30
-
-
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in MALFORMED.items() for text in texts])
 def test_what_only_looks_like_a_call_stays_text(name: str, text: str) -> None:
     for answer in (text, f"Hm {text} so."):
