@@ -275,6 +275,7 @@ def test_an_error_names_where_a_value_came_from(tmp_path: Path) -> None:
         (["--port", "1"], {}),
         (["--port", "1", "--max-retries", "1", "--tls-key", "k"], {}),
         (["--port", "1", "--max-retries", "1", "--curve-authorized", "a b"], {}),
+        (["--port", "1", "--max-retries", "1", "--reasoning-start", " <a>", "--reasoning-end", "</a>"], {}),
     ):
         with pytest.raises(ConfigError) as caught:
             read(RouterConfig, [*workers, *argv], environ=environ | more)
@@ -287,6 +288,7 @@ def test_an_error_names_where_a_value_came_from(tmp_path: Path) -> None:
         f"invalid max_retries = 101 under [router] in {file}: must be 0 to 100",
         "missing --tls-cert: must be a file, because --tls-cert and --tls-key belong together",
         "invalid --curve-authorized 'a b': must be empty unless --curve-key is given",
+        "invalid --reasoning-start ' <a>': must be a text without white space at its ends",
     ]
 
 
