@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -34,7 +35,7 @@ def prepare_environment(config: WorkerConfig) -> None:
     """Set the variables for a worker with `--engine vllm` and log missing libraries."""
     wanted, missing = variables(config, os.environ, sorted(os.sched_getaffinity(0)), find_libraries(library_folders()))
     os.environ.update(wanted)
-    for name in missing:
+    for name in missing if platform.machine() == "x86_64" else [name for name in missing if name != "libiomp5"]:
         log.warning("vLLM runs without %s, which makes its steps slower: install %s", name, LIBRARIES[name][1])
 
 
@@ -50,13 +51,22 @@ def variables(
         if shown := visible_gpus(environ.get(GPUS, ""), config.device_index, config.tensor_parallel_size):
             wanted[GPUS] = shown
         return wanted, []
-    wanted |= {THREADS: thread_binding(cores, config.tensor_parallel_size, config.threads)}
+    wanted |= thread_variables(config, cores)
     preloaded = environ.get(PRELOAD, "")
     absent = [name for name in LIBRARIES if name not in preloaded]
     if found := [str(libraries[name]) for name in absent if name in libraries]:
         wanted[PRELOAD] = ":".join([*found, *filter(None, [preloaded])])
     kept = {name: value for name, value in wanted.items() if name == PRELOAD or name not in environ}
     return kept, [name for name in absent if name not in libraries]
+
+
+def thread_variables(config: WorkerConfig, cores: Sequence[int]) -> dict[str, str]:
+    """Return the variables that determine the threads of a worker on a CPU."""
+    num_ranks = config.tensor_parallel_size
+    if config.cores or not 0 < config.threads < len(cores):
+        return {THREADS: thread_binding(cores, num_ranks, config.threads)}
+    # Other processes may use any of the cores, so the threads are not bound.
+    return {THREADS: "nobind", "OMP_NUM_THREADS": str(max(1, config.threads // num_ranks))}
 
 
 def visible_gpus(visible: str, first: int, count: int) -> str:

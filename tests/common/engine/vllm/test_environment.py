@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,14 @@ def test_a_cpu_worker_preloads_what_is_found_and_names_what_is_not() -> None:
         "LD_PRELOAD": "/lib/libtcmalloc.so.4:/mine.so",
     }
     assert missing == ["libiomp5"]
+
+
+def test_fewer_threads_than_cores_are_not_bound_unless_the_cores_are_chosen() -> None:
+    config = DecodeWorkerConfig(engine="vllm", device="cpu", threads=4, tensor_parallel_size=2)
+    wanted, _ = variables(config, CONSTANTS, range(8), {})
+    assert wanted == {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "2"}
+    wanted, _ = variables(replace(config, cores="0-7"), CONSTANTS, range(8), {})
+    assert wanted == {"VLLM_CPU_OMP_THREADS_BIND": "0,2|1,3"}
 
 
 def test_variables_of_the_user_are_kept() -> None:
