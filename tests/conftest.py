@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -154,6 +155,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     absent = {}
     if any(item.get_closest_marker("gpu") for item in items) and not has_cuda():
         absent["gpu"] = "no CUDA device"
+    if find_spec("vllm") is None:
+        absent["vllm"] = "vLLM is not installed: make test-vllm"
     for item in items:
         is_long = item.get_closest_marker("e2e") or item.name == STATE_MACHINE
         if is_long and not item.get_closest_marker("timeout"):
