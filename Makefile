@@ -1,4 +1,4 @@
-# make serve | sla | gpu | check | test | test-all | lint | format | fetch | wheel | images | release | clean. `make` lists all targets.
+# make serve | sla | gpu | check | test | test-all | test-vllm | lint | format | fetch | wheel | images | release | clean. `make` lists all targets.
 PYTHON ?= python3
 VENV ?= .venv
 PORT ?= 8000
@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install $(if $(MAKE_TERM
 NEWER := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve fetch bench compare sla gpu check test quick test-all clients chaos soak lint style types format docs docs-site docs-serve wheel images release lock clean
+.PHONY: help serve fetch bench compare sla gpu check test quick test-all test-vllm clients chaos soak lint style types format docs docs-site docs-serve wheel images release lock clean
 
 help:
 	@echo "make serve      run the service on this machine (PORT=8000 MODEL=smollm2-135m ARGS='--prefill 2 --decode 2')"
@@ -33,6 +33,7 @@ help:
 	@echo "make check      lint, and tests without processes or models; about a minute"
 	@echo "make test       lint and all quick tests; lists the 30 slowest"
 	@echo "make test-all   lint and all tests that this machine can run, except those of make clients"
+	@echo "make test-vllm  test --engine vllm in an environment of its own, build/vllm (ARGS='-k test_contract')"
 	@echo "make clients    test the clients in docs/reference/clients.md, each in its own environment (ARGS='-k aider')"
 	@echo "make chaos      kill, freeze and disconnect workers under load (SEED=1 DURATION=180)"
 	@echo "make soak       half an hour of load to find leaks (DURATION=1800 PLOT=build/soak.png)"
@@ -134,12 +135,16 @@ test: style
 	@$(MAKE) --no-print-directory -j 2 types quick
 
 quick: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --longest-first --durations=30 --budget-s 300 --hypothesis-profile quick -m "not slow and not gpu and not chaos" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --longest-first --durations=30 --budget-s 300 --hypothesis-profile quick -m "not slow and not gpu and not chaos and not vllm" $(ARGS)
 
 # Chaos and GPU tests run last, one at a time, because they need all cores.
 test-all: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --longest-first --durations=30 -m "not chaos and not gpu and not clients" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --longest-first --durations=30 -m "not chaos and not gpu and not clients and not vllm" $(ARGS)
 	$(BIN)/pytest -m "chaos or gpu" $(ARGS)
+	@$(BIN)/python -m tests.with_vllm --optional $(ARGS)
+
+test-vllm: $(VENV)/.dev
+	@$(BIN)/python -m tests.with_vllm $(ARGS)
 
 clients: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -rs --durations=0 -m clients tests/clients $(ARGS)

@@ -19,6 +19,7 @@ from common.config.sources import (
     located,
     with_flag,
 )
+from common.config.vllm import check_installed, pipeline_argument
 from common.config.worker import ADAPTER_NAME, WorkerConfig, is_loopback, parse_cores
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "USUAL_SEQS",
     "WorkerConfig",
     "as_flag",
+    "check_installed",
     "command_parser",
     "counterpart",
     "counterpart_env",
@@ -57,6 +59,7 @@ __all__ = [
     "load",
     "located",
     "parse_cores",
+    "pipeline_argument",
     "to_argv",
     "to_env",
     "with_flag",

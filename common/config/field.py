@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import shlex
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn, get_type_hints
 
@@ -81,6 +82,8 @@ class Rule:
     in_file: bool = True
     once: str = ""
     """Error for a repeated flag. If empty, the last value counts."""
+    trailing: bool = False
+    """Arguments of another program: text is split as in a shell, and arguments after a bare `--` are appended."""
 
 
 def setting(default: Any, help: str, **rule: Any) -> Any:
@@ -152,6 +155,11 @@ class Field:
                 self.refuse(text)
         if self.type is str:
             return text
+        if self.rule.trailing:
+            try:
+                return tuple(shlex.split(text))
+            except ValueError:  # a quote that is not closed
+                self.refuse(text)
         return tuple(part.strip() for part in text.split(",") if part.strip())
 
     def coerce(self, value: object) -> Any:
@@ -165,7 +173,7 @@ class Field:
     def render(self, value: Any) -> str:
         """Inverse of `parse`."""
         if isinstance(value, tuple):
-            return ",".join(value)
+            return shlex.join(value) if self.rule.trailing else ",".join(value)
         return str(value).lower() if self.type is bool else str(value)
 
     def check(self, value: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +16,8 @@ from common.errors import UsageError
 
 MODEL = "MODEL"
 """The positional argument of `diptych serve`."""
+TRAILING = "--"
+"""Precedes arguments of another program."""
 MAX_WIDTH, OPTION_COLUMN = 110, 30
 
 
@@ -38,6 +41,7 @@ class FlagParser(CommandParser):
         self._groups: dict[str, argparse._ArgumentGroup] = {}
         self._common: set[str] = set()
         self._once: dict[str, str] = {}
+        self._trailing = ""
         self._optionals.title = "Help"
         self.add_argument("-h", "--help", action="help", help="show the most used options")
         self.add_argument("--help-all", action=_FullHelp, nargs=0, help="show all options")
@@ -65,6 +69,9 @@ class FlagParser(CommandParser):
                 for name, value in ((flag, "True"), (f"--no-{flag[2:]}", "False")):
                     shown = options if (value == "False") is field.default else options | {"help": argparse.SUPPRESS}
                     group.add_argument(name, action="store_const", const=value, **shown)
+            elif field.rule.trailing:
+                self._trailing = self._trailing or field.name
+                group.add_argument(flag, metavar=metavar(field), **options)
             elif field.rule.once:
                 self._once[options["dest"]] = field.rule.once
                 group.add_argument(flag, metavar=metavar(field), action="append", **options)
@@ -77,7 +84,8 @@ class FlagParser(CommandParser):
 
     def flags(self, argv: Sequence[str]) -> dict[str, str]:
         """Return the given flags as text by destination. Raises UsageError; `--help` exits."""
-        given, unknown = self.parse_known_args(list(argv))
+        argv, trailing = self._divided(list(argv))
+        given, unknown = self.parse_known_args(argv)
         if unknown:
             message = unknown_arguments(unknown, self._option_string_actions, self.prog, "--help-all")
             raise UsageError(unknown[0].partition("=")[0], message)
@@ -91,7 +99,16 @@ class FlagParser(CommandParser):
             if flags.setdefault("model", model) != model:
                 raise UsageError("model", f"{MODEL} {model} and --model {flags['model']} differ: give one of them")
             flags[MODEL] = model
+        if trailing:
+            flags[self._trailing] = " ".join(filter(None, (flags.get(self._trailing), shlex.join(trailing))))
         return flags
+
+    def _divided(self, argv: list[str]) -> tuple[list[str], list[str]]:
+        """Return the options, and the arguments after a bare `--` if a field accepts them."""
+        if not self._trailing or TRAILING not in argv:
+            return argv, []
+        at = argv.index(TRAILING)
+        return argv[:at], argv[at + 1 :]
 
     def format_help(self) -> str:
         """Return the help with the common options."""
@@ -114,7 +131,8 @@ class FlagParser(CommandParser):
     ) -> str:
         formatter = self._get_formatter()
         model = f" [{MODEL}]" if MODEL in self._common else ""
-        formatter.add_usage(f"%(prog)s{model} [options]", (), ())
+        trailing = f" [{TRAILING} {self._trailing.upper()}]" if self._trailing else ""
+        formatter.add_usage(f"%(prog)s{model} [options]{trailing}", (), ())
         formatter.add_text(textwrap.fill(self._about, formatter._width))
         for group in groups:
             formatter.start_section(group.title)

@@ -403,6 +403,9 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSetti
         if bool(self.reasoning_start) != bool(self.reasoning_end):
             missing = "reasoning_end" if self.reasoning_start else "reasoning_start"
             raise ConfigError(missing, "", "a text, because --reasoning-start and --reasoning-end belong together")
+        for name in ("reasoning_start", "reasoning_end"):
+            if (mark := getattr(self, name)) != mark.strip():
+                raise ConfigError(name, mark, "a text without white space at its ends")
         if self.planner == "kubernetes" and not (self.decode_deployment or self.models_file):
             raise ConfigError("decode_deployment", "", "the name of a Deployment with --planner kubernetes")
 

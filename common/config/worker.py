@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
+import shlex
 from dataclasses import dataclass
 
 from common.config.cluster import PodSettings
 from common.config.common import CommonConfig
 from common.config.field import AUTO, DURATION, FILE, HOST, PORT, setting
+from common.config.vllm import check_installed, check_vllm
 from common.errors import ConfigError
 
 CORES = r"([0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*)?"
@@ -86,6 +88,27 @@ class WorkerConfig(CommonConfig, PodSettings):
         pattern=_IDENTITY,
         expects="up to 128 letters, digits and . _ : -",
         metavar="ID",
+    )
+    engine: str = setting(
+        "diptych",
+        "engine that computes the model",
+        group="Model",
+        details="`diptych` is Diptych's own. `vllm` requires the extra `vllm` and supports the architectures of vLLM "
+        "(docs/guides/engines.md).",
+        common=True,
+        choices=("diptych", "vllm"),
+    )
+    engine_args: tuple[str, ...] = setting(
+        (),
+        "arguments of vLLM, quoted as in a shell; arguments after a bare -- are appended",
+        group="Model",
+        details="They override settings of Diptych that vLLM has too. Arguments that Diptych sets itself are rejected. "
+        "`diptych serve` appends those of `--prefill-engine-args` or `--decode-engine-args` for one pool.",
+        default_note="none",
+        common=True,
+        trailing=True,
+        expects="arguments of vLLM, quoted as in a shell",
+        metavar="ARGUMENTS",
     )
     dtype: str = setting(
         "auto",
@@ -344,6 +367,10 @@ class WorkerConfig(CommonConfig, PodSettings):
             allowed = "127.0.0.1, ::1 or localhost unless --curve-key or --allow-remote is given"
             raise ConfigError("host", self.host, allowed)
         self.check_silence("router_timeout_s")
+        if self.engine == "vllm":
+            check_vllm(self)
+        elif self.engine_args:
+            raise ConfigError("engine_args", shlex.join(self.engine_args), "empty without --engine vllm")
         if self.on_gpu and self.quantization in ("int8", "int4"):
             raise ConfigError("quantization", self.quantization, f"auto or none on {self.device}")
         if self.kv_cache_dtype == "int8" and self.on_gpu:
@@ -359,6 +386,11 @@ class WorkerConfig(CommonConfig, PodSettings):
         self._check_tiers()
         self._check_adapters()
         self._check_rank_hosts()
+
+    def check_start(self) -> None:
+        super().check_start()
+        if self.engine == "vllm":
+            check_installed()
 
     def _check_tiers(self) -> None:
         if self.kv_host_gib and self.device == "cpu":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,10 @@ END_TOKENS = frozenset(
 HARMONY_ENDS = frozenset(("<|return|>", "<|call|>"))
 """End tokens of gpt-oss, whose <|end|> ends one message of an answer, not the answer."""
 
+CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
+"""Fields of config.json with the context length, by architecture."""
+UNKNOWN_CONTEXT = 2**20
+"""Context length of a model whose config.json does not name it. Workers report the actual length to the router."""
 OF_THE_FILE = frozenset(
     ("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache")
 )
@@ -106,15 +110,26 @@ def gguf_end_tokens(vocabulary: GGUFVocabulary) -> tuple[int, ...]:
     return _unique([*named, *(i for token, i in control.items() if token in ends)])
 
 
-def describe_folder(folder: Path, model_id: str, *, progress: bool, weights: bool = True) -> ModelFiles:
+def describe_folder(
+    folder: Path, model_id: str, *, progress: bool, weights: bool = True, supported: bool = True
+) -> ModelFiles:
     """Describe a folder with config.json, tokenizer.json and .safetensors weights (unless `weights` is False).
+
+    With `supported` False, the architecture and the weight format may be those of another engine.
 
     Raises ModelError if a file is missing, truncated or unreadable, or the model is not supported.
     """
     path, tokenizer_path = folder / "config.json", folder / "tokenizer.json"
     fields = read_json(path, required=True)
-    config = from_hf(path)  # refuses unsupported models before the weights are hashed
-    read_weight_scheme(path)  # and unsupported formats, also for a router
+    unsupported = ""
+    try:
+        config = from_hf(path)
+        read_weight_scheme(path)
+        max_model_len, vocab_size = config.max_model_len, config.vocab_size
+    except ModelError as error:
+        if supported:  # refused before the weights are hashed
+            raise
+        unsupported, max_model_len, vocab_size = str(error), 0, 0
     text = FieldReader(fields, path).mapping("text_config")
     if read_text(tokenizer_path) is None:
         raise ModelError(
@@ -122,6 +137,9 @@ def describe_folder(folder: Path, model_id: str, *, progress: bool, weights: boo
             f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
         )
     tokenizer = Tokenizer.from_file(tokenizer_path)
+    if unsupported:
+        max_model_len = _first_count(({**fields, **text},), CONTEXT_FIELDS) or UNKNOWN_CONTEXT
+        vocab_size = max(_first_count((fields, text), ("vocab_size",)), tokenizer.highest_id + 1)
     shards = weight_files(folder) if weights else ()
     for shard in shards:
         check_safetensors(shard)
@@ -142,11 +160,18 @@ def describe_folder(folder: Path, model_id: str, *, progress: bool, weights: boo
         tool_template=templates.get(TOOL_USE) or None,
         bos_token=bos_token,
         eos_token=eos_token,
-        eos_token_ids=_end_tokens([own, *listed], config.vocab_size, folder),
-        max_model_len=config.max_model_len,
-        vocab_size=config.vocab_size,
+        eos_token_ids=_end_tokens([own, *listed], vocab_size, folder),
+        max_model_len=max_model_len,
+        vocab_size=vocab_size,
         weights_hash=hash_weights(shards, progress=progress, also=_computation({**fields, **text})) if weights else "",
+        unsupported=unsupported,
     )
+
+
+def _first_count(sources: Sequence[Mapping[str, object]], names: Sequence[str]) -> int:
+    """Return the first positive whole number of these fields, or 0."""
+    found = (source.get(name) for name in names for source in sources)
+    return next((value for value in found if type(value) is int and value > 0), 0)
 
 
 def _computation(config: dict[str, Any]) -> bytes:

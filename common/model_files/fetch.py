@@ -23,6 +23,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--force", action="store_true", help="download a built-in model again")
     parser.add_argument("--no-weights", action="store_true", help="download only the files that a router needs")
+    parser.add_argument(
+        "--engine",
+        choices=("diptych", "vllm"),
+        default="diptych",
+        metavar="ENGINE",
+        help="engine that must support the model: diptych (default) or vllm",
+    )
     return parser
 
 
@@ -32,7 +39,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if options.force:
             fetch_model(builtin_model(options.model), force=True)
-        files = resolve_model(options.model, weights=not options.no_weights)
+        supported = options.engine == "diptych" and not options.no_weights
+        files = resolve_model(options.model, weights=not options.no_weights, supported=supported)
     except ModelError as error:
         print(f"diptych fetch: {error}", file=sys.stderr)
         return 1

@@ -18,7 +18,8 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
     all tokens that end a turn, the model's own first. `chat_template` is Jinja source, or None for a base model;
     `tool_template` is the source for requests with tools, if the model has a separate one.
     `weights_hash` is 16 hex digits over the weights and the settings that affect the KV cache. `config` is the path of
-    config.json for "hf". A model resolved without weights has no `weights` and no hash.
+    config.json for "hf". A model resolved without weights has no `weights` and no hash. `unsupported` is why Diptych's
+    engine cannot compute the model, or "". The `max_model_len` of such a model is an upper bound.
     """
 
     model_id: str
@@ -34,3 +35,4 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     vocab_size: int
     weights_hash: str
+    unsupported: str = ""

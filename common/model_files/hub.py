@@ -14,17 +14,21 @@ from common.packages import install_command
 log = logging.getLogger(__name__)
 TEXT = ("*.json", "*.jinja")
 WEIGHTS = "*.safetensors"
+CODE = ("*.py", "*.model", "*.tiktoken", "*.txt")
+"""Files that other engines may need: a model's own code, and vocabularies."""
 SHARD = re.compile(r"-of-(\d+)\.safetensors\Z")
 
 
-def hub_folder(model_id: str, *, download: bool = True, weights: bool = True) -> Path:
+def hub_folder(model_id: str, *, download: bool = True, weights: bool = True, supported: bool = True) -> Path:
     """Return the local snapshot of `model_id` ("org/name"), and download it if it is missing or incomplete.
+
+    With `supported` False, it includes files that only other engines need.
 
     Raises ModelError if the package is not installed, or the model is neither cached nor available.
     """
     if model_id.upper().endswith("GGUF"):
         raise ModelError(f"{model_id} has GGUF files of several quantisations: select one, such as {model_id}:Q4_K_M")
-    patterns = [*TEXT, WEIGHTS] if weights else [*TEXT]
+    patterns = [*TEXT, *([WEIGHTS] if weights else ()), *(CODE if weights and not supported else ())]
     return _snapshot(model_id, patterns, lambda folder: _is_whole(folder, weights=weights), download=download)
 
 

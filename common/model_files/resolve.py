@@ -27,7 +27,7 @@ from common.observe import in_bytes
 
 log = logging.getLogger(__name__)
 
-DESCRIPTION_VERSION = 6  # increment when descriptions or tokenizer conversion change, to invalidate caches
+DESCRIPTION_VERSION = 7  # increment when descriptions or tokenizer conversion change, to invalidate caches
 DESCRIBED = (
     *("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json"),
     *("chat_template.jinja", "chat_template.json", "hf_quant_config.json"),
@@ -46,12 +46,15 @@ class _Description(msgspec.Struct, frozen=True, kw_only=True):
     files: ModelFiles
 
 
-def resolve_model(name: str, *, download: bool = True, progress: bool = True, weights: bool = True) -> ModelFiles:
+def resolve_model(
+    name: str, *, download: bool = True, progress: bool = True, weights: bool = True, supported: bool = True
+) -> ModelFiles:
     """Find a model: a built-in name, a folder, a .gguf file or a Hugging Face id, tried in this order.
 
     An id is "org/name", or "org/name:Q4_K_M" to select GGUF files by quantisation. A missing built-in model is
     downloaded, with a progress bar on stderr, unless `download` is False. With `weights` False, the weights of a folder
-    or Hugging Face model are neither downloaded nor read, as for a router.
+    or Hugging Face model are neither downloaded nor read, as for a router. With `supported` False, a folder or Hugging
+    Face model may have an architecture or weight format that only another engine supports.
 
     Raises ModelError, with the remedy, if the model is missing, damaged or not supported.
     """
@@ -61,23 +64,24 @@ def resolve_model(name: str, *, download: bool = True, progress: bool = True, we
         return _resolve_builtin(BUILTIN_MODELS[name], download=download, progress=progress)
     path = Path(name).expanduser()
     if name and path.is_dir():
-        return _resolve_folder(path.resolve(), path.resolve().name, progress=progress, weights=weights)
+        found = path.resolve()
+        return _resolve_folder(found, found.name, progress=progress, weights=weights, supported=supported)
     if name and path.is_file():
         if path.suffix != ".gguf":
             raise ModelError(f"{path} is not a model: use a .gguf file, or a folder with a config.json")
         return _resolve_gguf(path.absolute(), progress=progress)
-    if (found := HUB_GGUF.fullmatch(name)) is not None:
+    if (match := HUB_GGUF.fullmatch(name)) is not None:
         from common.model_files.hub import hub_gguf
 
-        return _resolve_gguf(hub_gguf(*found.groups(), download=download), name, progress=progress)
+        return _resolve_gguf(hub_gguf(*match.groups(), download=download), name, progress=progress)
     if HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
         from common.model_files.hub import hub_folder
 
         if weights:  # refuse an unsupported model before downloading its weights
             text = hub_folder(name, download=download, weights=False)
-            _resolve_folder(text, name, progress=progress, weights=False)
-        folder = hub_folder(name, download=download, weights=weights)
-        return _resolve_folder(folder, name, progress=progress, weights=weights)
+            _resolve_folder(text, name, progress=progress, weights=False, supported=supported)
+        folder = hub_folder(name, download=download, weights=weights, supported=supported)
+        return _resolve_folder(folder, name, progress=progress, weights=weights, supported=supported)
     raise ModelError(_unknown(name))
 
 
@@ -137,7 +141,9 @@ def _resolve_gguf(path: Path, model_id: str = "", *, progress: bool) -> ModelFil
     return _named(_described(folder, parts, describe), model_id or gguf_name(path))
 
 
-def _resolve_folder(folder: Path, model_id: str, *, progress: bool, weights: bool) -> ModelFiles:
+def _resolve_folder(
+    folder: Path, model_id: str, *, progress: bool, weights: bool, supported: bool = True
+) -> ModelFiles:
     """Resolve a Hugging Face folder, or a folder with the .gguf files of one model."""
     try:
         found = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
@@ -156,9 +162,11 @@ def _resolve_folder(folder: Path, model_id: str, *, progress: bool, weights: boo
     def describe() -> ModelFiles:
         from common.model_files.describe import describe_folder
 
-        return describe_folder(folder, model_id, progress=progress, weights=weights)
+        return describe_folder(folder, model_id, progress=progress, weights=weights, supported=supported)
 
     files = _described(_local_folder(folder), sources, describe, "files.json" if weights else "text.json")
+    if supported and files.unsupported:  # described for another engine
+        raise ModelError(files.unsupported)
     return _named(files, model_id)
 
 

@@ -50,7 +50,11 @@ class Image:
 IMAGES = (Image("router"), *(Image("worker", accelerator) for accelerator in ("cpu", "cuda", "rocm")))
 OLDER_CUDA = Image("worker", "cuda", "12.8", (("CUDA_VERSION", "12.8"),))
 """For drivers below 580. PyPI has no torch for it."""
-VARIANTS = (*(Image("worker", accelerator, "nixl", (("NIXL", "yes"),)) for accelerator in ("cpu", "cuda")), OLDER_CUDA)
+VARIANTS = (
+    *(Image("worker", accelerator, "nixl", (("NIXL", "yes"),)) for accelerator in ("cpu", "cuda")),
+    OLDER_CUDA,
+    Image("worker", "cuda", "vllm", (("ENGINE", "vllm"),)),
+)
 """Images that are built only if they are named."""
 
 

@@ -69,7 +69,9 @@ def requirements(name: str) -> str:
 
 
 def bill_of(image: Image, options: Options) -> str:
-    """Return the name of the bill of materials of an image."""
+    """Return the name of the bill of materials of an image; "" if its packages are those of vLLM's image."""
+    if image.variant == "vllm":
+        return ""
     return image.name if image.name in BILLS and not index_of(image, options) else image.target
 
 
@@ -144,7 +146,10 @@ def release(images: Sequence[Image], options: Options | None, registry: str, ker
         (dist / "images.txt").write_text("".join(f"{name}\n" for name in names))
         pushed_chart = push_chart(chart, registry)
         if shutil.which("cosign"):
-            sign([*names, pushed_chart], {name: bills[bill_of(image, options)] for name, image in names.items()})
+            sign(
+                [*names, pushed_chart],
+                {name: bills[bill] for name, image in names.items() if (bill := bill_of(image, options))},
+            )
         else:
             print("cosign is not installed: nothing was signed")
     write_sums(dist)

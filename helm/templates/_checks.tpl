@@ -104,6 +104,7 @@ as a worker does; `auto` counts as what it is for an unquantized checkpoint, and
 {{- $value := get $given $name | default "auto" }}
 {{- $_ := set $layout $name (ternary $default $value (eq $value "auto")) }}
 {{- end }}
+{{- $_ := set $layout "engine" .pool.engine }}
 {{- $_ := set $layout "batch_invariant" (default false $given.batch_invariant) }}
 {{- /* Heads in different folders may be copies of one. */}}
 {{- $_ := set $layout "draft_head" (ternary $given.draft_head (ternary "a folder" "none" (ne ($given.draft_head | default "") "")) (eq ($given.draft_head | default "") "mtp")) }}
@@ -113,7 +114,7 @@ as a worker does; `auto` counts as what it is for an unquantized checkpoint, and
 {{/* Value of a setting for a message, with its default: (pool, layout, setting). */}}
 {{- define "diptych.layoutValue" -}}
 {{- $device := include "diptych.device" .pool.accelerator }}
-{{- $given := get .pool.settings .setting }}
+{{- $given := ternary .pool.engine (get .pool.settings .setting) (eq .setting "engine") }}
 {{- printf "%v%s" (ternary (get .layout .setting) $given (empty $given)) (ternary (printf " (the default on %s)" $device) "" (empty $given)) }}
 {{- end }}
 
@@ -140,7 +141,7 @@ as a worker does; `auto` counts as what it is for an unquantized checkpoint, and
 {{- $names := list }}
 {{- range $setting, $value := $one.layout }}
 {{- if ne (toJson $value) (toJson (get $second.layout $setting)) }}
-{{- $names = append $names (printf "settings.%s" $setting) }}
+{{- $names = append $names (ternary $setting (printf "settings.%s" $setting) (eq $setting "engine")) }}
 {{- $differences = append $differences (printf "%s %s and %s" $setting (include "diptych.layoutValue" (dict "pool" $one.pool "layout" $one.layout "setting" $setting)) (include "diptych.layoutValue" (dict "pool" $second.pool "layout" $second.layout "setting" $setting))) }}
 {{- end }}
 {{- end }}
@@ -152,6 +153,7 @@ as a worker does; `auto` counts as what it is for an unquantized checkpoint, and
 
 {{/* Refuses transports that the pods of a pool cannot use, and adapters that it cannot load: (root, pool, for). */}}
 {{- define "diptych.checkSettings" -}}
+{{- include "diptych.checkEngine" . }}
 {{- $transport := .pool.settings.kv_transport | default "auto" }}
 {{- if and (eq $transport "nixl") .root.Values.curve.existingSecret }}
 {{- fail (printf "%s: settings.kv_transport is nixl, which curve.existingSecret does not encrypt, so its workers would not start: use auto or tcp, or no key pair" .for) }}
@@ -165,6 +167,40 @@ as a worker does; `auto` counts as what it is for an unquantized checkpoint, and
 {{- $places := int (.pool.settings.max_loras | default (len (.pool.settings.lora | default list))) }}
 {{- if gt (int $adapters) $places }}
 {{- fail (printf "%s: settings.max_loras is %d, but models.%s.adapters has %d: set workers.settings.max_loras to %d or more" .for $places .pool.model $adapters $adapters) }}
+{{- end }}
+{{- end }}
+
+{{/* Refuses values that the engine of a pool does not have: (pool, for). */}}
+{{- define "diptych.checkEngine" -}}
+{{- $pool := .pool }}
+{{- if eq $pool.engine "vllm" }}
+{{- if gt (int $pool.rankHosts) 1 }}
+{{- fail (printf "%s: rankHosts is %d, but the ranks of a worker with engine vllm run in one pod: set rankHosts 1" .for (int $pool.rankHosts)) }}
+{{- end }}
+{{- if $pool.kvDisk.enabled }}
+{{- fail (printf "%s: kvDisk.enabled needs engine diptych: vLLM does not cache blocks on disk" .for) }}
+{{- end }}
+{{- if and $pool.hostNetwork (include "diptych.hasRankPorts" (dict "pool" $pool)) }}
+{{- fail (printf "%s: hostNetwork with engine vllm and tensorParallelSize %d would need a port of the node for each rank: use the pod network" .for (int $pool.tensorParallelSize)) }}
+{{- end }}
+{{- /* As in common/config/vllm.py. */}}
+{{- range $name := list "quantization" "draft_head" "draft_model" "draft_quantization" "max_draft_tokens" "batch_invariant" "kernel_check" "kv_cache_dtype" "kv_host_gib" "kv_disk_path" "kv_disk_gib" "kv_wire_dtype" "role_change" "cuda_graphs" "local_prefill_chunk" "watermark" }}
+{{- if hasKey $pool.settings $name }}
+{{- fail (printf "%s: settings.%s has no meaning with engine vllm: omit it, or use an argument of vLLM in engineArgs (docs/guides/engines.md)" $.for $name) }}
+{{- end }}
+{{- end }}
+{{- if not (has ($pool.settings.kv_transport | default "auto") (list "auto" "tcp")) }}
+{{- fail (printf "%s: settings.kv_transport is %s, but workers with engine vllm use tcp: omit it" .for $pool.settings.kv_transport) }}
+{{- end }}
+{{- range $argument := $pool.engineArgs }}
+{{- if regexMatch "^(--tensor[-_]parallel[-_]size|-tp)(=|$)" $argument }}
+{{- fail (printf "%s: engineArgs has %s: use tensorParallelSize, which also requests the devices" $.for $argument) }}
+{{- else if regexMatch "^(--pipeline[-_]parallel[-_]size|-pp|--prefill[-_]context[-_]parallel[-_]size|-pcp)(=|$)" $argument }}
+{{- fail (printf "%s: engineArgs has %s, but a pod has one device for each of its tensorParallelSize ranks: omit it" $.for $argument) }}
+{{- end }}
+{{- end }}
+{{- else if $pool.engineArgs }}
+{{- fail (printf "%s: engineArgs needs engine vllm" .for) }}
 {{- end }}
 {{- end }}
 

@@ -114,6 +114,9 @@ the root, because many templates use it.
 {{- include "diptych.dropNulls" $pool }}
 {{- $wanted := .pool.model | default (include "diptych.modelOfName" (dict "root" .root "pool" .name)) }}
 {{- $model := include "diptych.model" (dict "root" .root "name" $wanted "for" (printf "%s pool %s" .role .name)) | fromYaml }}
+{{- $isForeign := eq $pool.engine "vllm" }}
+{{- if not (int $pool.startupSeconds) }}{{ $_ := set $pool "startupSeconds" (ternary 3600 1800 $isForeign) }}{{ end }}
+{{- if not $pool.shm.size }}{{ $_ := set $pool.shm "size" (ternary "16Gi" "1Gi" $isForeign) }}{{ end }}
 {{- $_ := set $pool "name" .name }}
 {{- $_ := set $pool "model" $model.name }}
 {{- toYaml $pool }}
@@ -144,6 +147,17 @@ the root, because many templates use it.
 {{- end }}
 {{- end }}
 {{- toYaml (dict "pools" $pools) }}
+{{- end }}
+
+{{/* Engine of a model's pools: (root, model). */}}
+{{- define "diptych.engineOf" -}}
+{{- $engine := "diptych" }}
+{{- range $role := list "prefill" "decode" }}
+{{- range (include "diptych.pools" (dict "root" $.root "role" $role "model" $.model) | fromYaml).pools }}
+{{- if eq .engine "vllm" }}{{ $engine = "vllm" }}{{ end }}
+{{- end }}
+{{- end }}
+{{- $engine }}
 {{- end }}
 
 {{/* "true" if a pool of the model can scale to zero: (root, model). */}}

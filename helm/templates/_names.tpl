@@ -74,16 +74,17 @@ overridden. Pods (`pod`) get no label with the chart version, so that a new char
 {{- if and (contains "/" .) (or (contains "." $first) (contains ":" $first) (eq $first "localhost")) }}true{{ end }}
 {{- end }}
 
-{{/* Worker image of a pool: cpu, cuda or rocm, and cpu-nixl or cuda-nixl; "" if there is none: (vendor, transport). */}}
+{{/* Worker image of a pool: cpu, cuda or rocm, cpu-nixl or cuda-nixl, and cuda-vllm; "" if there is none: (vendor, transport, engine). */}}
 {{- define "diptych.imageVariant" -}}
 {{- $images := dict "none" "cpu" "nvidia" "cuda" "amd" "rocm" }}
 {{- if eq (.transport | default "") "nixl" }}{{ $images = dict "none" "cpu-nixl" "nvidia" "cuda-nixl" }}{{ end }}
+{{- if eq (.engine | default "") "vllm" }}{{ $images = dict "nvidia" "cuda-vllm" }}{{ end }}
 {{- get $images (.vendor | default "none") }}
 {{- end }}
 
 {{/*
-Merged image values, as YAML: (root, kind), for a worker also `vendor` of its accelerator and `transport` of KV, and for a pool
-`image`.
+Merged image values, as YAML: (root, kind), for a worker also `vendor` of its accelerator, `transport` of KV and `engine`, and for
+a pool `image`.
 */}}
 {{- define "diptych.imageValues" -}}
 {{- $image := mustMergeOverwrite (dict) (mustDeepCopy (index .root.Values.images .kind)) (mustDeepCopy (.image | default dict)) }}
@@ -94,7 +95,8 @@ Merged image values, as YAML: (root, kind), for a worker also `vendor` of its ac
 {{- end }}
 {{- if not $image.tag }}
 {{- if and (eq .kind "worker") (not $variant) (not $image.digest) }}
-{{- fail (printf "no worker image is built for accelerator.vendor %s%s: set image.repository and image.tag of its pool to your own" .vendor (ternary " with kv_transport nixl" "" (eq (.transport | default "") "nixl"))) }}
+{{- $with := ternary " with engine vllm" (ternary " with kv_transport nixl" "" (eq (.transport | default "") "nixl")) (eq (.engine | default "") "vllm") }}
+{{- fail (printf "no worker image is built for accelerator.vendor %s%s: set image.repository and image.tag of its pool to your own" .vendor $with) }}
 {{- end }}
 {{- $tag := .root.Values.images.tag | default .root.Chart.AppVersion }}
 {{- $_ := set $image "tag" (ternary (printf "%s-%s" $tag $variant) $tag (ne $variant "")) }}

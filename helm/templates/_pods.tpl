@@ -147,9 +147,10 @@ weights unless `weights` is set.
 */}}
 {{- define "diptych.fetchContainer" -}}
 - name: {{ .container | default "fetch-model" }}
-  {{- include "diptych.imageOf" (dict "root" .root "kind" .kind "image" .spec.image "vendor" (.spec.accelerator | default dict).vendor "transport" .spec.settings.kv_transport) | nindent 2 }}
+  {{- include "diptych.imageOf" (dict "root" .root "kind" .kind "image" .spec.image "vendor" (.spec.accelerator | default dict).vendor "transport" .spec.settings.kv_transport "engine" .spec.engine) | nindent 2 }}
   command: [diptych, fetch]
-  args: [{{ .model.source.id | quote }}{{ if and (eq .kind "router") (not .weights) }}, --no-weights{{ end }}]
+  {{- $isForeign := eq (include "diptych.engineOf" (dict "root" .root "model" .model.name)) "vllm" }}
+  args: [{{ .model.source.id | quote }}{{ if and (eq .kind "router") (not .weights) }}, --no-weights{{ else if $isForeign }}, --engine, vllm{{ end }}]
   env:
     {{- include "diptych.environment" (dict "root" .root) | nindent 4 }}
     - {name: TQDM_MININTERVAL, value: "10"}

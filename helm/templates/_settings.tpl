@@ -68,6 +68,10 @@ allow_remote: true
 {{- $_ := set $settings "kv_port" (int $ports.kv) }}
 {{- with $model.slo }}{{ if .tpotMs }}{{ $_ := set $settings "slo_tpot_ms" .tpotMs }}{{ end }}{{ end }}
 {{- end }}
+{{- if eq (.pool.engine | default "diptych") "vllm" }}
+{{- $_ := set $settings "engine" "vllm" }}
+{{- with .pool.engineArgs }}{{ $_ := set $settings "engine_args" . }}{{ end }}
+{{- end }}
 {{- if gt (int .pool.tensorParallelSize) 1 }}
 {{- $_ := set $settings "tensor_parallel_size" (int .pool.tensorParallelSize) }}
 {{- end }}

@@ -31,8 +31,25 @@ pools may share a node: (root, role, pool).
 {{- $first = .pool.hostPort | default (add 20000 (mul 5 (mod $hash 2000))) }}
 {{- end }}
 {{- range $i, $name := list "control" "kv" "http" "lend" "ranks" }}
-{{ $name }}: {{ add $first $i }}
+{{ $name }}: {{ ternary 7010 (add $first $i) (and (eq $name "kv") (eq (include "diptych.hasRankPorts" (dict "pool" $.pool)) "true")) }}
 {{- end }}
+{{- end }}
+
+{{/* "true" if each rank of a pool receives KV at its own port, from 7010 on: (pool). */}}
+{{- define "diptych.hasRankPorts" -}}
+{{- if and (eq (.pool.engine | default "diptych") "vllm") (gt (int .pool.tensorParallelSize) 1) }}true{{ end }}
+{{- end }}
+
+{{/* Ports of a NetworkPolicy on which pods receive KV: (root). */}}
+{{- define "diptych.kvPorts" -}}
+{{- $ports := list }}
+{{- $most := 0 }}
+{{- range (include "diptych.pools" (dict "root" .root "role" "decode") | fromYaml).pools }}
+{{- if include "diptych.hasRankPorts" (dict "pool" .) }}{{ $most = max $most (int .tensorParallelSize) }}
+{{- else }}{{ $ports = list "{port: 7002, protocol: TCP}" }}{{ end }}
+{{- end }}
+{{- if $most }}{{ $ports = append $ports (printf "{port: 7010, endPort: %d, protocol: TCP}" (add 7009 $most)) }}{{ end }}
+{{- printf "[%s]" (join ", " $ports) }}
 {{- end }}
 
 {{/* Refuses equal ports of two pools on the host network: (root). */}}
@@ -111,7 +128,7 @@ spec:
   {{- end }}
   containers:
     - name: {{ ternary "rank-host" "worker" $isRankHost }}
-      {{- include "diptych.imageOf" (dict "root" $root "kind" "worker" "image" $pool.image "vendor" $pool.accelerator.vendor "transport" $settings.kv_transport) | nindent 6 }}
+      {{- include "diptych.imageOf" (dict "root" $root "kind" "worker" "image" $pool.image "vendor" $pool.accelerator.vendor "transport" $settings.kv_transport "engine" $pool.engine) | nindent 6 }}
       {{- if $isRankHost }}
       command: [diptych, rank-host]
       args: [--config, /etc/diptych/config/diptych.toml, "--leader=$(LWS_LEADER_ADDRESS):{{ int $ports.ranks }}"]

@@ -173,9 +173,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROG}: {unknown_command(command)}", file=sys.stderr)
         return 2
     sys.argv = [f"{PROG} {command}", *arguments[1:]]
+    own = arguments[1 : arguments.index("--")] if "--" in arguments else arguments[1:]  # then vLLM's
     try:
         for flag in ("-h", "--help", "--help-all"):
-            if flag in arguments[1:]:  # answered without the optional packages of the command
+            if flag in own:  # answered without the optional packages of the command
                 parser_of(command).parse_args([flag])
         runpy.run_module(COMMANDS[command].module, run_name="__main__", alter_sys=True)
     except ModuleNotFoundError as error:

@@ -236,7 +236,7 @@ def kv_bytes_of(path: str) -> float:
     try:
         return 2.0 * from_hf(Path(path)).kv_numbers
     except ModelError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+        raise argparse.ArgumentTypeError(f"{error}; use --kv-bytes for other models") from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -149,9 +149,9 @@ class AnswerParts:
     def _thought_tokens(self, thinking: ThinkingScanner | None) -> ThoughtTokens | ChannelTokens | None:
         raw = self._model.text.token_bytes
         if thinking is not None and self._thoughts is not None:
-            return ThoughtTokens(raw, self._thoughts)
+            return ThoughtTokens(raw, self._thoughts, begins_inside=thinking.is_thought)
         if self._is_scanned and self._form.has_channels and self._has_thoughts:
-            return ChannelTokens(raw)
+            return ChannelTokens(raw, self._functions)
         return None
 
     def _thinking_of(self, prompt_token_ids: Sequence[int]) -> ThinkingScanner | None:

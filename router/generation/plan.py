@@ -20,6 +20,7 @@ from router.generation.choice import AnswerChoice
 from router.generation.context import RequestContext
 from router.generation.parts import AnswerParts
 from router.generation.served_model import ServedModel
+from router.generation.structure import begins_in_form
 from router.generation.thoughts import thinking_budget
 from router.request import COPIED
 from router.request.errors import InvalidField
@@ -149,6 +150,7 @@ def make_plan(
     parts = AnswerParts(model, fields) if fields.stops and isinstance(fields, ChatRequest) else None
     salt = context.salt
     adapter = model.adapters.digest_of(context.adapter) if context.adapter else ""
+    in_form = begins_in_form(model, fields)
     compact = [replace(prompt, token_ids=array("I", prompt.token_ids)) for prompt in prompts]
     for number, prompt in enumerate(compact):
         seed = secrets.randbits(63) if fields.seed is None else fields.seed
@@ -162,7 +164,7 @@ def make_plan(
             grammar=grammar,
             num_prompt_logprobs=num_prompt_logprobs,
             bad_words=bad_words,
-            thinking=thinking_budget(model, fields, prompt.token_ids),
+            thinking=thinking_budget(model, fields, prompt.token_ids, in_form=in_form),
             pooling=model.task.pooling if pooled else "",
         )
         for k in range(fields.num_sampled):

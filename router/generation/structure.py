@@ -79,6 +79,13 @@ def is_constrained(fields: ChatRequest, calling: ToolCalling | None) -> bool:
     return bool(_forms(fields)) or (calling is not None and calling.required)
 
 
+def begins_in_form(model: ServedModel, fields: SamplingFields) -> bool:
+    """Whether a required form begins with the first token of an answer, even if the prompt ends within a thought."""
+    if isinstance(fields, ChatRequest):
+        return model.config.reasoning_in_form and is_constrained(fields, tool_calling(fields))
+    return bool(_forms(fields))
+
+
 def takes_breaks(fields: ChatRequest, calling: ToolCalling | None) -> bool:
     """Whether line breaks may precede the form of the answer. No JSON and no required call begins with one."""
     return (calling is not None and calling.required) or any(form.schema is not None for form in _forms(fields))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 
 from common.errors import InvalidRequest
 from common.wire import MAX_THINKING_MARK, ThinkingBudget
@@ -38,10 +40,13 @@ def prelude_of(model: ServedModel, fields: ChatRequest, prompt: Sequence[int], *
     return thought_prelude(marks, position, model.text.spell_all, takes_breaks=takes_breaks)
 
 
-def thinking_budget(model: ServedModel, fields: SamplingFields, prompt: Sequence[int]) -> ThinkingBudget | None:
+def thinking_budget(
+    model: ServedModel, fields: SamplingFields, prompt: Sequence[int], *, in_form: bool
+) -> ThinkingBudget | None:
     """Return the request's thinking budget. Tokens of a thought that the prompt leaves open count.
 
-    Raises InvalidRequest if the model has no thought marks.
+    `in_form`: the first token begins a required form, in which an end mark would be out of place. Raises InvalidRequest
+    if the model has no thought marks.
     """
     budget = fields.thinking_token_budget
     if budget is None or budget < 0:
@@ -55,24 +60,21 @@ def thinking_budget(model: ServedModel, fields: SamplingFields, prompt: Sequence
     if max(len(start), len(end)) > MAX_THINKING_MARK:
         what = f"not supported by this model, whose marks of thoughts have more than {MAX_THINKING_MARK} tokens"
         raise InvalidRequest(f"thinking_token_budget: {what}", param="thinking_token_budget")
+    if in_form:
+        return None
     match position_of(model, marks, prompt, fields.continued_text):
         case ThoughtPosition.OPENED:
             return ThinkingBudget(budget, tuple(end))
         case ThoughtPosition.WITHIN:
-            return ThinkingBudget(max(0, budget - _num_after(model, marks.start, prompt)), tuple(end))
+            return ThinkingBudget(budget - _num_after(model, marks.start, prompt, budget), tuple(end))
         case _:
             return ThinkingBudget(budget + len(start), tuple(end), tuple(start))
 
 
-def _num_after(model: ServedModel, mark: str, prompt: Sequence[int]) -> int:
-    """Return the number of tokens after the last `mark`, or of all tokens if the prompt does not contain it."""
-    text, wanted = b"", mark.encode()
-    for first in range(len(prompt) - 1, -1, -1):
-        text = model.text.token_bytes(prompt[first]) + text[: len(wanted)]
-        if wanted in text:
-            end = text.index(wanted) + len(wanted)
-            while end > 0:
-                end -= len(model.text.token_bytes(prompt[first]))
-                first += 1
-            return len(prompt) - first
-    return len(prompt)
+def _num_after(model: ServedModel, mark: str, prompt: Sequence[int], most: int) -> int:
+    """Return the number of tokens after the last `mark`, up to `most`. Without a mark, returns that of all tokens."""
+    wanted = mark.encode()
+    texts = [*map(model.text.token_bytes, prompt[-(most + len(wanted)) :])]
+    _, found, after = b"".join(texts).rpartition(wanted)
+    number = bisect_right([*accumulate(map(len, reversed(texts)))], len(after)) if found else len(texts)
+    return min(most, number)

@@ -50,7 +50,7 @@ class Serving:
         self._source = ModelsSource(config, part)
         table = self._source.table
         self._config, self._table = config, table
-        files = [resolve_model(entry.model, progress=False, weights=False) for entry in table.models]
+        files = [resolve_model(entry.model, progress=False, weights=False, supported=False) for entry in table.models]
         self.catalog = Catalog(table, [one.model_id for one in files])
         threads = TextThreads(TOKENIZER_THREADS, MAX_PENDING * len(files))
         self.tracing = Tracing.of(config)

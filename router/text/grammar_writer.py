@@ -55,6 +55,13 @@ class ChoiceDemand(msgspec.Struct, frozen=True, tag="choice"):
     def grammar(self) -> str:
         return choice_grammar(self.choices)
 
+    def without(self, barred: str) -> ChoiceDemand:
+        """Remove choices that begin with white space and the text `barred`. Raises ValueError if none are left."""
+        left = tuple([choice for choice in self.choices if not choice.lstrip().startswith(barred)])
+        if not left:
+            raise ValueError(f"every choice begins with {barred!r}, with which this model begins its reasoning")
+        return ChoiceDemand(left)
+
 
 class RulesDemand(msgspec.Struct, frozen=True, tag="rules"):
     """Constraint: a grammar written by the client."""
@@ -114,9 +121,12 @@ def grammar_of(text: str) -> str:
     Raises ValueError if the demand has no grammar, and RecursionError if it is nested too deeply.
     """
     order = msgspec.json.decode(text, type=_Order)
-    grammar = bounded(order.demand.grammar())
-    if order.prelude is not None:
-        grammar = order.prelude.before(grammar)
+    demand, prelude = order.demand, order.prelude
+    if prelude is not None and prelude.barred and isinstance(demand, ChoiceDemand):
+        demand = demand.without(prelude.barred)
+    grammar = bounded(demand.grammar())
+    if prelude is not None:
+        grammar = prelude.before(grammar, is_regex=isinstance(demand, RegexDemand))
     grammar.encode()  # raises for invalid Unicode
     return grammar
 

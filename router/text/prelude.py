@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -14,26 +15,33 @@ from router.text.thought_marks import ThoughtMarks
 
 SpellAll = Callable[[str], tuple[str, ...]]
 """Writes a text in a grammar, with each special token in it as a token."""
-REGEX_START = "start: /"
+REGEX_START = "start: "
 """Beginning of a grammar that consists of one regular expression, as llguidance writes it."""
+BLANKS = r"/[\s\x1c-\x1f]*/"
+"""White space as `str.lstrip` removes it."""
 
 
 class Prelude(msgspec.Struct, frozen=True):
     """Lark rules for the text before the form, of which the first is `prelude`.
 
-    An answer without it must not begin with the text `barred`, unless that is "".
+    An answer without it must not begin with white space and the text `barred`, unless that is "".
     """
 
     rules: str
     is_optional: bool = False
     barred: str = ""
 
-    def before(self, form: str) -> str:
-        """Return the grammar of answers that begin with this text and end with the form of another grammar."""
+    def before(self, form: str, *, is_regex: bool = False) -> str:
+        """Return the grammar of answers that begin with this text and end with the form of another grammar.
+
+        Only a regular expression (`is_regex`) can exclude `barred`. Raises ValueError if the other grammar is invalid.
+        """
         grammars = _grammars(form)
-        if self.barred and grammars[0].get("lark_grammar", "").startswith(REGEX_START):
+        if self.barred and is_regex:
             grammars[0]["lark_grammar"] = _barring(self.barred, grammars[0]["lark_grammar"])
-        name = grammars[0].setdefault("name", "form")
+        names = [each.get("name") for each in grammars]
+        name = names[0] or next(free for free in map("form{}".format, itertools.count()) if free not in names)
+        grammars[0]["name"] = name
         start = rule("start", f"prelude{'?' if self.is_optional else ''} @{name}")
         whole = {"grammars": [{"lark_grammar": start + self.rules}, *grammars]}
         return json.dumps(whole, ensure_ascii=False, separators=(",", ":"))
@@ -78,13 +86,15 @@ def _grammars(form: str) -> list[dict[str, Any]]:
     """Return the grammars of a text in one of llguidance's formats: Lark, or a JSON list of grammars."""
     if form.lstrip().startswith("{"):
         whole: dict[str, Any] = json.loads(form)
-        if whole.get("grammars"):
-            return [dict(each) for each in whole["grammars"]]
+        if grammars := whole.get("grammars"):
+            if not isinstance(grammars, list) or not all(isinstance(each, dict) for each in grammars):
+                raise ValueError("'grammars' must be a list of objects")
+            return [dict(each) for each in grammars]
     return [{"lark_grammar": form}]
 
 
 def _barring(text: str, regex: str) -> str:
     """Exclude texts that begin with white space and `text` from the grammar of a regular expression."""
-    form = f"{regex.removeprefix('start: ').rstrip()} & ~BARRED"
-    barred = rf"/\s*/ {literal(text)} /(?s:.*)/"
+    form = f"{regex.removeprefix(REGEX_START).rstrip()} & ~BARRED"
+    barred = f"{BLANKS} {literal(text)} /(?s:.*)/"
     return rule("start", "FORM") + rule("FORM", form) + rule("BARRED", barred)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from enum import Enum
 
@@ -49,24 +50,27 @@ class _State(Enum):
 
 
 class ThoughtTokens:
-    """Counter for the tokens of reasoning at the beginning of an answer, including the end mark.
+    """Counter for the tokens of reasoning at the beginning of an answer, including the marks.
 
-    `raw` returns the bytes of a token. The mark may consist of several tokens, or share a token with other text.
+    `raw` returns the bytes of a token. A mark may consist of several tokens, or share a token with other text. The
+    answer begins with the start mark unless it `begins_inside`.
     """
 
-    def __init__(self, raw: Callable[[int], bytes], marks: ThoughtMarks) -> None:
-        self._raw, self._end, self._tail, self._ended = raw, marks.end.encode(), b"", False
+    def __init__(self, raw: Callable[[int], bytes], marks: ThoughtMarks, *, begins_inside: bool) -> None:
+        texts = (marks.end,) if begins_inside else (marks.start, marks.end)
+        self._raw, self._tail, self._left = raw, b"", deque(text.encode() for text in texts)
         self.count = 0
 
     def push(self, token_ids: Iterable[int]) -> None:
         """Count the next tokens of the answer."""
         for token_id in token_ids:
-            if self._ended:
+            if not self._left:
                 return
             self.count += 1
             seen = self._tail + self._raw(token_id)
-            self._ended = self._end in seen
-            self._tail = seen[1 - len(self._end) :]
+            while self._left and self._left[0] in seen:
+                _, _, seen = seen.partition(self._left.popleft())
+            self._tail = seen[max(0, len(seen) - len(self._left[0]) + 1) :] if self._left else b""
 
 
 class ThinkingScanner:

@@ -75,9 +75,14 @@ def programs_of(name: str) -> Path:
 
     Raises CannotInstall.
     """
-    client, folder = clients()[name], FOLDER / name
+    return made_at(clients()[name], FOLDER / name)
+
+
+def made_at(client: Client, folder: Path) -> Path:
+    """As `programs_of`, for a client that versions.toml does not name."""
     stamp, wanted = folder / ".complete", repr(client)
-    with locked(FOLDER / f".{name}.lock"):
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with locked(folder.with_name(f".{folder.name}.lock")):
         if not stamp.exists() or stamp.read_text() != wanted:
             if client in _refused:
                 raise CannotInstall(_refused[client])

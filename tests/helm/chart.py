@@ -16,7 +16,7 @@ import yaml
 Object = dict[str, Any]
 
 CHART = Path(__file__).parents[2] / "helm"
-EXAMPLES = ("laptop", "gpu-node", "many-nodes", "several-models", "shared-router", "openshift")
+EXAMPLES = ("laptop", "gpu-node", "many-nodes", "several-models", "shared-router", "openshift", "vllm")
 KUBERNETES = ("1.29", "1.33", "1.37")
 # What --api-versions says when every operator that the chart knows is installed.
 OPERATORS = (

@@ -15,6 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from common.config.vllm import TESTED
 from common.packages import PACKAGES
 
 INSTALL_TIMEOUT_S = 900
@@ -55,19 +56,31 @@ def test_the_linter_finds_nothing(repository: Path) -> None:
 def test_both_images_run_as_nobody_in_particular(stages: dict[str, list[tuple[str, str]]]) -> None:
     for target in ("router", "worker"):
         instructions = dict(stages[target])
-        assert instructions["FROM"].startswith({"router": "base", "worker": "system-"}[target])
+        assert instructions["FROM"].startswith({"router": "base", "worker": "worker-${ENGINE}"}[target])
         assert instructions["USER"] == "10001:10001"
         assert instructions["ENTRYPOINT"] == '["diptych"]'
         assert "/health" in instructions["HEALTHCHECK"]
         assert instructions["VOLUME"] == "/var/cache/diptych"
         order = [instruction for instruction, _ in stages[target]]
-        assert order.index("USER") > max(i for i, each in enumerate(order) if each == "RUN")
-    labels = dict(stages["base"])["LABEL"]
-    for label in ("title", "version", "revision", "licenses"):
-        assert f"org.opencontainers.image.{label}=" in labels
+        assert order.index("USER") > max((i for i, each in enumerate(order) if each == "RUN"), default=0)
+    for stage in ("base", "worker-vllm"):
+        labels = dict(stages[stage])["LABEL"]
+        for label in ("title", "version", "revision", "licenses"):
+            assert f"org.opencontainers.image.{label}=" in labels
     bases = {rest for name in stages for instruction, rest in stages[name] if instruction == "FROM"}
-    assert {base.partition(" ")[0] for base in bases} == {"${PYTHON_IMAGE}", "base", "system-${ACCELERATOR}"}
+    ours = {"${PYTHON_IMAGE}", "base", "system-${ACCELERATOR}", "worker-${ENGINE}"}
+    assert {base.partition(" ")[0] for base in bases} == {*ours, "${VLLM_IMAGE}"}
     assert {f"system-{variant}" for variant in ("cpu", "cuda", "rocm")} <= stages.keys()
+
+
+def test_one_release_of_vllm_is_named_everywhere(stages: dict[str, list[tuple[str, str]]], repository: Path) -> None:
+    (image,) = (rest for instruction, rest in stages[""] if rest.startswith("VLLM_IMAGE="))
+    assert image.partition(":v")[2].startswith(f"{TESTED}.")
+    project = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (wanted,) = (Requirement(one) for one in project["optional-dependencies"]["vllm"] if one.startswith("vllm"))
+    major, minor = map(int, TESTED.split("."))
+    found = [wanted.specifier.contains(f"{major}.{number}.9") for number in (minor - 1, minor, minor + 1)]
+    assert found == [False, True, False]
 
 
 def test_only_where_triton_compiles_is_a_compiler(stages: dict[str, list[tuple[str, str]]]) -> None:

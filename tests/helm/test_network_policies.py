@@ -14,6 +14,9 @@ from .chart import CONTROL, HTTP, KV, LEND, Rendered, ports_of, render, selects
 
 pytestmark = [pytest.mark.helm, pytest.mark.slow]
 
+RANKS_KV = 7010
+"""First of the ports on which the ranks of a worker receive KV, one each."""
+
 
 def allowed(rendered: Rendered, source: dict[str, str], target: dict[str, str], port: int) -> bool:
     """Whether the NetworkPolicies let a pod with labels `source` reach `port` of one with labels `target`."""
@@ -33,7 +36,7 @@ def allowed(rendered: Rendered, source: dict[str, str], target: dict[str, str], 
                 and selects(each["podSelector"]["matchLabels"], peer)
                 for each in peers
             )
-            if named and any(each["port"] == port for each in rule["ports"]):
+            if named and any(each["port"] <= port <= each.get("endPort", each["port"]) for each in rule["ports"]):
                 return True
         return False
 
@@ -44,25 +47,26 @@ def test_network_policies_open_exactly_the_ways_that_are_used(rendered: Rendered
     roles: dict[str, dict[str, str]] = {}
     for _, pod in rendered.pods():
         roles.setdefault(pod["metadata"]["labels"]["app.kubernetes.io/component"], pod["metadata"]["labels"])
+    used = {port for _, pod in rendered.pods() for port in ports_of(pod).values()}
+    kv = RANKS_KV if RANKS_KV in used else KV
     ways = {
         (source, target, port)
         for source in roles
         for target in roles
-        for port in (8000, CONTROL, KV, HTTP, LEND)
+        for port in (8000, CONTROL, KV, HTTP, LEND, RANKS_KV)
         if allowed(rendered, roles[source], roles[target], port)
     }
     assert ways == {
         ("router", "prefill", CONTROL),
         ("router", "decode", CONTROL),
-        ("prefill", "decode", KV),
-        ("decode", "decode", KV),
+        ("prefill", "decode", kv),
+        ("decode", "decode", kv),
         *((source, target, LEND) for source in ("prefill", "decode") for target in ("prefill", "decode")),
         ("test", "router", 8000),
         ("test", "prefill", HTTP),
         ("test", "decode", HTTP),
     }
-    used = {port for _, pod in rendered.pods() for port in ports_of(pod).values()}
-    assert used == {8000, CONTROL, KV, HTTP, LEND}
+    assert used == {8000, CONTROL, kv, HTTP, LEND}
 
 
 def test_workers_that_change_their_role_know_the_other_one_and_get_kv_in_both(helm4: Path, tmp_path: Path) -> None:

@@ -1,1 +1,3 @@
-__all__: list[str] = []
+from common.engine.vllm.environment import prepare_environment
+
+__all__ = ["prepare_environment"]

@@ -27,6 +27,8 @@ DUTIES: Mapping[Role, str] = {
     "decode": "decode_worker.duty:decode_offer",
 }
 """Location of each role's implementation. The two packages do not import each other."""
+VLLM_OFFER, VLLM_ENVIRONMENT = "common.engine.vllm:vllm_offer", "common.engine.vllm:prepare_environment"
+"""Location of both roles' implementation with vLLM, and of the function that sets its environment variables."""
 
 
 def make_process(home: DutyOffer[Any], other: DutyOffer[Any] | None) -> WorkerProcess:
@@ -53,12 +55,17 @@ def run_role(role: Role, argv: Sequence[str], build: Build = make_process) -> in
     spin_briefly()
     if config.device == AUTO:
         config, other = _on_found_device(config, other, prog)
+    if config.engine == "vllm":
+        resolve_name(VLLM_ENVIRONMENT)(config)
     from common.engine.worker.process import run_worker
 
     return run_worker(lambda: build(_offer(role, config), None if other is None else _offer(away, other)))
 
 
 def _offer(role: Role, config: WorkerConfig) -> DutyOffer[Any]:
+    if config.engine == "vllm":
+        with_vllm: DutyOffer[Any] = resolve_name(VLLM_OFFER)(role, config)
+        return with_vllm
     offer: DutyOffer[Any] = resolve_name(DUTIES[role])(config)  # imports torch
     return offer
 

@@ -182,7 +182,8 @@ class WorkerProcess:
         )
 
     def _load(self) -> ServedModel:
-        model: ServedModel = self._load_model(resolve_model(self.config.model, progress=False))
+        is_own = self.config.engine == "diptych"
+        model: ServedModel = self._load_model(resolve_model(self.config.model, progress=False, supported=is_own))
         return model
 
     async def _watch_engine(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import groupby
 
 import orjson
@@ -179,10 +181,16 @@ class MessagesSerializer:
 
 
 def _input(arguments: str) -> object:
-    """Return the arguments as an object; {} for a call that `max_tokens` cut off."""
+    """Return the arguments as an object; {} for a call that `max_tokens` cut off.
+
+    Arguments with numbers that exceed a double, which streams contain as written, stay text.
+    """
     try:
         return orjson.loads(arguments)
     except orjson.JSONDecodeError:
+        with suppress(ValueError, RecursionError):
+            json.loads(arguments, parse_constant=int)  # raises for NaN and Infinity, which are not JSON
+            return orjson.Fragment(arguments)
         return {}
 
 

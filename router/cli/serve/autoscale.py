@@ -70,7 +70,7 @@ class LocalPools:
             names = {worker.name for worker in self.workers[role]}
             number = next(number for number in range(len(names) + 1) if f"{role}-{number}" not in names)
             config = dataclasses.replace(self._kinds[role], worker_id=f"{role}-{number}", model=model)
-        if not config.cores:  # workers without pinned cores share all cores
+        if not config.cores and config.engine == "diptych":  # workers without pinned cores share all cores
             config = dataclasses.replace(config, core_share=str(self._runtime / "cores"))
         other = next((kind for name, kind in self._kinds.items() if name != role), None)
         name = config.worker_id

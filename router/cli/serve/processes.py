@@ -28,8 +28,9 @@ from common.config import (
     describe,
     fields_of,
     located,
+    pipeline_argument,
 )
-from common.errors import ConfigError
+from common.errors import ConfigError, UsageError
 from common.machine import AvailableGPUs, count_gpus, find_gpus, gpu_refusal, placement_message, with_device
 from common.wire import Role
 from router.models import table_of
@@ -89,6 +90,32 @@ def on_gpus(workers: Sequence[WorkerConfig], num_gpus: int, *, may_share: bool =
         users.update(place)
         given[i] = dataclasses.replace(workers[i], device=f"cuda:{place[0]}")
     return _sharing(given)
+
+
+def with_own_cores(workers: Sequence[WorkerConfig], cores: Sequence[int]) -> list[WorkerConfig]:
+    """Divide the cores among vLLM's workers on the CPU that have none. vLLM binds its threads to their cores."""
+    choosing = [i for i, one in enumerate(workers) if one.engine == "vllm" and not one.on_gpu and not one.cores]
+    found = [*workers]
+    for place, i in enumerate(choosing):
+        first, end = (len(cores) * number // len(choosing) for number in (place, place + 1))
+        own = cores[first:end] or [cores[place % len(cores)]]
+        found[i] = dataclasses.replace(workers[i], cores=",".join(map(str, own)))
+    return found
+
+
+def check_vllm_plan(config: WorkerConfig, serve: ServeConfig) -> None:
+    """Check that the supervisor can divide cores and GPUs among workers with `--engine vllm`. Raises ConfigError."""
+    if config.engine != "vllm":
+        return
+    if serve.autoscale and not config.on_gpu and not config.cores:
+        allowed = "omitted with --engine vllm on a CPU, because each worker needs its own cores"
+        raise ConfigError("autoscale", True, allowed)
+    if config.on_gpu and (argument := pipeline_argument(config.engine_args)):
+        raise UsageError(
+            "engine_args",
+            f"{argument} is not supported by diptych serve, which places workers on GPUs by --tensor-parallel-size; "
+            "run diptych prefill-worker, decode-worker and router instead",
+        )
 
 
 def gpus_of(worker: WorkerConfig) -> range:
@@ -186,9 +213,10 @@ def read_plan(
     def merge(cls: type[C], own: frozenset[str], prefix: str) -> C:
         values = sources.values(cls, skip=own)
         for field in fields_of(cls):
-            for name in (field.name, prefix + field.name) if prefix else (field.name,):
-                if name in flags and field.name not in own:
-                    values[field.name] = parse(field, name)
+            names = (field.name, prefix + field.name) if prefix else (field.name,)
+            given = [parse(field, name) for name in names if name in flags and field.name not in own]
+            if given:
+                values[field.name] = sum(given, ()) if field.rule.trailing else given[-1]
         try:
             return cls(**values)
         except ConfigError as error:
@@ -204,6 +232,9 @@ def read_plan(
     cores = num_cores or len(os.sched_getaffinity(0))
     prefill = merge(PrefillWorkerConfig, WORKER_OWN, "prefill-")
     decode = merge(DecodeWorkerConfig, WORKER_OWN, "decode-")
+    if serve.prefill and prefill.engine != decode.engine:
+        allowed = f"{decode.engine}, the engine of the decode workers, because each engine has its own KV layout"
+        raise ConfigError("engine", prefill.engine, allowed).located(as_flag("prefill_engine", prefill.engine))
     is_auto = AUTO in (prefill.device, decode.device)
     placement = ""
     if is_auto:
@@ -226,6 +257,8 @@ def read_plan(
         allowed = "omitted with several models; set --max-loras and load adapters at run time"
         raise ConfigError("lora", named[0], allowed)
 
+    check_vllm_plan(prefill, serve)
+    check_vllm_plan(decode, serve)
     if serve.autoscale:  # the number of workers varies, so those on one device share its memory
         same = prefill.device == decode.device
         prefill = _divided(prefill, len(models) * (serve.prefill + serve.decode * same))
@@ -237,6 +270,7 @@ def read_plan(
         return tuple(_worker(own, f"{role}-{i}", cores, drain_s) for i, own in enumerate(ours))
 
     every: list[WorkerConfig] = [*workers(prefill, "prefill", serve.prefill), *workers(decode, "decode", serve.decode)]
+    every = with_own_cores(every, range(num_cores) if num_cores else sorted(os.sched_getaffinity(0)))
     if not serve.autoscale:
         every = on_gpus(every, count_gpus(environ) if num_gpus is None else num_gpus, may_share=is_auto)
     return ServePlan(

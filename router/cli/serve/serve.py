@@ -18,9 +18,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from common.config import RouterConfig, exit_refused
+from common.config import RouterConfig, check_installed, exit_refused
 from common.errors import ConfigError, ModelError
-from common.model_files import GENERATES, ServedTask, Task, resolve_model, served_task
+from common.model_files import GENERATES, ModelFiles, ServedTask, Task, resolve_model, served_task
 from common.observe import setup_logging
 from router.access import check_access_files
 from router.cli.serve.keeper import StartFailed
@@ -72,6 +72,14 @@ def check_settings(config: RouterConfig) -> None:
         tracing = Tracing.of(config)
         assert tracing is not None
         tracing.close()
+
+
+def model_files(model: str, engine: str) -> ModelFiles:
+    """Download a model that workers with `engine` can load. Raises ModelError."""
+    files = resolve_model(model, progress=sys.stderr.isatty(), supported=engine == "diptych")
+    if engine == "vllm" and files.format == "gguf":
+        raise ModelError(f"vLLM does not read GGUF files, such as those of {model}: use a folder or a Hugging Face ID")
+    return files
 
 
 def check_catalog(config: RouterConfig, catalog: Catalog) -> None:
@@ -134,7 +142,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = dataclasses.replace(plan, router=dataclasses.replace(plan.router, port=port))
         setup_logging("serve", plan.router.log_level, plan.router.log_json)
         check_settings(plan.router)
-        files = [resolve_model(model, progress=sys.stderr.isatty()) for model in plan.models]
+        if plan.decode[0].engine == "vllm":
+            check_installed()
+        files = [model_files(model, plan.decode[0].engine) for model in plan.models]
         catalog = Catalog(table_of(plan.router), [one.model_id for one in files])
         check_catalog(plan.router, catalog)
         tasks = [served_task(one, plan.router.task) for one in files]

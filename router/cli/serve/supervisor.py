@@ -26,7 +26,10 @@ LEAVE_S = 0.5
 """Time for the router to read that a worker is stopping, before SIGTERM."""
 REPORT_EVERY_S = 10.0
 """Log interval during a slow start."""
-ONCE = " (the first start on a machine compiles kernels for up to a minute)"
+SLOW_STARTS = {
+    "diptych": "the first start on a machine compiles kernels for up to a minute",
+    "vllm": "vLLM compiles and measures the model for a minute or more at each start",
+}
 
 
 class Supervisor(Keeper):
@@ -133,7 +136,8 @@ class Supervisor(Keeper):
         now = time.monotonic()
         if now >= self._next_report:
             names = await loading(self.workers, PROBE_TIMEOUT_S)
-            more = f"; {', '.join(names)} loading the model{ONCE}" if names else ""
+            slow = SLOW_STARTS[self.plan.decode[0].engine if self.plan.decode else self.plan.prefill[0].engine]
+            more = f"; {', '.join(names)} loading the model ({slow})" if names else ""
             log.info("supervisor: still starting: %s%s", self._awaited, more)
             self._next_report = time.monotonic() + REPORT_EVERY_S
         await asyncio.sleep(POLL_S)

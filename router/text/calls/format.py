@@ -231,6 +231,15 @@ def bodies(functions: Sequence[Function], body: Callable[[Function, str], str]) 
     return rules + arguments_rules(functions)
 
 
+def read_object(arguments: str) -> dict[str, Any] | None:
+    """Parse the JSON arguments of a client's earlier call. Returns None unless they are an object."""
+    try:
+        given = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return None
+    return given if isinstance(given, dict) else None
+
+
 def json_call(
     name: str,
     keys: Sequence[str],

@@ -24,6 +24,7 @@ from router.text.calls.format import (
     answer_rules,
     free,
     opening,
+    read_object,
     row,
 )
 from router.text.calls.python_syntax import LEXEMES, MAX_NESTED_LISTS, NotLiteralError, PythonRules
@@ -120,7 +121,7 @@ class GemmaFormat(CallFormat):
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         opened, closed, quote = self.marks
-        return "".join([f"{opened}call:{name}{_written(json.loads(given), quote)}{closed}" for name, given in calls])
+        return "".join([f"{opened}call:{name}{_members(given, quote)}{closed}" for name, given in calls])
 
 
 class FunctionGemmaFormat(GemmaFormat):
@@ -282,6 +283,12 @@ def _text_of(value: Any, quote: str) -> str:
     if isinstance(value, list):
         return f"[{','.join([_text_of(item, quote) for item in value])}]"
     return json.dumps(value)
+
+
+def _members(arguments: str, quote: str) -> str:
+    """Convert JSON arguments to members in braces. Encloses anything but an object unchanged."""
+    given = read_object(arguments)
+    return f"{{{arguments}}}" if given is None else _written(given, quote)
 
 
 def _written(members: Mapping[str, Any], quote: str) -> str:

@@ -85,8 +85,7 @@ class HarmonyScanner(CallScanner):
             self._emit_text(1, parts)
             return self._move_to(self._text)
         head = self._held[:position]
-        recipient, channel = RECIPIENT.search(head), CHANNEL_NAME.search(head)
-        self._called = recipient[1].removeprefix(FUNCTIONS) if recipient else ""
+        channel, self._called = CHANNEL_NAME.search(head), _called_in(head)
         if self._called in self._names:
             self._head_length = position + len(MESSAGE)
             return self._move_to(self._call)
@@ -149,14 +148,20 @@ class HarmonyScanner(CallScanner):
         return self._move_to(self._head if begins else self._text)
 
 
+def _called_in(head: str) -> str:
+    """Return the function that a message header names as recipient, or ""."""
+    recipient = RECIPIENT.search(head)
+    return recipient[1].removeprefix(FUNCTIONS) if recipient else ""
+
+
 class ChannelTokens:
     """Counter for tokens of messages in the `analysis` channel, including their delimiters, which are special tokens.
 
-    `raw` returns the bytes of a token.
+    `raw` returns the bytes of a token. Calls of the functions in `names` do not count.
     """
 
-    def __init__(self, raw: Callable[[int], bytes]) -> None:
-        self._raw = raw
+    def __init__(self, raw: Callable[[int], bytes], names: Collection[str]) -> None:
+        self._raw, self._names = raw, names
         self._head: list[bytes] | None = None  # header of the current message; None while in its content
         self._in_thought = False
         self.count = 0
@@ -178,7 +183,8 @@ class ChannelTokens:
             return
         text = b"".join(head).decode(errors="replace")
         channel = CHANNEL_NAME.match(text)
-        self._in_thought = channel is not None and channel[1] == "analysis" and not RECIPIENT.search(text)
+        is_thought = channel is not None and channel[1] == "analysis"
+        self._in_thought = is_thought and _called_in(text) not in self._names
         self.count += len(head) if self._in_thought else 0
         self._head = None
 
@@ -198,8 +204,12 @@ class HarmonyFormat(CallFormat):
         return HarmonyScanner(start=start, names=functions, thoughts=thoughts)
 
     def grammar(self, wanted: Wanted, spell: Spell) -> str:
-        """Write the grammar: any number of reasoning or commentary messages, then a call or, if allowed, the answer."""
-        channel, message, rules = spell(CHANNEL), spell(MESSAGE), remark_rules(spell)
+        """Write the grammar: any number of reasoning or commentary messages, then a call or, if allowed, the answer.
+
+        No commentary may precede an answer with a schema, because clients see both as one text.
+        """
+        channel, message = spell(CHANNEL), spell(MESSAGE)
+        rules = remark_rules(spell, only_thoughts=wanted.answer is not None and not wanted.required)
         json_type = json_type_of(spell)
         calls = f"({called_rules(wanted)}) {spell(CALL)}?"
         last = ["call"]
@@ -217,7 +227,7 @@ class HarmonyFormat(CallFormat):
 
     def prelude(self, spell: Spell) -> str:
         final = f"{spell(CHANNEL)} {literal('final')} {json_type_of(spell)} {spell(MESSAGE)}"
-        return rule("prelude", f"remark* {final}") + remark_rules(spell)
+        return rule("prelude", f"remark* {final}") + remark_rules(spell, only_thoughts=True)
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         channel = f"{CHANNEL}commentary to={FUNCTIONS}"
@@ -228,10 +238,10 @@ class HarmonyFormat(CallFormat):
         return [_with_thinking(message) for message in messages]
 
 
-def remark_rules(spell: Spell) -> str:
+def remark_rules(spell: Spell, *, only_thoughts: bool) -> str:
     """Write the rule `remark`, a message of reasoning or commentary that another message follows, and `TEXT`."""
     ended, rules = opening(spell(END), "ended")
-    kinds = f"({literal('analysis')} | {literal('commentary')})"
+    kinds = literal("analysis") if only_thoughts else f"({literal('analysis')} | {literal('commentary')})"
     said = f"{spell(CHANNEL)} {kinds} {spell(MESSAGE)} {ended} {spell(START)} {literal('assistant')}"
     return rules + rule("remark", said) + rule("TEXT", TEXT)
 

@@ -25,6 +25,7 @@ from router.text.calls.scanner import (
     Layout,
     Pattern,
     PatternPart,
+    late_name,
     late_object_head,
     object_head,
     rest_of_object,
@@ -73,27 +74,29 @@ class JSONFormat(CallFormat):
     def _layouts(self, first: Sequence[str], last: str) -> list[Layout]:
         opened: list[str | PatternPart] = [part for mark in first for part in (mark, space)]
         layouts = []
-        for head in self._heads():
+        for head, late in self._heads():
             tail: list[str | PatternPart] = [rest_of_object, *((space, last) if last else ())]
             layouts += [
-                Layout(Pattern(*opened, *head), Pattern(*tail)),
+                Layout(Pattern(*opened, *head), Pattern(*tail), late=late),
                 Layout(
                     Pattern(*opened, "[", space, *head),
                     Pattern(rest_of_object),
                     Pattern(space, ",", space, *head),
                     Pattern(space, "]"),
                     last,
+                    late,
                 ),
             ]
         return layouts
 
-    def _heads(self) -> list[tuple[str | PatternPart, ...]]:
+    def _heads(self) -> list[tuple[tuple[str | PatternPart, ...], Pattern | None]]:
+        """Return the ways to write a call up to its arguments, each with the name after them, if it is there."""
         syntax = self.syntax
         keys = dict.fromkeys((*syntax.argument_keys, "arguments", "parameters"))
-        heads = [object_head(syntax.name_key, *keys), late_object_head(syntax.name_key, *keys)]
+        heads = [(object_head(syntax.name_key, *keys), None), (late_object_head(*keys), late_name(syntax.name_key))]
         if syntax.id_key:
             member = (f'"{syntax.id_key}"', space, ":", space, short_string, space, ",", space)
-            heads.append(object_head(syntax.name_key, *keys, before=member))
+            heads.append((object_head(syntax.name_key, *keys, before=member), None))
         return heads
 
     @property

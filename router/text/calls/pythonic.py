@@ -23,6 +23,7 @@ from router.text.calls.format import (
     answer_rules,
     free,
     opening,
+    read_object,
     row,
     text_up_to,
     unmarked,
@@ -110,8 +111,8 @@ class PythonicScanner(MarkedScanner):
             return False
         try:
             arguments = self._read(self._held[self._begun : length])
-        except NotLiteralError:
-            self._emit_text(1, parts)
+        except NotLiteralError:  # calls within it are text too, or nested ones would take quadratic time
+            self._emit_text(length, parts)
             return self._move_to(self._text)
         parts.append(CallPart(self.num_calls, self._name, _json(arguments)))
         self.num_calls += 1
@@ -203,8 +204,5 @@ def _json(arguments: dict[str, object]) -> str:
 
 def _keywords(arguments: str) -> str:
     """Convert JSON arguments to keyword arguments. Returns anything but an object unchanged."""
-    try:
-        given = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    return python_keywords(given) if isinstance(given, dict) else arguments
+    given = read_object(arguments)
+    return arguments if given is None else python_keywords(given)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,11 +14,10 @@ BLANK = frozenset(" \t\r\n")
 NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
 MAX_NAME_CHARS, MAX_BLANKS = 64, 64
 """Maximum length of a function name, as in OpenAI's API, and of white space. A longer run is text, not a call."""
+MAX_PIECE_CHARS = 1024
+"""Maximum length of text that is processed at once: each part that is found in it moves the rest of it."""
 MAX_REST_CHARS = 4096
 """Maximum length of the part of an object that follows a call's arguments. A longer one is treated as text."""
-MAX_OBJECT_CHARS = 16_384
-"""Maximum length of arguments that precede the name of their function. Longer ones are treated as text."""
-STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\[\s\S])*(?:"|\\?$)|[{}\[\]]')
 
 
 class Missing(Enum):
@@ -30,11 +28,10 @@ class Missing(Enum):
 
 
 class Found(NamedTuple):
-    """A match: the length `end` of the matched text, the function name in it, and the arguments, if complete."""
+    """A match: the length `end` of the matched text, and the function name in it."""
 
     end: int
     name: str = ""
-    arguments: str = ""
 
 
 PatternPart = Callable[[str, int], int | Missing]
@@ -49,17 +46,15 @@ class Pattern:
 
     def read(self, text: str) -> Found | Missing:
         """Match the pattern at the beginning of `text`."""
-        position, found, arguments = 0, "", ""
+        position, found = 0, ""
         for part in self._parts:
             end = part(text, position)
             if isinstance(end, Missing):
                 return end
             if part is function_name:
                 found = text[position:end]
-            if part is whole_object:
-                arguments = text[position:end]
             position = end
-        return Found(position, found, arguments)
+        return Found(position, found)
 
 
 def read_first(patterns: Iterable[Pattern], text: str) -> tuple[int, Found] | Missing:
@@ -127,20 +122,6 @@ def function_name(text: str, position: int) -> int | Missing:
     if end - position > MAX_NAME_CHARS or (end == position and end < len(text)):
         return Missing.NEVER
     return end if end < len(text) else Missing.MORE
-
-
-def whole_object(text: str, position: int) -> int | Missing:
-    """Match a whole JSON object of up to `MAX_OBJECT_CHARS` characters."""
-    if position < len(text) and text[position] != "{":
-        return Missing.NEVER
-    depth = 0
-    for piece in STRING_OR_BRACKET.finditer(text, position):
-        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(piece[0], 0)
-        if not depth:
-            return piece.end()
-        if len(piece[0]) > 1 and piece[0][-1] != '"':  # an unfinished string
-            break
-    return Missing.NEVER if len(text) - position > MAX_OBJECT_CHARS else Missing.MORE
 
 
 def call_id(text: str, position: int) -> int | Missing:
@@ -211,12 +192,14 @@ def object_head(
     )
 
 
-def late_object_head(name_key: str, *argument_keys: str) -> tuple[str | PatternPart, ...]:
-    """Return the parts of a call as a JSON object whose arguments precede its name, up to the name."""
-    return (
-        *("{", space, one_of(*[f'"{key}"' for key in argument_keys]), space, ":", space, whole_object),
-        *(space, ",", space, f'"{name_key}"', space, ":", space, '"', function_name, '"'),
-    )
+def late_object_head(*argument_keys: str) -> tuple[str | PatternPart, ...]:
+    """Return the parts of a call as a JSON object whose arguments precede its name, up to its arguments."""
+    return "{", space, one_of(*[f'"{key}"' for key in argument_keys]), space, ":", space, peek("{")
+
+
+def late_name(name_key: str) -> Pattern:
+    """Return the pattern of a function's name after its arguments."""
+    return Pattern(space, ",", space, f'"{name_key}"', space, ":", space, '"', function_name, '"')
 
 
 OBJECT_HEAD = object_head("name", "arguments", "parameters")
@@ -246,11 +229,13 @@ class CallScanner(ABC):
 
     def push(self, text: str) -> list[Part]:
         """Process more text. Return the new parts in order."""
-        self._held += text
-        self._end += len(text)
         parts: list[Part] = []
-        while self._step(parts):
-            continue
+        for begin in range(0, len(text), MAX_PIECE_CHARS):
+            piece = text[begin : begin + MAX_PIECE_CHARS]
+            self._held += piece
+            self._end += len(piece)
+            while self._step(parts):
+                continue
         return joined(parts)
 
     @abstractmethod
@@ -279,7 +264,7 @@ class Layout:
 
     `head` matches from the opening delimiter to the first arguments, `tail` from the end of arguments to the end of the
     call, `again` from there to the next call's arguments, and `close` the end of the calls. `end` is a delimiter that
-    may follow.
+    may follow. `late` matches from the end of arguments to the end of the name, if the arguments precede it.
     """
 
     head: Pattern
@@ -287,6 +272,7 @@ class Layout:
     again: Pattern | None = None
     close: Pattern | None = None
     end: str = ""
+    late: Pattern | None = None
 
 
 class MarkedScanner(CallScanner):
@@ -308,6 +294,8 @@ class MarkedScanner(CallScanner):
         self._openings, self._layouts, self._names = openings, layouts, names
         self._layout, self._extent = layouts[0], Extent()
         self._only_calls = only_calls
+        self._begun = self._measured = 0
+        """Range of the held text that belongs to arguments whose function is not known yet."""
         super().__init__(start=start)
 
     @property
@@ -318,7 +306,7 @@ class MarkedScanner(CallScanner):
         parts: list[Part] = []
         if self._step == self._between:
             self._held = self._held.lstrip()
-        if not cut and self._step in (self._begin, self._text, self._head, self._between):
+        if not cut and self._step in (self._begin, self._text, self._head, self._late, self._between):
             self._emit_text(len(self._held), parts)
         self._held = ""
         return parts
@@ -357,15 +345,31 @@ class MarkedScanner(CallScanner):
         return read if isinstance(read, Missing) or self._is_known(read[1]) else Missing.NEVER
 
     def _is_known(self, found: Found) -> bool:
-        return self._names is None or found.name in self._names
+        return self._names is None or not found.name or found.name in self._names
 
     def _call(self, found: Found, parts: list[Part]) -> bool:
-        parts.append(CallPart(self.num_calls, found.name, found.arguments))
-        self.num_calls += 1
-        if found.arguments:
-            return self._move_to(self._tail, found.end)
         self._extent = Extent()
+        if self._layout.late is not None:
+            self._begun = self._measured = found.end
+            return self._move_to(self._late)
+        parts.append(CallPart(self.num_calls, found.name))
+        self.num_calls += 1
         return self._move_to(self._arguments, found.end)
+
+    def _late(self, parts: list[Part]) -> bool:
+        """Read arguments that precede the name of their function, and the name. Without a name, they are text."""
+        assert self._layout.late is not None
+        if not self._extent.complete:
+            self._measured += self._extent.measure(self._held[self._measured :])
+        read = self._layout.late.read(self._held[self._measured :]) if self._extent.complete else Missing.MORE
+        if read is Missing.MORE:
+            return False
+        if isinstance(read, Missing) or not self._is_known(read):
+            self._emit_text(self._measured, parts)
+            return self._move_to(self._plain if self._only_calls and not self.num_calls else self._text)
+        parts.append(CallPart(self.num_calls, read.name, self._held[self._begun : self._measured]))
+        self.num_calls += 1
+        return self._move_to(self._tail, self._measured + read.end)
 
     def _arguments(self, parts: list[Part]) -> bool:
         length = self._extent.measure(self._held)
@@ -383,15 +387,27 @@ class MarkedScanner(CallScanner):
 
     def _between(self, parts: list[Part]) -> bool:
         """Read the next consecutive call, or the end of the calls."""
-        again, close = self._layout.again, self._layout.close
-        read = read_first([pattern for pattern in (again, close) if pattern is not None], self._held)
+        patterns: list[tuple[Layout | None, Pattern]] = [
+            (each, each.again) for each in self._layouts if each.again is not None and self._continues(each)
+        ]
+        if self._layout.close is not None:
+            patterns.append((None, self._layout.close))
+        read = read_first([pattern for _, pattern in patterns], self._held)
         if read is Missing.MORE:
             return False
         if isinstance(read, Missing):
             return self._move_to(self._gap)
-        if again is not None and read[0] == 0:
-            return self._call(read[1], parts) if self._is_known(read[1]) else self._move_to(self._gap)
-        return self._move_to(self._gap, read[1].end)
+        (layout, _), found = patterns[read[0]], read[1]
+        if layout is None:
+            return self._move_to(self._gap, found.end)
+        if not self._is_known(found):
+            return self._move_to(self._gap)
+        self._layout = layout
+        return self._call(found, parts)
+
+    def _continues(self, layout: Layout) -> bool:
+        """Whether a call in another layout may follow one in the current layout."""
+        return self._layout.again is not None and layout.end == self._layout.end
 
     def _gap(self, parts: list[Part]) -> bool:
         """Skip white space and the final delimiter after the calls."""

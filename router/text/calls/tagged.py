@@ -25,6 +25,7 @@ from router.text.calls.format import (
     answer_rules,
     free,
     opening,
+    read_object,
     row,
 )
 from router.text.calls.python_syntax import NotLiteralError, PythonRules, python_text, read_value
@@ -139,12 +140,7 @@ class TaggedFormat(CallFormat):
 
     def members(self, arguments: str) -> list[tuple[str, Any, str]]:
         """Return the members of JSON arguments with their values, also as text; empty if they are not an object."""
-        try:
-            given = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return []
-        if not isinstance(given, dict):
-            return []
+        given = read_object(arguments) or {}
         return [(key, value, as_text(value, python=self.tags.writes_python)) for key, value in given.items()]
 
 
@@ -425,11 +421,11 @@ class TaggedRules:
             rest = self._spelled(self._tags.close)[1 if begun else 0 :]
             return " ".join(filter(None, (name.upper(), self._line, *rest)))
         close = literal(f"{chr(10) if self._line else ''}{self._tags.close}")
-        other = f"~(/{ANY}/ {literal(self._tags.close)} /{ANY}/)"
+        other = f"~(/{ANY}/ {literal(self._tags.close)} /{ANY}/)"  # includes bytes that are special tokens
         if not wanted and not self._line:  # a lazy lexeme ends at the first tag
             self._rules[f"{name}[lazy]"] = f"/{ANY}/ {close}"
         else:
-            self._rules[f"{name}[lazy]"] = f"({' & '.join(filter(None, (wanted, other)))}) {close}"
+            self._rules[f"{name}[lazy]"] = f"({wanted or f'/{ANY}/'} & {other}) {close}"
         return name
 
     @property

@@ -105,6 +105,9 @@ def test_settings_of_other_processes_are_known_but_not_taken(tmp_path: Path) -> 
         (["--max-num"], {}, "--max-num", "unknown option --max-num; did you mean --max-num-seqs?"),
         (["extra"], {}, "extra", "unexpected argument 'extra'"),
         (["--port"], {}, "command line", "option --port needs a value"),
+        (["--engine", "vllm", "--engine-args", "'open"], {}, "engine_args", "quoted as in a shell"),
+        (["--engine", "sglang"], {}, "engine", "one of diptych, vllm"),
+        (["--", "--seed", "1"], {}, "engine_args", "empty without --engine vllm"),
         (["--log-json=1"], {}, "command line", "option --log-json takes no value"),
         (["--no-such-thing"], {}, "--no-such-thing", "decode-worker --help-all lists all options"),
         ([], {"DIPTYCH_MAX_NUM_SEQ": "3"}, "DIPTYCH_MAX_NUM_SEQ", "DIPTYCH_MAX_NUM_SEQS"),
@@ -275,6 +278,7 @@ def test_an_error_names_where_a_value_came_from(tmp_path: Path) -> None:
         (["--port", "1"], {}),
         (["--port", "1", "--max-retries", "1", "--tls-key", "k"], {}),
         (["--port", "1", "--max-retries", "1", "--curve-authorized", "a b"], {}),
+        (["--port", "1", "--max-retries", "1", "--reasoning-start", " <a>", "--reasoning-end", "</a>"], {}),
     ):
         with pytest.raises(ConfigError) as caught:
             read(RouterConfig, [*workers, *argv], environ=environ | more)
@@ -287,6 +291,7 @@ def test_an_error_names_where_a_value_came_from(tmp_path: Path) -> None:
         f"invalid max_retries = 101 under [router] in {file}: must be 0 to 100",
         "missing --tls-cert: must be a file, because --tls-cert and --tls-key belong together",
         "invalid --curve-authorized 'a b': must be empty unless --curve-key is given",
+        "invalid --reasoning-start ' <a>': must be a text without white space at its ends",
     ]
 
 

@@ -155,6 +155,39 @@ def test_a_folder_with_a_file_missing(folder: Path, missing: str, message: str) 
         resolve_model(str(folder))
 
 
+@pytest.mark.parametrize("weights", [True, False])
+def test_an_unknown_architecture_is_for_other_engines(folder: Path, weights: bool) -> None:
+    """The router and workers of other engines read it; workers of ours refuse it, also if it was described before."""
+    known = resolve_model(str(folder), weights=weights)
+    edit(folder / "config.json", model_type="new_model", max_position_embeddings=None, n_positions=777)
+    with pytest.raises(ModelError, match="model_type 'new_model'"):
+        resolve_model(str(folder), weights=weights)
+    found = resolve_model(str(folder), weights=weights, supported=False)
+    assert "model_type 'new_model'" in found.unsupported and not known.unsupported
+    assert (found.max_model_len, found.vocab_size) == (777, known.vocab_size)
+    assert (found.eos_token_ids, found.chat_template) == (known.eos_token_ids, known.chat_template)
+    assert (found.weights, bool(found.weights_hash)) == (known.weights, weights)
+    with pytest.raises(ModelError, match="model_type 'new_model'"):
+        resolve_model(str(folder), weights=weights)
+
+
+def test_facts_of_an_unknown_architecture_may_be_nested_or_missing(folder: Path) -> None:
+    text = {"vocab_size": 5000, "max_position_embeddings": 640, "eos_token_id": [258, 99999]}
+    (folder / "config.json").write_text(json.dumps({"model_type": "new_vision", "text_config": text}))
+    (folder / "generation_config.json").unlink()
+    found = resolve_model(str(folder), supported=False)
+    assert (found.max_model_len, found.vocab_size, found.eos_token_ids) == (640, 5000, (259, 258))
+    (folder / "config.json").write_text(json.dumps({"model_type": "new_model"}))
+    found = resolve_model(str(folder), supported=False)
+    assert found.max_model_len == describe.UNKNOWN_CONTEXT and found.vocab_size > 259
+
+
+def test_a_damaged_folder_is_refused_for_every_engine(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ModelError):
+        resolve_model(str(folder), supported=False)
+
+
 def test_weights_cut_short_are_refused(folder: Path) -> None:
     weights = folder / "model.safetensors"
     os.truncate(weights, weights.stat().st_size - 1)

@@ -68,7 +68,8 @@ def test_without_a_host_nothing_is_built(given: str, said: str) -> None:
 def test_a_name_that_is_no_image_is_refused() -> None:
     assert chosen_images("") == IMAGES
     assert [image.name for image in chosen_images("worker-cpu, router")] == ["worker-cpu", "router"]
-    available = "router, worker-cpu, worker-cuda, worker-rocm, worker-cpu-nixl, worker-cuda-nixl, worker-cuda-12.8"
+    workers = ("cpu", "cuda", "rocm", "cpu-nixl", "cuda-nixl", "cuda-12.8", "cuda-vllm")
+    available = ", ".join(("router", *(f"worker-{name}" for name in workers)))
     with pytest.raises(ReleaseError, match=f"'worker' is unknown; available: {available}"):
         chosen_images("worker")
 
@@ -98,13 +99,15 @@ def test_each_worker_has_the_torch_of_its_accelerator() -> None:
 
 
 def test_variants_are_built_with_their_arguments() -> None:
-    nixl, older = chosen_images("worker-cuda-nixl,worker-cuda-12.8")
+    nixl, older, vllm = chosen_images("worker-cuda-nixl,worker-cuda-12.8,worker-cuda-vllm")
     options = Options("ghcr.io/acme", "podman", torch_index=(("cuda-12.8", "https://index/12.8"),))
     commands = [build_command(image, options, revision="abc", epoch="7", version="1.2") for image in (nixl, older)]
     tags = [command[command.index("--tag") + 1].partition(":")[2] for command in commands]
     assert tags == [f"{tag_of('1.2')}-cuda-nixl", f"{tag_of('1.2')}-cuda-12.8"]
     assert {"ACCELERATOR=cuda", "NIXL=yes"} <= set(commands[0]) and "TORCH_INDEX" not in " ".join(commands[0])
     assert {"ACCELERATOR=cuda", "CUDA_VERSION=12.8", "TORCH_INDEX=https://index/12.8"} <= set(commands[1])
+    command = build_command(vllm, options, revision="abc", epoch="7", version="1.2")
+    assert command[command.index("--tag") + 1].endswith("-cuda-vllm") and "ENGINE=vllm" in command
     with pytest.raises(ReleaseError, match=r"worker-cuda-12.8 needs cuda-12.8=ADDRESS"):
         build_command(older, Options("ghcr.io/acme", "podman"), revision="abc", epoch="7")
 

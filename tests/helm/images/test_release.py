@@ -155,6 +155,7 @@ def test_an_image_has_the_bill_of_what_it_installs() -> None:
         **dict.fromkeys(("worker-cpu", "worker-rocm", "worker-cpu-nixl", "worker-cuda-12.8"), "worker"),
         "worker-cuda": "worker-cuda",
         "worker-cuda-nixl": "worker-cuda-nixl",
+        "worker-cuda-vllm": "",
     }
     assert bill_of(IMAGES[2], Options(REGISTRY, "docker", torch_index=indexes)) == "worker"
 

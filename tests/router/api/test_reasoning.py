@@ -171,6 +171,17 @@ async def test_a_form_begins_with_the_first_token_on_request(
     assert "closing" not in running.engine.requests[-1].params.grammar
 
 
+async def test_a_budget_does_not_end_a_thought_within_a_form(start: Any, tools: Any) -> None:
+    running = await answering(start, tools, '{"a": 1}', reasoning_in_form=True)
+    fields = {"max_tokens": 900, "thinking_token_budget": 3}
+    opened = {"chat_template_kwargs": {"opened": True}}
+    await running.chat(**fields, **opened, response_format={"type": "json_object"})
+    await running.completion(**fields, prompt="<think>", response_format={"type": "json_object"})
+    await running.chat(**fields, **opened)
+    budgets = [request.params.thinking for request in running.engine.requests]
+    assert budgets == [None, None, ThinkingBudget(3, (*b"</think>",))]
+
+
 @pytest.mark.parametrize("per_event", [pytest.param(1, marks=pytest.mark.slow), 1000])
 @pytest.mark.parametrize(("form", "written"), FORMS)
 async def test_a_form_follows_the_thought(

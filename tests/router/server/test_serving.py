@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import tomllib
 from collections.abc import AsyncIterator
@@ -76,6 +77,16 @@ async def test_each_model_has_settings_of_its_own_and_all_share_the_threads(serv
     assert [one.config.classes["default"].tpot_s for one in (small, large)] == [0.0, 0.04]
     assert [one.dispatcher.core.has_prefill for one in found.models] == [True, False]
     assert small.text._threads is large.text._threads
+
+
+async def test_an_architecture_that_only_other_engines_know_is_served(serving: Any, tmp_path: Path) -> None:
+    config = tmp_path / "large" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "new_model"}))
+    found, _ = serving('[[model]]\nmodel = "{folder}"\n')
+    model = found.app.state.router_state.models.default
+    assert (model.name, model.text.eos_token_ids) == ("large", (259, 257))
+    assert model.max_model_len == json.loads(config.read_text())["max_position_embeddings"]
+    assert await model.text.encode("hello")
 
 
 async def test_one_model_of_a_file_has_no_front_and_no_census(serving: Any) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
 
 from router.text.answer_grammar import choice_grammar, free_grammar, json_grammar, literal, regex_grammar
 from router.text.calls.harmony import HarmonyFormat
+from router.text.grammar_writer import ChoiceDemand, RegexDemand, RulesDemand, grammar_of, text_of
 from router.text.prelude import Prelude, thought_prelude
 from router.text.thinking import ThoughtPosition
 from router.text.thought_marks import KNOWN, ThoughtMarks
@@ -21,15 +23,20 @@ FORMS = {
     "choice": (choice_grammar(["yes", " no"]), " no", "no"),
     "lark": (free_grammar('start: "a" "b"\n%ignore / +/\n'), "a b", "ba"),
     "gbnf": (free_grammar('root ::= "a" [0-9]+'), "a12", "a"),
+    "lark of one line": (free_grammar('start: /[0-9]+/ unit\nunit: "cm"'), "5cm", "5"),
     "grammars": (json.dumps({"grammars": [{"name": "x", "lark_grammar": 'start: "a"'}]}), "a", "b"),
-}
+    "grammars without a name": (
+        json.dumps({"grammars": [{"name": None, "lark_grammar": "start: @form0"},
+                                 {"name": "form0", "lark_grammar": 'start: "a"'}]}), "a", "b",
+    ),
+}  # fmt: skip
 OPENED, BEFORE = ThoughtPosition.OPENED, ThoughtPosition.BEFORE
 
 
 def before(form: str, marks: ThoughtMarks, position: ThoughtPosition, *, takes_breaks: bool = False) -> str:
     prelude = thought_prelude(marks, position, lambda text: (literal(text),), takes_breaks=takes_breaks)
     assert prelude is not None
-    return prelude.before(form)
+    return prelude.before(form, is_regex=form == FORMS["regex"][0])
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -65,7 +72,7 @@ def test_all_known_marks(marks: ThoughtMarks) -> None:
     assert not is_answer(grammar, f"{marks.start}Hm{marks.end}{bad}") and is_answer(grammar, good)
 
 
-def test_other_channels_come_before_the_final_one() -> None:
+def test_thoughts_come_before_the_final_one() -> None:
     form, good, bad = FORMS["json"]
     grammar = Prelude(HarmonyFormat().prelude(literal)).before(form)
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
@@ -73,3 +80,26 @@ def test_other_channels_come_before_the_final_one() -> None:
         assert is_answer(grammar, f"{head}{good}") and is_answer(grammar, f"{thought}{thought}{head}{good}")
         assert not is_answer(grammar, f"{thought}{head}{bad}")
     assert not is_answer(grammar, good) and not is_answer(grammar, thought)
+    assert not is_answer(grammar, f"{thought.replace('analysis', 'commentary')}{head}{good}"), "clients see it as text"
+
+
+def test_a_regular_expression_does_not_begin_as_a_thought() -> None:
+    prelude = thought_prelude(KNOWN[0], BEFORE, lambda text: (literal(text),), takes_breaks=False)
+    grammar = grammar_of(text_of(RegexDemand("(.|\n)*"), prelude))
+    assert is_answer(grammar, "\x1c<thin") and is_answer(grammar, "<think>a</think>b")
+    assert not is_answer(grammar, "<think>a") and not is_answer(grammar, "\x1c\n<think>a")
+
+
+def test_a_choice_does_not_begin_as_a_thought() -> None:
+    prelude = thought_prelude(KNOWN[0], BEFORE, lambda text: (literal(text),), takes_breaks=False)
+    grammar = grammar_of(text_of(ChoiceDemand(("\n<think>a", "b")), prelude))
+    assert is_answer(grammar, "b") and is_answer(grammar, "<think></think>b") and not is_answer(grammar, "\n<think>a")
+    with pytest.raises(ValueError, match="every choice begins with '<think>'"):
+        grammar_of(text_of(ChoiceDemand(("<think>a",)), prelude))
+
+
+@pytest.mark.parametrize("grammars", ["5", "[1]", '{"a": 1}', '[{"lark_grammar": 5}]', '[{"name": []}]'])
+def test_an_invalid_list_of_grammars_is_the_clients_error(grammars: str) -> None:
+    prelude = thought_prelude(KNOWN[0], BEFORE, lambda text: (literal(text),), takes_breaks=False)
+    with contextlib.suppress(ValueError):  # otherwise the library refuses it
+        grammar_of(text_of(RulesDemand(f'{{"grammars": {grammars}}}'), prelude))

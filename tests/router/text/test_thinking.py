@@ -10,7 +10,7 @@ import pytest
 
 from common.model_files.families import FAMILIES
 from router.text.calls.registry import format_named
-from router.text.thinking import MAX_BLANKS, ThinkingScanner, ThoughtPosition
+from router.text.thinking import MAX_BLANKS, ThinkingScanner, ThoughtPosition, ThoughtTokens
 from router.text.thought_marks import KNOWN, ThoughtMarks, marks_in
 
 THINK = KNOWN[0]
@@ -169,3 +169,25 @@ def test_little_white_space_is_held(begin: str) -> None:
     for char in blanks:
         scanner.push(char)
         assert len(scanner._held) <= MAX_BLANKS + 1
+
+
+def test_an_end_mark_that_also_ends_other_messages() -> None:
+    marks = next(each for each in KNOWN if each.ends_turns)
+    for prompt_end, position in (
+        ("<|content|>hi<|end|><|begin|>assistant", ThoughtPosition.BEFORE),
+        ("<|end|><|begin|>assistant<|think|><|end|><|begin|>assistant", ThoughtPosition.CLOSED),
+        ("<|end|><|begin|>assistant<|think|>", ThoughtPosition.OPENED),
+    ):
+        assert ThoughtPosition.of(marks, prompt_end, "") is position
+    assert ThoughtPosition.of(KNOWN[0], "<|Assistant|></think>\n", "") is ThoughtPosition.CLOSED
+
+
+@pytest.mark.parametrize("marks", [("<t>", "t"), ("~~~", "~~~"), ("Think:", "|")], ids=str)
+def test_tokens_of_a_thought_include_its_start_mark(marks: tuple[str, str]) -> None:
+    """Which may contain the end mark."""
+    start, end = marks
+    answer = f"\n{start}hm{end}Hello {end}"
+    for begins_inside, counted in ((False, f"\n{start}hm{end}"), (True, f"hm{end}")):
+        counter = ThoughtTokens(lambda char: bytes([char]), ThoughtMarks(start, end), begins_inside=begins_inside)
+        counter.push(answer.removeprefix("" if not begins_inside else f"\n{start}").encode())
+        assert counter.count == len(counted) and not counter._tail

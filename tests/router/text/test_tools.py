@@ -6,9 +6,12 @@ import dataclasses
 import json
 import time
 
+import pytest
+
 from common.model_files.template import ChatTemplate
 from router.text.calls.format import Function
 from router.text.calls.hermes import HermesFormat
+from router.text.calls.registry import FORMATS
 from router.text.chat_prompt import chat_prompt
 from router.text.tools import tools_as_text
 
@@ -70,6 +73,12 @@ def test_a_template_without_tools_gets_them_in_words() -> None:
 def test_calls_are_written_as_text_even_without_functions() -> None:
     shown = chat_prompt(ChatTemplate(PLAIN), [USER, CALLS, *RESULTS])
     assert "You can call" not in shown and CALL in shown and "[tool]" not in shown
+
+
+@pytest.mark.parametrize("arguments", ["not JSON", "[1]", "1e999", '{"a":' * 3000], ids=len)
+def test_earlier_calls_may_have_any_arguments(arguments: str) -> None:
+    for call_format in FORMATS:
+        assert "f" in call_format.written([("f", arguments)])
 
 
 def test_two_users_who_speak_one_after_the_other_stay_two() -> None:

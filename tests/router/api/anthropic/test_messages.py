@@ -186,6 +186,13 @@ async def test_a_call_alone_has_no_text_block(start: Any, tools: Any) -> None:
     ]
 
 
+async def test_numbers_beyond_a_double_do_not_empty_the_input(start: Any, tools: Any) -> None:
+    call = CALL.replace(ARGUMENTS, '{"city": "x", "n": 1e999}')
+    running = await start(tools.Engine(text=call, eos_after=len(call)))
+    reply = await running.http.post("/v1/messages", json={"messages": HI, "max_tokens": 900, "tools": TOOLS})
+    assert reply.json()["content"][0]["input"] == {"city": "x", "n": float("inf")} and "1e999" in reply.text
+
+
 async def test_a_call_that_is_cut_off_has_no_input(start: Any, tools: Any) -> None:
     running = await start(tools.Engine(text=CALL))
     message = (await post(running, tools=TOOLS, max_tokens=CALL.index('"Paris"'))).json()

@@ -117,3 +117,54 @@ def test_both_pools_are_on_the_cpu_and_the_plan_says_why(argv: tuple[str, ...], 
 def test_a_setting_for_gpus_alone_is_refused_with_the_reason() -> None:
     with pytest.raises(ConfigError, match="0 on a CPU; .*; --device auto: the CPU, because no GPU"):
         plan_of("--kv-host-gib", "1", num_gpus=0)
+
+
+def vllm_plan(*argv: str, num_gpus: int = 0) -> ServePlan:
+    return plan_of("--engine", "vllm", *argv, num_gpus=num_gpus)
+
+
+@pytest.mark.parametrize(
+    ("argv", "cores"),
+    [
+        (["--device", "cpu"], ["0,1,2,3", "4,5,6,7"]),
+        (["--device", "cpu", "--decode", "2"], ["0,1", "2,3,4", "5,6,7"]),
+        (["--device", "cpu", "--prefill-cores", "0"], ["0", "0,1,2,3,4,5,6,7"]),
+        (["--device", "cpu", "--prefill", "5", "--decode", "5"], ["0", "0", "1", "2", "3", "4", "4", "5", "6", "7"]),
+        (["--device", "cuda"], ["", ""]),
+    ],
+)
+def test_workers_of_vllm_have_cores_of_their_own(argv: list[str], cores: list[str]) -> None:
+    plan = vllm_plan(*argv)
+    found = [worker.cores for worker in (*plan.prefill, *plan.decode)]
+    assert found == cores or sorted(set("".join(found))) == list("01234567") and len(found) == len(cores) == 10
+
+
+def test_arguments_of_vllm_reach_both_pools_or_one() -> None:
+    plan = vllm_plan("--decode-engine-args=--enforce-eager", "--device", "cpu", "--", "--seed", "1")
+    assert plan.prefill[0].engine_args == ("--seed", "1")
+    assert plan.decode[0].engine_args == ("--seed", "1", "--enforce-eager")
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (
+            ["--decode-engine=diptych"],
+            "invalid --prefill-engine vllm: must be diptych, the engine of the decode workers",
+        ),
+        (
+            ["--autoscale", "--device=cpu"],
+            "invalid --autoscale|autoscale=True: must be omitted with --engine vllm on a CPU",
+        ),
+        (["--device=cuda", "--", "-pp", "2"], "-pp is not supported by diptych serve"),
+        (["--decode-watermark=0.1"], "invalid --decode-watermark 0.1: must be omitted with --engine vllm"),
+        (["--", "--model", "x"], "--model is not accepted for vLLM. Use --model before the --"),
+    ],
+)
+def test_plans_that_vllm_cannot_follow_are_refused(argv: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        vllm_plan(*argv)
+
+
+def test_pools_with_different_engines_are_accepted_without_prefill_workers() -> None:
+    assert vllm_plan("--prefill", "0", "--prefill-engine=diptych", "--device=cpu").decode[0].engine == "vllm"

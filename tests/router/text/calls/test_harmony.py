@@ -164,15 +164,16 @@ def test_each_call_of_a_message_is_one_of_its_own_before_its_result() -> None:
         (f"{FINAL}<|return|>", ""),
         ("<|channel|>commentary<|message|>First.<|end|>" + NEXT + FINAL, ""),
         ("<|channel|>analysis to=functions.now<|message|>{}<|call|>", ""),
+        ("<|channel|>analysis to=python<|message|>1<|call|>", "<|channel|>analysis to=python<|message|>1<|call|>"),
         ("<|channel|>analysis<|message|>cut", "<|channel|>analysis<|message|>cut"),
         ("<|channel|>analysis", ""),
         ("Hello!", ""),
     ],
 )
 def test_tokens_of_the_analysis_channel_are_counted(text: str, counted: str) -> None:
-    """Each mark and each character is one token here."""
+    """Each mark and each character is one token here. What clients see as a thought counts."""
     tokens = re.findall(r"<\|\w+\|>|.", text)
-    counter = ChannelTokens(lambda i: tokens[i].encode())
+    counter = ChannelTokens(lambda i: tokens[i].encode(), NAMES)
     for i in range(len(tokens)):
         counter.push([i])
     assert counter.count == len(re.findall(r"<\|\w+\|>|.", counted))

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from router.text.calls import scanner
 from router.text.calls.format import CallFormat, Function
 from router.text.calls.harmony import HarmonyFormat
 from router.text.calls.scanner import MAX_REST_CHARS
 from router.text.calls.tagged import as_json, reader_of
-from router.text.parts import CallPart, Part, TextPart, ThoughtPart, joined
+from router.text.parts import CallPart, Part, TextPart, ThoughtPart, first_mark, joined
 
 from ....examples import FULL, examples
 from .formats import AT_ONCE, UNTYPED, WITHOUT_CHANNELS
@@ -155,6 +156,26 @@ MALFORMED = {
 }
 
 
+def test_long_texts_full_of_openings_are_searched_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that reads slowly gets many tokens at once."""
+    lengths: list[int] = []
+
+    def counted(text: str, marks: Iterable[str]) -> tuple[int, str]:
+        lengths.append(len(text))
+        return first_mark(text, marks)
+
+    monkeypatch.setattr(scanner, "first_mark", counted)
+    assert parts_of(WITHOUT_CHANNELS["xlam"], ["[" * 8192]) == [TextPart("[" * 8192)]
+    assert sum(lengths) < 8192 * 1024
+
+
+def test_arguments_before_the_name_may_be_long() -> None:
+    given = json.dumps({"a": "x" * 20_000})
+    answer = f'<|tool_call|>[{{"arguments": {given}, "name": "now"}}]'
+    (call,) = parts_of(WITHOUT_CHANNELS["granite"], [answer[i : i + 1000] for i in range(0, len(answer), 1000)])
+    assert call == CallPart(0, "now", given)
+
+
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in MALFORMED.items() for text in texts])
 def test_what_only_looks_like_a_call_stays_text(name: str, text: str) -> None:
     for answer in (text, f"Hm {text} so."):
@@ -216,6 +237,11 @@ VARIANTS: list[tuple[str, str, list[Item]]] = [
     ("granite", '<tool_call>[{"arguments": {"a": "}\\""}, "name": "now"}, {"arguments": {}, "name": "now"}]',
      [("now", '{"a": "}\\""}'), NOW]),
     ("hermes", '<tool_call>{"arguments": {}, "name": "now"}</tool_call>', [NOW]),
+    ("hermes", '<tool_call>{"arguments": {}, "id": 1}', ['<tool_call>{"arguments": {}, "id": 1}']),
+    ("granite", '<|tool_call|>[{"name": "now", "arguments": {}}, {"arguments": {}, "name": "now"}, '
+                '{"name": "now", "arguments": {}}]', [NOW, NOW, NOW]),
+    ("command", '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "now", "parameters": {}}, '
+                '{"tool_name": "now", "parameters": {}}]<|END_ACTION|>', [NOW, NOW]),
     ("phi4-mini", 'functools[{"name": "now", "arguments": {}}] ok', [NOW, "ok"]),
     ("phi4-mini", '<|tool_call|>{"name": "now", "arguments": {}}<|/tool_call|>', [NOW]),
     ("command", '<|START_ACTION|>[{"tool_name": "now", "parameters": {}}]<|END_ACTION|>', [NOW]),

