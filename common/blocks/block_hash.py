@@ -28,6 +28,13 @@ class BlockHasher:
             salt.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES, key=bytes.fromhex(adapter)
         ).digest()
 
+    @classmethod
+    def after(cls, parent: bytes, block_size: int) -> BlockHasher:
+        """Return a hasher for the blocks that follow the block with hash `parent`, given only their own tokens."""
+        hasher = cls(block_size)
+        hasher._tail = parent
+        return hasher
+
     def copy(self) -> BlockHasher:
         """Return an independent hasher with the same blocks."""
         other = BlockHasher(self.block_size)

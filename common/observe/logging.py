@@ -22,7 +22,7 @@ from common.packages import PACKAGES
 REMIND_S = 60.0
 """Interval at which a lasting failure is logged again, in seconds."""
 
-_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message", "vllm_process_name"}
 
 # Messages may contain client input, which must not forge log lines or control a terminal.
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}

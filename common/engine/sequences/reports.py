@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
-from common.engine.sequences.sequence import WorkerSequence
 from common.wire import TokenLogprobs
 from common.wire.messages import Message, PooledOutput, PromptLogprobs, RequestFailed, TokenDelta, TokenOutput
 
@@ -13,6 +13,17 @@ MAX_ALTERNATIVES = 500_000
 """Maximum number of alternatives in a message of several requests: about 8 MB, half of the wire limit."""
 MAX_WHY_CHARS = 4000
 """Maximum length of a reason, in characters. The wire limit is 4096."""
+
+
+class ReportedRequest(Protocol):
+    """A request on a worker."""
+
+    @property
+    def router(self) -> bytes: ...
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def attempt(self) -> int: ...
 
 
 class Reports:
@@ -34,7 +45,7 @@ class Reports:
                 self._emit(router, TokenOutput(worker_id=self._worker_id, epoch=self._epoch, outputs=tuple(part)))
         self._deltas.clear()
 
-    def report_prompt_logprobs(self, sequence: WorkerSequence, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
+    def report_prompt_logprobs(self, sequence: ReportedRequest, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
         """Queue prompt logprobs for the tokens after `start`, immediately, before any token that follows."""
         message = PromptLogprobs(
             worker_id=self._worker_id,
@@ -46,7 +57,7 @@ class Reports:
         )
         self._emit(sequence.router, message)
 
-    def report_pooled(self, sequence: WorkerSequence, values: bytes) -> None:
+    def report_pooled(self, sequence: ReportedRequest, values: bytes) -> None:
         """Queue the vector of a prompt, immediately, before the delta that ends its request."""
         message = PooledOutput(
             worker_id=self._worker_id,

@@ -14,7 +14,7 @@ from common.engine.worker.contract import (
     WorkerParts,
 )
 from common.engine.worker.duty import LoopDuty
-from common.engine.worker.loop import EngineConfig, EngineLoop
+from common.engine.worker.loop import INBOX_BOUND, PROGRESS_INTERVAL_S, EngineConfig, EngineLoop
 from common.engine.worker.loop_model import LoopModel
 from common.engine.worker.metrics import WorkerMetrics
 from common.engine.worker.process import end_process
@@ -28,10 +28,12 @@ __all__ = [
     "EngineConfig",
     "EngineLoop",
     "EngineStatus",
+    "INBOX_BOUND",
     "LoadedAdapter",
     "LoopDuty",
     "LoopModel",
     "ModelFacts",
+    "PROGRESS_INTERVAL_S",
     "RequestReceived",
     "RouterLost",
     "Send",
