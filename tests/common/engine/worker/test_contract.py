@@ -1,4 +1,4 @@
-"""What routers rely on of any engine, ours and one of another make.
+"""What routers rely on of any engine: ours, one of another make, and that of vLLM without vLLM.
 
 A new engine gets a `Subject` in `SUBJECTS`.
 """
@@ -49,6 +49,7 @@ from decode_worker.duty import decode_offer
 from ....engine_rig import prompt
 from ....foreign_engine import Faults, ForeignModel, foreign_offer
 from ....waiting import until
+from ..vllm.pretended import pretended_offer, pretended_vllm
 
 ROUTER, OTHER = b"router", b"other"
 LONG = 400
@@ -89,7 +90,14 @@ def foreign() -> Iterator[Subject]:
     yield Subject(model, lambda config: foreign_offer(config, model), faults)
 
 
-SUBJECTS: dict[str, Callable[[], AbstractContextManager[Subject]]] = {"own": own, "foreign": foreign}
+@contextmanager
+def vllm() -> Iterator[Subject]:
+    faults = Faults()
+    with pretended_vllm(faults) as model:
+        yield Subject(model, lambda config: pretended_offer("decode", config, model), faults)
+
+
+SUBJECTS: dict[str, Callable[[], AbstractContextManager[Subject]]] = {"own": own, "foreign": foreign, "vllm": vllm}
 
 
 @pytest.fixture(scope="module", params=SUBJECTS)

@@ -1,0 +1,85 @@
+"""Logging of vLLM's processes: lines in our format, and the error that ended one of them.
+
+vLLM configures logging when it is imported, in every process, from a file named by an environment variable. The handler
+of this file also ends orphaned processes: a worker that exits while vLLM loads a model cannot stop it otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import threading
+import time
+from pathlib import Path
+
+from common.errors import MAX_SHOWN_CHARS
+
+WORKER_PID = "DIPTYCH_VLLM_WORKER_PID"
+"""Environment variable with the process id of the worker, whose own processes need no watch."""
+WATCH_S = 1.0
+"""Interval, in seconds, of checks that the parent process runs."""
+EXCEPTION = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception|Interrupt|Killed)): (.+)$", re.MULTILINE)
+"""Last line of a traceback."""
+SECONDARY = (
+    *("Engine core initialization failed", "WorkerProc initialization failed", "EngineCore encountered an issue"),
+    *("cancelled", "See root cause"),
+)
+"""Parts of errors that only repeat that another process failed."""
+MAX_REASON_CHARS = 6 * MAX_SHOWN_CHARS
+
+
+class CoreLogHandler(logging.FileHandler):
+    """Appends errors of vLLM's processes to one file, and ends the process when its parent has ended."""
+
+    def __init__(self, filename: str) -> None:
+        super().__init__(filename, delay=True)
+        self.setLevel(logging.ERROR)
+        if os.environ.get(WORKER_PID) != str(os.getpid()):
+            threading.Thread(target=_watch_parent, args=(os.getppid(),), name="watch-parent", daemon=True).start()
+
+
+def _watch_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(WATCH_S)
+    from common.engine.vllm.link import exit_orphaned  # imported late: vLLM configures logging at its first import
+
+    exit_orphaned("its parent process has ended")
+
+
+def write_logging_config(path: Path, errors: Path, level: str) -> None:
+    """Write vLLM's logging configuration to `path`. Its processes append errors to the file `errors`."""
+    names = ["stderr", "errors"]
+    own = {"handlers": names, "level": level.upper(), "propagate": False}
+    config = {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"line": {"format": "%(asctime)s %(levelname)s vllm %(processName)s: %(message)s"}},
+        "handlers": {
+            "stderr": {"class": "logging.StreamHandler", "formatter": "line"},
+            "errors": {"class": f"{__name__}.{CoreLogHandler.__name__}", "filename": str(errors)},
+        },
+        "loggers": {"vllm": own},
+    }
+    path.write_text(json.dumps(config))
+
+
+def first_error(errors: Path) -> str:
+    """Return the message of the first error that is not a consequence of another, or "". For a start that failed."""
+    return next(iter(_causes(errors)), "")
+
+
+def last_error(errors: Path, offset: int) -> str:
+    """Return the message of the last such error after `offset` bytes, or "". For an engine that has run."""
+    return next(reversed(_causes(errors, offset)), "")
+
+
+def _causes(errors: Path, offset: int = 0) -> list[str]:
+    try:
+        text = errors.read_bytes()[offset:].decode(errors="replace")
+    except OSError:
+        return []
+    found = [f"{name}: {message}" if name != "ValueError" else message for name, message in EXCEPTION.findall(text)]
+    causes = [one for one in found if not any(part in one for part in SECONDARY)]
+    return [" ".join(one.split())[:MAX_REASON_CHARS] for one in causes]

@@ -1,0 +1,81 @@
+"""Roles of a worker whose model vLLM computes."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from common.config import WorkerConfig
+from common.engine.kv import BlockLog
+from common.engine.vllm.link import joined_addresses, split_addresses
+from common.engine.worker import DutyOffer, Engine, Send, WorkerParts
+from common.model_files import ModelFiles
+from common.wire import Role, in_url
+
+if TYPE_CHECKING:
+    from common.engine.vllm.model import VllmModel
+
+log = logging.getLogger(__name__)
+
+
+class VllmDuty:
+    """One run of a role. The ranks bind the KV sockets, so its address is known once the model is loaded."""
+
+    def __init__(self, role: Role, config: WorkerConfig, parts: WorkerParts) -> None:
+        self.role, self.config, self.parts = role, config, parts
+        self.block_log = BlockLog(parts.identity.epoch)
+        self.kv_address = self.lend_address = ""
+
+    def bind(self) -> None:
+        """Do nothing: the ranks bind the sockets."""
+
+    def close_kv(self) -> None:
+        """Do nothing: the model closes the sockets."""
+
+    def build_engine(self, model: VllmModel, send: Send) -> Engine:
+        from common.engine.vllm.engine import VllmEngine
+
+        if self.role == "decode":
+            self.kv_address = advertised(model.kv_address, self.config.advertise_host)
+        identity = self.parts.identity
+        return VllmEngine(
+            self.role,
+            model,
+            send,
+            (identity.worker_id, identity.epoch),
+            self.parts.metrics,
+            max_waiting=self.config.max_waiting,
+            stall_timeout_s=self.config.stall_timeout_s,
+        )
+
+
+def advertised(joined: str, host: str) -> str:
+    """Replace the host of the ranks' addresses, unless `host` is ""."""
+    if not host or not joined:
+        return joined
+    ports = [address.rpartition(":")[2] for address in split_addresses(joined)]
+    return joined_addresses([f"tcp://{in_url(host)}:{port}" for port in ports])
+
+
+class _Offer:
+    """Loads the model for the duty that the process has begun, because the ranks need its identity."""
+
+    def __init__(self, role: Role, config: WorkerConfig) -> None:
+        self._role, self._config = role, config
+        self._duty: VllmDuty | None = None
+
+    def begin(self, parts: WorkerParts) -> VllmDuty:
+        self._duty = VllmDuty(self._role, self._config, parts)
+        return self._duty
+
+    def load(self, files: ModelFiles) -> VllmModel:
+        from common.engine.vllm.model import load_vllm
+
+        assert self._duty is not None  # the process begins the duty first
+        return load_vllm(files, self._config, self._duty.parts, self._duty.block_log)
+
+
+def vllm_offer(role: Role, config: WorkerConfig) -> DutyOffer[VllmModel]:
+    """Return the offer of a process to serve a role with vLLM."""
+    offer = _Offer(role, config)
+    return DutyOffer(role, config, offer.load, offer.begin)

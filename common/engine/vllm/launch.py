@@ -1,0 +1,223 @@
+"""Starts vLLM's engine: its arguments from our settings, its processes, and errors in one sentence."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from common.config import WorkerConfig
+from common.engine.vllm.core_log import WORKER_PID, first_error, write_logging_config
+from common.errors import ConfigError, ModelError, UsageError
+from common.model_files import ModelFiles
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+log = logging.getLogger(__name__)
+CONNECTOR = "DiptychConnector"
+CONNECTOR_MODULE = "common.engine.vllm.connector"
+KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
+"""Environment variable with the size of the KV cache on a CPU, in GiB."""
+RULES_MODULE = "common.engine.vllm.token_rules"
+START_S = 3600.0
+"""Maximum time, in seconds, to load a model. A large one compiles for many minutes."""
+PROGRESS_S = 10.0
+"""Interval, in seconds, of log lines during the start."""
+STOP_S = 5.0
+"""Time, in seconds, that vLLM's processes get to end after SIGTERM."""
+OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "No available memory for the cache blocks", "Cannot allocate")
+
+
+@dataclass(frozen=True, slots=True)
+class CoreFiles:
+    """Files of one start of vLLM in a private folder: the socket of block events, and the errors of its processes."""
+
+    folder: Path
+    errors: Path = field(init=False)
+    logging: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "errors", self.folder / "errors.log")
+        object.__setattr__(self, "logging", self.folder / "logging.json")
+
+    @property
+    def events_address(self) -> str:
+        return f"ipc://{self.folder / 'events'}"
+
+
+def prepare_logging(config: WorkerConfig, files: CoreFiles) -> None:
+    """Set the variables of vLLM's processes that this start needs. Must precede the first import of vLLM."""
+    write_logging_config(files.logging, files.errors, config.log_level)
+    os.environ.update({"VLLM_LOGGING_CONFIG_PATH": str(files.logging), WORKER_PID: str(os.getpid())})
+    if not config.on_gpu and (config.kv_memory_gib or KV_SPACE not in os.environ):
+        os.environ[KV_SPACE] = f"{config.kv_gib:g}"
+
+
+def engine_arguments(config: WorkerConfig, files: ModelFiles) -> list[str]:
+    """Return vLLM's arguments for our settings, followed by those of the user, which override them."""
+    if files.format != "hf" or files.config is None:
+        raise ModelError(f"{files.model_id} is a .gguf file: --engine vllm needs a folder in Hugging Face's format")
+    arguments = [
+        *("--model", str(files.config.parent)),
+        *("--served-model-name", files.model_id),
+        *("--seed", "0"),
+        *("--max-logprobs", "-1"),
+        *("--generation-config", "vllm"),
+        *("--scheduling-policy", "priority"),
+        *("--structured-outputs-config", '{"backend": "guidance"}'),
+    ]
+    values: Mapping[str, object] = {
+        "--tensor-parallel-size": config.tensor_parallel_size if config.tensor_parallel_size > 1 else 0,
+        "--max-model-len": config.max_model_len,
+        "--dtype": config.dtype if config.dtype != "auto" else "",
+        "--block-size": config.block_size,
+        "--num-gpu-blocks-override": config.num_blocks,
+        "--max-num-seqs": getattr(config, "max_num_seqs", 0),
+        "--max-num-batched-tokens": getattr(config, "max_num_batched_tokens", 0),
+        "--max-loras": config.lora_places,
+        "--max-lora-rank": config.max_lora_rank if config.lora_places else 0,
+    }
+    for name, value in values.items():
+        arguments += [name, str(value)] if value else []
+    if config.on_gpu:
+        arguments += (
+            ["--kv-cache-memory-bytes", str(int(config.kv_memory_gib * 2**30))]
+            if config.kv_memory_gib
+            else ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
+        )
+    if config.lora_places:
+        arguments.append("--enable-lora")
+    if not config.enable_prefix_caching:
+        arguments.append("--no-enable-prefix-caching")
+    return [*arguments, *config.engine_args]
+
+
+def engine_config(arguments: Sequence[str], files: CoreFiles, extra_config: Mapping[str, Any]) -> VllmConfig:
+    """Return vLLM's configuration. `extra_config`: `kv_connector_extra_config`.
+
+    Raises UsageError for an invalid argument, ModelError if vLLM does not support the model or the combination.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):  # type: ignore[misc]
+        def error(self, message: str) -> NoReturn:
+            raise UsageError("engine_args", f"invalid arguments for vLLM: {message}")
+
+    transfer = {
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": CONNECTOR_MODULE,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": dict(extra_config),
+    }
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": files.events_address}
+    own = ["--kv-transfer-config", json.dumps(transfer), "--kv-events-config", json.dumps(events)]
+    parser = AsyncEngineArgs.add_cli_args(Parser(prog="vllm", add_help=False, allow_abbrev=False))
+    given = parser.parse_args([*arguments, *own])
+    try:
+        config: VllmConfig = AsyncEngineArgs.from_cli_args(given).create_engine_config()
+    except (ConfigError, ModelError):
+        raise
+    except Exception as error:
+        raise ModelError(f"vLLM refuses the model or its settings: {one_line(error)}") from error
+    if config.parallel_config.data_parallel_size > 1:
+        raise ConfigError("engine_args", "--data-parallel-size", "omitted: start more workers instead")
+    if config.speculative_config is None and config.model_config.runner_type == "generate":
+        runner = "SecondRunnerRules" if config.use_v2_model_runner else "FirstRunnerRules"
+        config.model_config.logits_processors = [
+            *(config.model_config.logits_processors or ()),
+            f"{RULES_MODULE}:{runner}",
+        ]
+    return config
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's message in one line. pydantic's errors have a heading, and a footer with a link."""
+    errors = getattr(error, "errors", None)
+    if callable(errors):
+        messages = [str(each.get("msg", "")) for each in errors()]
+        return "; ".join(message.removeprefix("Value error, ") for message in messages if message)
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def start_core(config: VllmConfig, files: CoreFiles, *, deadline_s: float = START_S) -> AsyncLLM:
+    """Start vLLM's processes and load the model. Blocks. Raises ModelError with the reason if that fails."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    began, before = time.monotonic(), process_tree()
+    result: list[AsyncLLM | BaseException] = []
+
+    def start() -> None:
+        # The processes inherit the mask. Ctrl-C must not reach them, because running requests still need them.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            result.append(AsyncLLM.from_vllm_config(config))
+        except BaseException as error:
+            result.append(error)
+
+    thread = threading.Thread(target=start, name="start-vllm", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(PROGRESS_S)
+        waited_s = time.monotonic() - began
+        if thread.is_alive() and waited_s > deadline_s:
+            end_processes(process_tree() - before)
+            raise ModelError(f"vLLM did not load the model within {deadline_s:g} s: see its log above")
+        if thread.is_alive():
+            log.info("vllm: loading the model, %.0f s so far", waited_s)
+    found = result[0]
+    if isinstance(found, BaseException):
+        end_processes(process_tree() - before)
+        raise ModelError(start_problem(found, files)) from found
+    log.info("vllm: loaded the model in %.1f s", time.monotonic() - began)
+    return found
+
+
+def start_problem(error: BaseException, files: CoreFiles) -> str:
+    """Return why vLLM could not start, in one sentence with a remedy if there is one."""
+    reason = first_error(files.errors) or one_line(error)
+    advice = ""
+    if any(mark in reason for mark in OUT_OF_MEMORY):
+        advice = ". Lower --gpu-memory-utilization, --max-model-len or --max-num-seqs, or use more GPUs"
+    return f"vLLM cannot load the model: {reason}{advice}"
+
+
+def process_tree() -> frozenset[int]:
+    """Return the ids of all descendants of this process."""
+    import psutil  # type: ignore[import-untyped]
+
+    try:
+        return frozenset(each.pid for each in psutil.Process().children(recursive=True))
+    except psutil.Error:
+        return frozenset()
+
+
+def end_processes(pids: frozenset[int]) -> None:
+    """End these processes: with SIGTERM, and after `STOP_S` with SIGKILL."""
+    import psutil
+
+    left = []
+    for pid in pids:
+        try:
+            left.append(psutil.Process(pid))
+        except psutil.Error:
+            continue
+    for signal_all in ("terminate", "kill"):
+        for each in left:
+            try:
+                getattr(each, signal_all)()
+            except psutil.Error:
+                continue
+        _, left = psutil.wait_procs(left, timeout=STOP_S)
+    multiprocessing.active_children()  # reaps those that have ended

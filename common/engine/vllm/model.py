@@ -1,0 +1,415 @@
+"""A model that vLLM has loaded: its processes, the link to its ranks, its prefix cache, adapters and metrics.
+
+worker's event loop ── Engine.submit ──> engine thread (asyncio): AsyncLLM, RankLink, block events, VllmEngine
+                                             └── processes of vLLM: engine core, ranks
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import Future
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+from prometheus_client import REGISTRY
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from common.config import WorkerConfig
+from common.engine.kv import BlockLog
+from common.engine.vllm.adapters import VllmAdapters
+from common.engine.vllm.block_events import CachedBlocks
+from common.engine.vllm.client import Added, VllmClient
+from common.engine.vllm.core_log import last_error
+from common.engine.vllm.launch import (
+    CoreFiles,
+    end_processes,
+    engine_arguments,
+    engine_config,
+    prepare_logging,
+    process_tree,
+    start_core,
+)
+from common.engine.vllm.link import (
+    SCHEDULER,
+    Arrived,
+    ConnectorSettings,
+    RankLink,
+    RankReady,
+    Sent,
+    StepDone,
+    TransferLost,
+    TransferParams,
+    joined_addresses,
+)
+from common.engine.worker import ModelFacts, WorkerMetrics, WorkerParts
+from common.errors import ModelError
+from common.model_files import ModelFiles, served_task, weights_fingerprint
+from common.wire import SamplingParams
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+LinkEvent = Arrived | TransferLost | Sent | StepDone
+READY_S = 60.0
+"""Maximum time, in seconds, until all ranks have connected, once vLLM has loaded the model."""
+LINK_SILENCE_S = 60.0
+"""Time, in seconds, without a sign of the worker after which vLLM's processes exit. Only a worker that hangs takes so
+long: they detect the end of their parent process earlier."""
+SHUTDOWN_S = 3.0
+"""Time, in seconds, that vLLM's processes get to end by themselves."""
+CALL_S = 30.0
+"""Maximum time, in seconds, of a call to vLLM that needs no step."""
+WARM_UP_S = 300.0
+"""Maximum time, in seconds, of the first request."""
+BLOCK_SIZES = re.compile(r"heads=(\d+) head_bytes=(\d+)")
+"""Sizes of a block's parts in the description of a layout."""
+EVENTS_HWM = 100_000
+"""Batches of block events that ZeroMQ queues."""
+
+
+class CoreThread:
+    """The engine thread: an event loop for everything that talks to vLLM."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self._thread.start()
+
+    def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Run a coroutine on the thread and wait for it. Raises TimeoutError."""
+        return self.submit(coroutine).result(timeout_s)
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def keep(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Start a task that is cancelled by `close`. On the thread only."""
+        task = self.loop.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """Cancel all tasks and end the thread. Returns False if it still runs."""
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+            left = asyncio.all_tasks(self.loop)
+            for task in left:
+                task.cancel()
+            if left:
+                self.loop.run_until_complete(asyncio.wait(left, timeout=1.0))
+        finally:
+            self.loop.close()
+
+
+class VllmModel:
+    """A model loaded by vLLM, with everything that outlives an engine of ours. One engine uses it."""
+
+    def __init__(
+        self,
+        thread: CoreThread,
+        llm: AsyncLLM,
+        link: RankLink,
+        cached: CachedBlocks,
+        facts: ModelFacts,
+        files: CoreFiles,
+        *,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        kv_address: str,
+        adapters: VllmAdapters | None,
+    ) -> None:
+        self.thread, self.link, self.cached = thread, link, cached
+        self.client = VllmClient(llm)
+        self._llm = llm
+        self.facts, self.vocab_size, self.eos_token_ids = facts, vocab_size, eos_token_ids
+        self.kv_address, self.adapters = kv_address, adapters
+        self.on_event: Callable[[int, LinkEvent], None] = lambda rank, event: None
+        """Receives the events of ranks and scheduler, on the engine thread. Set by the engine."""
+        self._files = files
+        self._processes = process_tree()
+        self._errors_offset = files.errors.stat().st_size if files.errors.exists() else 0
+
+    @property
+    def speculates(self) -> bool:
+        return self._llm.vllm_config.speculative_config is not None
+
+    @property
+    def world_size(self) -> int:
+        return int(self._llm.vllm_config.parallel_config.world_size)
+
+    @property
+    def failure(self) -> str:
+        return ""  # the engine's failure has the reason
+
+    @property
+    def is_leaving(self) -> bool:
+        return False
+
+    def core_problem(self) -> str:
+        """Return why vLLM's engine core has died."""
+        return f"vLLM has failed: {last_error(self._files.errors, self._errors_offset) or 'a process has exited'}"
+
+    def register_metrics(self, metrics: WorkerMetrics) -> None:
+        metrics.register(VllmCollector)
+
+    def close(self) -> None:
+        """End vLLM's processes and the engine thread."""
+        with contextlib.suppress(Exception):  # whatever fails, the processes are ended below
+            self.thread.call(_cancelled(self._llm.output_handler), 1.0)
+            self._llm.shutdown(timeout=SHUTDOWN_S)
+        end_processes(self._processes & process_tree())
+        with contextlib.suppress(Exception):
+            self.thread.call(_closed(self.link), 1.0)
+        self.thread.close()
+        shutil.rmtree(self._files.folder, ignore_errors=True)
+
+
+async def _cancelled(task: asyncio.Task[Any] | None) -> None:
+    """Cancel vLLM's reader of outputs, which would log the end of the engine core as an error."""
+    if task is not None:
+        task.cancel()
+        await asyncio.wait({task}, timeout=0.5)
+
+
+async def _closed(link: RankLink) -> None:
+    link.close()
+
+
+def load_vllm(files: ModelFiles, config: WorkerConfig, parts: WorkerParts, block_log: BlockLog) -> VllmModel:
+    """Start vLLM and load the model. Blocks. Raises ConfigError or ModelError."""
+    if not served_task(files, getattr(config, "task", "auto")).generates:
+        raise ModelError(f"{files.model_id} does not generate text: --engine vllm serves only models that do")
+    core_files = CoreFiles(Path(tempfile.mkdtemp(prefix="diptych-vllm-")))
+    prepare_logging(config, core_files)
+    log.info("vllm: reading the configuration of %s", files.model_id)
+    thread = CoreThread()
+    before = process_tree()
+    try:
+        return _load(files, config, parts, block_log, core_files, thread)
+    except BaseException:
+        end_processes(process_tree() - before)
+        thread.close()
+        shutil.rmtree(core_files.folder, ignore_errors=True)
+        raise
+
+
+def _load(
+    files: ModelFiles,
+    config: WorkerConfig,
+    parts: WorkerParts,
+    block_log: BlockLog,
+    core_files: CoreFiles,
+    thread: CoreThread,
+) -> VllmModel:
+    ranks = _Ranks()
+    context = zmq.asyncio.Context(parts.context)  # on the sockets' threads of this process
+    link = thread.call(_linked(thread, context, ranks), CALL_S)
+    identity = parts.identity
+    settings = ConnectorSettings(
+        link_address=link.address,
+        link_key=link.key.hex(),
+        silence_s=LINK_SILENCE_S,
+        worker_id=identity.worker_id,
+        epoch=identity.epoch,
+        weights="",
+        kv_host=config.host,
+        kv_port=getattr(config, "kv_port", 0),
+        num_streams=getattr(config, "kv_streams", 1),
+        lease_s=getattr(config, "kv_lease_s", 10.0),
+        curve_key=config.curve_key,
+        curve_authorized=config.curve_authorized,
+    )
+    vllm_config = engine_config(engine_arguments(config, files), core_files, settings.extra_config())
+    weights = weights_of(files, vllm_config)
+    settings = msgspec.structs.replace(settings, weights=weights)
+    vllm_config.kv_transfer_config.kv_connector_extra_config.update(settings.extra_config())
+    llm = start_core(vllm_config, core_files)
+    ready = thread.call(ranks.all(int(vllm_config.parallel_config.world_size)), READY_S + 1.0)
+    ends = _ends(files, llm)
+    thread.call(_warmed_up(VllmClient(llm), ends), WARM_UP_S)
+    facts = facts_of(files, vllm_config, weights, ready[0].layout)
+    cached = CachedBlocks(facts.block_size, block_log)
+    adapters = VllmAdapters(llm, thread.loop, config.lora_places) if config.lora_places else None
+    model = VllmModel(
+        thread,
+        llm,
+        link,
+        cached,
+        facts,
+        core_files,
+        vocab_size=int(vllm_config.model_config.get_vocab_size()),
+        eos_token_ids=ends,
+        kv_address=joined_addresses([one.kv_address for one in ready]),
+        adapters=adapters,
+    )
+    ranks.forward = lambda rank, event: model.on_event(rank, event)
+    if config.enable_prefix_caching:
+        thread.call(_reading(thread, context, core_files.events_address, cached), CALL_S)
+    return model
+
+
+def _ends(files: ModelFiles, llm: AsyncLLM) -> tuple[int, ...]:
+    """Return the tokens that end an answer: those of the model's files, and vLLM's, which ends grammars."""
+    own = getattr(llm.tokenizer, "eos_token_id", None)
+    return tuple(dict.fromkeys([*files.eos_token_ids, *([own] if own is not None else [])]))
+
+
+async def _warmed_up(client: VllmClient, ends: tuple[int, ...]) -> None:
+    """Compute one token with log probabilities, for which vLLM compiles code, during which no request progresses."""
+    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=1)
+    answer = await client.add(Added("warm-up", [0], params, ends, TransferParams()))
+    while not (await answer.next()).reason:
+        pass
+
+
+class _Ranks:
+    """Collects `RankReady` of all ranks, and forwards later messages."""
+
+    def __init__(self) -> None:
+        self._ready: dict[int, RankReady] = {}
+        self._changed = asyncio.Event()
+        self.forward: Callable[[int, LinkEvent], None] = lambda rank, event: None
+
+    def on_message(self, rank: int, message: RankReady | LinkEvent) -> None:
+        if isinstance(message, RankReady):
+            self._ready[rank] = message
+            self._changed.set()
+        else:
+            self.forward(rank, message)
+
+    async def all(self, world_size: int) -> list[RankReady]:
+        """Wait for all ranks. Raises ModelError."""
+        try:
+            async with asyncio.timeout(READY_S):
+                while len(self._ready) < world_size:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError as error:
+            raise ModelError(
+                f"vLLM has loaded the model, but {world_size - len(self._ready)} of {world_size} ranks did not connect "
+                f"to the worker within {READY_S:g} s"
+            ) from error
+        return [self._ready[rank] for rank in sorted(self._ready) if rank != SCHEDULER]
+
+
+async def _linked(thread: CoreThread, context: zmq.asyncio.Context, ranks: _Ranks) -> RankLink:
+    link = RankLink(context, ranks.on_message)
+    thread.keep(link.run(), "rank link")
+    return link
+
+
+async def _reading(thread: CoreThread, context: zmq.asyncio.Context, address: str, cached: CachedBlocks) -> None:
+    socket = context.socket(zmq.SUB)
+    socket.set(zmq.LINGER, 0)
+    socket.set(zmq.RCVHWM, EVENTS_HWM)
+    socket.set(zmq.SUBSCRIBE, b"")
+    socket.connect(address)
+    thread.keep(_read_events(socket, cached), "block events")
+
+
+async def _read_events(socket: zmq.asyncio.Socket, cached: CachedBlocks) -> None:
+    try:
+        while True:
+            _, number, packed = await socket.recv_multipart()
+            try:
+                cached.on_batch(int.from_bytes(number, "big"), packed)
+            except msgspec.MsgspecError:
+                log.exception("vllm: invalid block events, forgetting the prefix cache")
+                cached.clear()
+    finally:
+        socket.close()
+
+
+def weights_of(files: ModelFiles, config: VllmConfig) -> str:
+    """Return the fingerprint of model, weights and the numbers that vLLM computes with."""
+    model = config.model_config
+    return weights_fingerprint(
+        files.model_id, files.weights_hash, f"vllm/{_dtype(model.dtype)}/{model.quantization or 'none'}"
+    )
+
+
+def _dtype(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def facts_of(files: ModelFiles, config: VllmConfig, weights: str, layout: str) -> ModelFacts:
+    """Return the facts of a loaded model. `layout`: that of its ranks' KV."""
+    model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
+    dtype = _dtype(model.dtype)
+    kv_dtype = dtype if cache.cache_dtype == "auto" else str(cache.cache_dtype)
+    quantization = str(model.quantization or "none")
+    precision = dtype if quantization == "none" else f"{dtype} with {quantization} weights"
+    return ModelFacts(
+        model_id=files.model_id,
+        fingerprint=blake2b(f"{weights}/{layout}".encode(), digest_size=16).hexdigest(),
+        weights=weights,
+        max_model_len=int(model.max_model_len),
+        block_size=int(cache.block_size),
+        num_blocks=int(cache.num_gpu_blocks or 0),
+        block_bytes=sum(int(heads) * int(size) for heads, size in BLOCK_SIZES.findall(layout)),
+        precision=f"{precision} with vLLM",
+        kv_dtype=kv_dtype,
+        resources=f"{config.parallel_config.world_size} ranks" if config.parallel_config.world_size > 1 else "",
+        layout=(
+            ("engine", "vllm"),
+            ("dtype", dtype),
+            ("kv_cache_dtype", kv_dtype),
+            ("quantization", quantization),
+            ("kv_layout", layout[:200]),
+        ),
+        max_num_seqs=int(scheduler.max_num_seqs),
+        max_step_tokens=int(scheduler.max_num_batched_tokens),
+        changes_role=False,
+    )
+
+
+class VllmCollector(Collector):
+    """vLLM's own series, except those that workers of every engine export, with the labels of this worker."""
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        self._labels = dict(labels)
+
+    def collect(self) -> Iterator[Metric]:
+        for family in REGISTRY.collect():
+            if not family.name.startswith("vllm:") or family.name in COMMON_SERIES:
+                continue
+            renamed = Metric(family.name, family.documentation, family.type)
+            renamed.samples = [sample._replace(labels={**sample.labels, **self._labels}) for sample in family.samples]
+            yield renamed
+
+
+COMMON_SERIES = frozenset(
+    {
+        *("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"),
+        *("vllm:request_queue_time_seconds", "vllm:request_prefill_time_seconds", "vllm:request_decode_time_seconds"),
+        *("vllm:prefix_cache_queries", "vllm:prefix_cache_hits", "vllm:prompt_tokens", "vllm:generation_tokens"),
+        *("vllm:num_preemptions", "vllm:request_success", "vllm:cache_config_info"),
+        *("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"),
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+    }
+)
+"""Series of `WorkerMetrics`, which Diptych counts itself."""

@@ -1,0 +1,125 @@
+"""Arguments of vLLM for our settings, and errors of its start in one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.config import DecodeWorkerConfig, PrefillWorkerConfig
+from common.engine.vllm.core_log import first_error, last_error, write_logging_config
+from common.engine.vllm.duty import advertised
+from common.engine.vllm.launch import CoreFiles, engine_arguments, start_problem
+from common.errors import ModelError
+from common.model_files import ModelFiles
+
+RANK_ERROR = """ERROR WorkerProc failed to start.
+Traceback (most recent call last):
+  File "worker.py", line 1, in load
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB
+ERROR EngineCore failed to start.
+Traceback (most recent call last):
+Exception: WorkerProc initialization failed due to an exception in a background process.
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+"""
+
+
+def files(**given: Any) -> ModelFiles:
+    values: dict[str, Any] = {"format": "hf", "config": Path("/models/m/config.json"), "weights": ()} | given
+    return ModelFiles(
+        model_id="org/m", tokenizer=Path("/t"), eos_token_ids=(1,), max_model_len=64, vocab_size=9, weights_hash="",
+        **values,
+    )  # fmt: skip
+
+
+def given(config: DecodeWorkerConfig | PrefillWorkerConfig) -> dict[str, str]:
+    arguments = engine_arguments(config, files())
+    return {name: value for name, value in zip(arguments, [*arguments[1:], ""], strict=True) if name.startswith("--")}
+
+
+def test_settings_that_both_have_reach_vllm() -> None:
+    config = DecodeWorkerConfig(
+        engine="vllm", device="cuda", dtype="bfloat16", max_model_len=4096, max_num_seqs=7, tensor_parallel_size=2,
+        gpu_memory_utilization=0.8, enable_prefix_caching=False, max_loras=3,
+    )  # fmt: skip
+    found = given(config)
+    wanted = {
+        "--model": "/models/m",
+        "--served-model-name": "org/m",
+        "--dtype": "bfloat16",
+        "--max-model-len": "4096",
+        "--max-num-seqs": "7",
+        "--tensor-parallel-size": "2",
+        "--gpu-memory-utilization": "0.8",
+        "--max-loras": "3",
+    }
+    assert {name: found[name] for name in wanted} == wanted
+    assert {"--enable-lora", "--no-enable-prefix-caching"} <= set(found)
+
+
+def test_what_is_not_set_is_left_to_vllm() -> None:
+    found = given(DecodeWorkerConfig(engine="vllm", device="cpu"))
+    assert not {"--dtype", "--max-model-len", "--max-num-seqs", "--block-size", "--gpu-memory-utilization"} & set(found)
+    assert given(PrefillWorkerConfig(engine="vllm", max_num_batched_tokens=512))["--max-num-batched-tokens"] == "512"
+
+
+def test_own_arguments_of_vllm_come_last() -> None:
+    config = DecodeWorkerConfig(engine="vllm", engine_args=("--dtype", "half", "--enforce-eager"), dtype="float32")
+    assert engine_arguments(config, files())[-3:] == ["--dtype", "half", "--enforce-eager"]
+
+
+def test_gguf_files_are_refused() -> None:
+    with pytest.raises(ModelError, match="gguf"):
+        engine_arguments(DecodeWorkerConfig(engine="vllm"), files(format="gguf", config=None))
+
+
+def test_the_first_error_is_the_reason(tmp_path: Path) -> None:
+    core = CoreFiles(tmp_path)
+    core.errors.write_text(RANK_ERROR)
+    why = start_problem(RuntimeError("Engine core initialization failed. See root cause above."), core)
+    assert why.startswith("vLLM cannot load the model: OutOfMemoryError: CUDA out of memory. Tried")
+    assert "--gpu-memory-utilization" in why and "\n" not in why
+    assert start_problem(RuntimeError("no luck"), CoreFiles(tmp_path / "none")) == "vLLM cannot load the model: no luck"
+
+
+def test_the_last_error_ended_an_engine_that_has_run(tmp_path: Path) -> None:
+    errors = CoreFiles(tmp_path).errors
+    before = "Traceback\nValueError: a request was bad\n"
+    errors.write_text(
+        f"{before}Traceback\nRuntimeError: CUDA error: an illegal memory access\n{RANK_ERROR.splitlines()[-2]}"
+    )
+    assert last_error(errors, len(before)) == "RuntimeError: CUDA error: an illegal memory access"
+    errors.write_text(before)
+    assert last_error(errors, len(before)) == ""
+
+
+def test_processes_log_errors_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import json
+    import logging
+    import os
+    from logging.config import dictConfig
+
+    from common.engine.vllm.core_log import WORKER_PID
+
+    core = CoreFiles(tmp_path)
+    write_logging_config(core.logging, core.errors, "info")
+    monkeypatch.setenv(WORKER_PID, str(os.getpid()))  # otherwise it would watch this process
+    dictConfig(json.loads(core.logging.read_text()))
+    try:
+        raise ValueError("the model has no layers")
+    except ValueError:
+        logging.getLogger("vllm.core").exception("EngineCore failed to start")
+    assert first_error(core.errors) == "the model has no layers"
+
+
+@pytest.mark.parametrize(
+    ("joined", "host", "expected"),
+    [
+        ("tcp://0.0.0.0:7,8", "node-1", "tcp://node-1:7,8"),
+        ("tcp://0.0.0.0:7", "::1", "tcp://[::1]:7"),
+        ("tcp://10.0.0.1:7,8", "", "tcp://10.0.0.1:7,8"),
+    ],
+)
+def test_all_ranks_are_advertised(joined: str, host: str, expected: str) -> None:
+    assert advertised(joined, host) == expected

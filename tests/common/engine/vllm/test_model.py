@@ -1,0 +1,109 @@
+"""What a worker tells of a model that vLLM has loaded, and its adapters."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY, Counter, Gauge
+
+from common.engine.vllm.adapters import VllmAdapters, describe_adapter
+from common.engine.vllm.model import COMMON_SERIES, VllmCollector, facts_of
+from common.engine.worker import EngineStatus, WorkerMetrics
+from common.errors import ModelError
+from common.model_files import ModelFiles
+
+LAYOUT = (
+    "dtype=float32 stages=1 full(block_size=128 heads=2 head_bytes=100) window(block_size=128 heads=2 head_bytes=50)"
+)
+
+
+def config(**model: Any) -> Any:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**{"dtype": "torch.bfloat16", "quantization": None, "max_model_len": 99} | model),
+        cache_config=SimpleNamespace(cache_dtype="auto", block_size=128, num_gpu_blocks=7),
+        scheduler_config=SimpleNamespace(max_num_seqs=5, max_num_batched_tokens=64),
+        parallel_config=SimpleNamespace(world_size=2),
+    )
+
+
+def test_facts_are_those_of_vllm() -> None:
+    files = ModelFiles(
+        model_id="m", format="hf", weights=(), tokenizer=Path("/t"), eos_token_ids=(1,), max_model_len=64,
+        vocab_size=9, weights_hash="0",
+    )  # fmt: skip
+    facts = facts_of(files, config(), "w", LAYOUT)
+    assert (facts.max_model_len, facts.block_size, facts.num_blocks, facts.block_bytes) == (99, 128, 7, 300)
+    assert (facts.max_num_seqs, facts.max_step_tokens, facts.changes_role) == (5, 64, False)
+    assert facts.fingerprint != facts_of(files, config(), "w", LAYOUT + " ").fingerprint
+    assert facts.fingerprint != facts_of(files, config(), "other", LAYOUT).fingerprint
+    assert dict(facts.layout)["dtype"] == "bfloat16" and facts.resources == "2 ranks"
+
+
+def test_vllms_own_series_have_the_labels_of_the_worker() -> None:
+    own = Gauge("vllm:only_of_vllm", "A series of vLLM", ["model_name", "engine"])
+    shared = Counter("vllm:generation_tokens", "One that Diptych counts too", ["model_name", "engine"])
+    try:
+        own.labels("m", "0").set(3)
+        shared.labels("m", "0").inc()
+        metrics = WorkerMetrics("model", "decode-0", EngineStatus)
+        metrics.register(VllmCollector)
+        labels = {"model_name": "model", "engine": "decode-0"}
+        assert metrics.registry.get_sample_value("vllm:only_of_vllm", labels) == 3
+        assert metrics.registry.get_sample_value("vllm:generation_tokens_total", labels) == 0
+        families = [family.name for family in metrics.registry.collect()]
+        assert len(families) == len(set(families))
+    finally:
+        REGISTRY.unregister(own)
+        REGISTRY.unregister(shared)
+
+
+def test_no_series_of_workers_is_exported_twice() -> None:
+    names = {family.name for family in WorkerMetrics("m", "w", EngineStatus).registry.collect()}
+    of_vllm = {name for name in names if name.startswith("vllm:")}
+    assert of_vllm <= COMMON_SERIES, "add it to COMMON_SERIES"
+
+
+def adapter(folder: Path, *, scale: int = 16, weights: bytes = b"weights") -> Path:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": scale}))
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    return folder
+
+
+def test_an_adapter_is_known_by_its_contents(tmp_path: Path) -> None:
+    first = describe_adapter(adapter(tmp_path / "a"))
+    assert first == describe_adapter(adapter(tmp_path / "b")) and first[1:] == (8, 7)
+    assert first[0] != describe_adapter(adapter(tmp_path / "c", scale=32))[0]
+    assert first[0] != describe_adapter(adapter(tmp_path / "d", weights=b"others!"))[0]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match="not an adapter"):
+        describe_adapter(tmp_path / "empty")
+
+
+async def test_adapters_take_places_until_no_request_uses_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    removed: list[int] = []
+
+    class Client:
+        async def remove_lora(self, number: int) -> None:
+            removed.append(number)
+
+    client: Any = Client()
+    adapters = VllmAdapters(client, asyncio.get_running_loop(), 1)
+    request = SimpleNamespace(lora_int_id=1)
+    monkeypatch.setattr(adapters, "_added", lambda digest, path: request)
+    held = adapters.load("a", str(adapter(tmp_path / "a")))
+    assert adapters.request(held.digest) is request and len(held.digest) == 32
+    assert adapters.load("same", str(tmp_path / "a")) is held
+    with pytest.raises(ModelError, match="--max-loras"):
+        adapters.load("b", str(adapter(tmp_path / "b", scale=1)))
+    adapters.retire(held.digest)
+    adapters.free(frozenset({held.digest}))
+    assert adapters.request(held.digest) is request
+    adapters.free(frozenset())
+    await asyncio.sleep(0)
+    assert removed == [1] and adapters.request(held.digest) is None

@@ -1,0 +1,135 @@
+"""A worker's engine on a real vLLM: an answer is the same whole, continued from its own tokens, and alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from common.config import DecodeWorkerConfig
+from common.engine.vllm.duty import vllm_offer
+from common.engine.worker import EngineStatus, RequestReceived, WorkerMetrics, WorkerParts
+from common.engine.worker.vitals import WorkerIdentity
+from common.model_files import ModelFiles
+from common.wire import BadWord, SamplingParams, pack_tokens
+from common.wire.messages import DecodeRequest, Message, RequestFailed, TokenOutput
+
+from ....waiting import until
+from .engines import write_llama
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+PROMPT = [(7 * place) % 200 + 5 for place in range(300)]
+NUM_TOKENS, EARLIER = 12, 5
+
+
+class Worker:
+    def __init__(self, folder: Path) -> None:
+        (folder / "tokenizer.json").write_text(json.dumps(words()))
+        (folder / "tokenizer_config.json").write_text(
+            '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "t0"}'
+        )
+        config = DecodeWorkerConfig(
+            model=str(folder), engine="vllm", dtype="float32", device="cpu", engine_args=("--enforce-eager",)
+        )
+        files = ModelFiles(
+            model_id="m", format="hf", weights=(), tokenizer=folder / "tokenizer.json", config=folder / "config.json",
+            eos_token_ids=(0,), max_model_len=4096, vocab_size=512, weights_hash="0",
+        )  # fmt: skip
+        self.sent: list[tuple[bytes, Message]] = []
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        offer = vllm_offer("decode", config)
+        metrics = WorkerMetrics("m", "d", EngineStatus, role="decode")
+        duty = offer.begin(WorkerParts(WorkerIdentity("d", "decode", "decode", 1), self.context, None, metrics))
+        self.model = offer.load(files)
+        self.engine: Any = duty.build_engine(self.model, self.sent.extend)
+        self.engine.start()
+        self.number = 0
+
+    async def ask(self, prompt: list[int], earlier: int = 0, **given: Any) -> list[int]:
+        """Return the tokens of an answer, which begins with the last `earlier` tokens of `prompt`."""
+        self.number += 1
+        name = f"r{self.number}"
+        params = SamplingParams(max_tokens=NUM_TOKENS, **{"temperature": 0.0, "ignore_eos": True} | given)
+        request = DecodeRequest(
+            request_id=name, attempt=1, prompt=pack_tokens(prompt), params=params, num_output_tokens=earlier
+        )
+        self.engine.submit(RequestReceived(b"router", request))
+        await until(lambda: self.has_ended(name), patience_s=60.0)
+        return [token for delta in self.deltas(name) for token in delta.token_ids]
+
+    def deltas(self, name: str) -> list[Any]:
+        outputs = [message for _, message in self.sent if isinstance(message, TokenOutput)]
+        return [delta for each in outputs for delta in each.outputs if delta.request_id == name]
+
+    def has_ended(self, name: str) -> bool:
+        failed = [message for _, message in self.sent if isinstance(message, RequestFailed)]
+        assert not failed, failed
+        return any(delta.finish_reason for delta in self.deltas(name))
+
+    def close(self) -> None:
+        assert self.engine.stop()
+        self.model.close()
+        self.context.term()
+
+
+def words() -> dict[str, Any]:
+    """Return a tokenizer of 512 words."""
+    vocab = {f"t{number}": number for number in range(512)}
+    special = {"id": 0, "content": "t0", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [special | {"special": True}],
+        "normalizer": None, "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None,
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "t1"},
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    made = Worker(write_llama(tmp_path_factory.mktemp("llama")))
+    yield made
+    made.close()
+
+
+async def test_greedy_tokens_are_those_of_transformers(worker: Worker) -> None:
+    import torch
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(Path(worker.model._llm.model_config.model)).float()
+    whole = model.generate(torch.tensor([PROMPT]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None)
+    assert await worker.ask(PROMPT) == whole[0, len(PROMPT) :].tolist()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"presence_penalty": 1.5, "frequency_penalty": 1.2},
+        {"repetition_penalty": 1.4, "frequency_penalty": 0.7},
+        {"min_tokens": 9, "stop_token_ids": tuple(range(100))},
+        {"bad_words": tuple(BadWord.of([token]) for token in range(0, 512, 3))},
+    ],
+)
+async def test_an_answer_continues_from_its_tokens(worker: Worker, given: dict[str, Any]) -> None:
+    whole = await worker.ask(PROMPT, **given)
+    assert await worker.ask(PROMPT + whole[:EARLIER], EARLIER, **given) == whole[EARLIER:]
+
+
+async def test_seeds_decide_draws(worker: Worker) -> None:
+    draws = [await worker.ask(PROMPT, temperature=1.0, seed=seed) for seed in (5, 5, 6)]
+    assert draws[0] == draws[1] != draws[2]
+
+
+async def test_cached_blocks_are_those_of_the_prompt(worker: Worker) -> None:
+    await worker.ask(PROMPT)
+    await until(lambda: len(worker.model.cached) >= 2)
+    assert worker.engine.status.blocks.cached >= 2
+    await until(lambda: worker.engine.status.step_model.num_steps > 0)
