@@ -18,6 +18,8 @@ from common.errors import MAX_SHOWN_CHARS
 
 WORKER_PID = "DIPTYCH_VLLM_WORKER_PID"
 """Environment variable with the process id of the worker, whose own processes need no watch."""
+VLLM_LEVEL = "VLLM_LOGGING_LEVEL"
+"""Environment variable with the level of vLLM's log."""
 WATCH_S = 1.0
 """Interval, in seconds, of checks that the parent process runs."""
 EXCEPTION = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception|Interrupt|Killed)): (.+)$", re.MULTILINE)
@@ -49,13 +51,23 @@ def _watch_parent(parent: int) -> None:
 
 
 def write_logging_config(path: Path, errors: Path, level: str) -> None:
-    """Write vLLM's logging configuration to `path`. Its processes append errors to the file `errors`."""
+    """Write vLLM's logging configuration to `path`. Its processes append errors to the file `errors`.
+
+    `level` is that of our own log. Below warnings, vLLM logs dozens of lines at each start, so they are shown only at
+    our level debug, or at the level in vLLM's own variable.
+    """
+    own_level = os.environ.get(VLLM_LEVEL) or ("INFO" if level == "debug" else "WARNING")
     names = ["stderr", "errors"]
-    own = {"handlers": names, "level": level.upper(), "propagate": False}
+    own = {"handlers": names, "level": own_level.upper(), "propagate": False}
     config = {
         "version": 1,
         "disable_existing_loggers": False,
-        "formatters": {"line": {"format": "%(asctime)s %(levelname)s vllm %(processName)s: %(message)s"}},
+        "formatters": {
+            "line": {
+                "format": "%(asctime)s.%(msecs)03d %(levelname)-7s vllm %(processName)s: %(message)s",
+                "datefmt": "%H:%M:%S",
+            }
+        },
         "handlers": {
             "stderr": {"class": "logging.StreamHandler", "formatter": "line"},
             "errors": {"class": f"{__name__}.{CoreLogHandler.__name__}", "filename": str(errors)},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,6 @@ def test_the_last_error_ended_an_engine_that_has_run(tmp_path: Path) -> None:
 
 
 def test_processes_log_errors_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import json
     import logging
     import os
     from logging.config import dictConfig
@@ -111,6 +111,18 @@ def test_processes_log_errors_to_the_file(tmp_path: Path, monkeypatch: pytest.Mo
     except ValueError:
         logging.getLogger("vllm.core").exception("EngineCore failed to start")
     assert first_error(core.errors) == "the model has no layers"
+
+
+@pytest.mark.parametrize(
+    ("level", "own", "shown"), [("info", "", "WARNING"), ("debug", "", "INFO"), ("info", "debug", "DEBUG")]
+)
+def test_vllm_logs_less_than_we_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str, own: str, shown: str
+) -> None:
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", own)
+    core = CoreFiles(tmp_path)
+    write_logging_config(core.logging, core.errors, level)
+    assert json.loads(core.logging.read_text())["loggers"]["vllm"]["level"] == shown
 
 
 @pytest.mark.parametrize(
