@@ -105,7 +105,6 @@ class WorkerConfig(CommonConfig, PodSettings):
         details="They override settings of Diptych that vLLM has too. Arguments that Diptych sets itself are rejected. "
         "`diptych serve` appends those of `--prefill-engine-args` or `--decode-engine-args` for one pool.",
         default_note="none",
-        common=True,
         trailing=True,
         expects="arguments of vLLM, quoted as in a shell",
         metavar="ARGUMENTS",

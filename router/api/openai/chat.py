@@ -23,7 +23,7 @@ from router.generation import (
 )
 from router.request import CHAT_PATH
 from router.request.fields import ChatRequest, SamplingFields
-from router.text import CallPart, Part, TextPart, ThoughtMarks, ThoughtPart
+from router.text import CallPart, Part, TextPart, ThoughtPart
 
 
 class BaseFormatter:
@@ -80,7 +80,7 @@ class ChatFormatter(BaseFormatter):
 
     def __init__(self, model: ServedModel, fields: ChatRequest) -> None:
         super().__init__(model, fields)
-        self._echo, self._echoed_thought = _split_echo(fields, model.thoughts_of(with_tools=fields.offers_tools))
+        self._echo, self._echoed_thought = _split_echo(model, fields)
         self._parts = AnswerParts(model, fields)
         self.only_text = self._parts.only_text and self._logprobs is None and not self._token_ids
 
@@ -149,10 +149,11 @@ class ChatFormatter(BaseFormatter):
         return {"prompt_token_ids": prompt_token_ids, **self._of_prompt(first)}
 
 
-def _split_echo(fields: ChatRequest, marks: ThoughtMarks | None) -> tuple[str, str]:
+def _split_echo(model: ServedModel, fields: ChatRequest) -> tuple[str, str]:
     """Split the echoed text into content and the unfinished thought that the answer continues."""
     echo = fields.echo_text
-    thought = marks.open_thought(echo) if fields.continued_text and marks is not None else None
+    marks = model.thoughts_of(with_tools=fields.offers_tools) if fields.continued_text else None
+    thought = marks.open_thought(echo) if marks is not None else None
     if marks is None or thought is None:
         return echo, ""
     return echo[: len(echo) - len(marks.start) - len(thought)], thought.lstrip()
