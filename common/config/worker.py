@@ -91,7 +91,7 @@ class WorkerConfig(CommonConfig, PodSettings):
     )
     engine: str = setting(
         "diptych",
-        "engine that computes the model",
+        "engine of workers",
         group="Model",
         details="`diptych` is Diptych's own. `vllm` requires the extra `vllm` and supports the architectures of vLLM "
         "(docs/guides/engines.md).",
