@@ -3,7 +3,7 @@ const Markdown = (() => {
   const isNode = typeof require !== "undefined";
   const T = isNode ? require("./tree.js") : Tree;
   const H = isNode ? require("./highlight.js") : Highlight;
-  const { Lexer, Tokenizer } = isNode ? require("../vendor/marked-18.2.1.umd.js") : marked;
+  const { Lexer, Tokenizer } = isNode ? require("../vendor/marked-18.2.1/marked.umd.js") : marked;
   const MAX_DEPTH = 16; // deeper lists and quotes remain text
   const MAX_INLINE_CHARS = 10000; // marked parses emphasis in time quadratic in a paragraph's length
   const LINK = /^(?:https?:\/\/|mailto:)/i;

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+AXE = Path(__file__).with_name("axe-core-4.14.1") / "axe.min.js"
 DEADLINE_S = 30.0
 LIMIT = 64 * 1024 * 1024
 """Bytes of the longest reply: a picture."""
@@ -220,6 +221,13 @@ class Page:
         """Write what is seen as PNG; `whole`: all that scrolling would show."""
         shot = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         await asyncio.to_thread(file.write_bytes, base64.b64decode(shot["data"]))
+
+    async def barriers(self) -> list[str]:
+        """What axe-core finds of the page as it is: a rule and the elements that break it."""
+        await self.value(f"{await asyncio.to_thread(AXE.read_text, 'utf-8')}; null")
+        shown = "`${one.id}: ${one.nodes.map((node) => node.html.slice(0, 120) + ' ' + node.failureSummary)}`"
+        found: list[str] = await self.value(f"axe.run().then(({{ violations }}) => violations.map((one) => {shown}))")
+        return found
 
     async def close(self) -> None:
         await self._browser.call("Target.closeTarget", targetId=self._target)

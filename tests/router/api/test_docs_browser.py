@@ -1,0 +1,30 @@
+"""The API reference in a real browser, over a real router. Needs Chromium."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from . import chromium
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(chromium.PROGRAM is None, reason="Chromium is not installed (apt-get install chromium)"),
+]
+KEY = "a-key-of-sixteen-or-more"
+
+
+async def test_the_reference_lists_the_endpoints_after_the_key_is_given(browser: Any, start: Any) -> None:
+    page = await browser.page(f"{(await start(api_key=KEY)).url}/docs")
+    await page.until("!document.getElementById('unlock').hidden")
+    assert "\n".join(await page.barriers()) == ""
+    await page.value("document.getElementById('key').focus()")
+    await page.type(KEY)
+    await page.press("Enter")
+    await page.until("document.querySelector('.opblock-summary-path')")
+    paths = (await page.text("#reference")).replace("\u200b", "").split()
+    assert {"/v1/chat/completions", "/v1/models/{model}", "/load"} <= set(paths) and "/static/{path}" not in paths
+    await page.click(".opblock-summary-control")
+    await page.until("document.querySelector('.opblock.is-open')?.innerText.includes('Responses')")
+    assert page.problems == []
