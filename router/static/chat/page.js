@@ -14,7 +14,7 @@ const runs = new Map(); // id of a conversation -> {run, turn}
 function fresh() { return Conversations.blank(`${Date.now().toString(36)}${Math.random().toString(36).slice(2, 10)}`); }
 
 // ----------------------------------------------------------------------------------------------------------- drawing
-const readers = new WeakMap(), drawnTurns = new WeakMap();
+let readers = new WeakMap(), drawnTurns = new WeakMap();
 let drawing = 0;
 
 function readerOf(answer) {
@@ -72,6 +72,11 @@ setInterval(() => {
   const error = Conversations.shownAnswer(current.turns.at(-1) ?? { answers: [] })?.error;
   if (runs.has(current.id) || (error?.retryAt ?? 0) > Date.now() - 2 * TICK_MS) draw();
 }, TICK_MS);
+
+$("katex").addEventListener("load", () => { // draw formulas that were shown as source
+  [readers, drawnTurns] = [new WeakMap(), new WeakMap()];
+  draw();
+});
 
 // ----------------------------------------------------------------------------------------------------- conversations
 function save(conversation) {

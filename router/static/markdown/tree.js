@@ -1,5 +1,6 @@
 // A document as plain data, and its rendering to the DOM. A node is a string or {tag, attributes, children}. Model output
-// only becomes strings of this tree, so it can never become markup.
+// only becomes strings of this tree, so it can never become markup. A node with `draw` fills its element itself; if `draw`
+// returns false, the children are shown.
 const Tree = (() => {
   const node = (tag, attributes = {}, ...children) => ({ tag, attributes, children: children.flat().filter((one) => one !== null && one !== "") });
   const shown = new WeakMap(); // element -> the node that it displays
@@ -22,7 +23,7 @@ const Tree = (() => {
     const had = shown.get(element);
     if (had === wanted) return;
     describe(element, wanted.attributes, had?.attributes);
-    patch(element, wanted.children);
+    if (!wanted.draw?.(element)) patch(element, wanted.children);
     shown.set(element, wanted);
   }
 

@@ -255,3 +255,17 @@ async def test_a_phone_has_room_for_all_of_it(browser: Any, start: Any, tools: A
     await page.until("document.activeElement.id === 'menu'")
     lightness = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).every((part) => part > 127)"
     assert await page.value(lightness) is not dark
+
+
+async def test_formulas_are_drawn_and_wrong_ones_are_text(browser: Any, start: Any, tools: Any) -> None:
+    text = "So $x^2$ and\n\n$$\\frac{a}{b}$$\n\nbut $\\nonsense{$ and $\\href{javascript:1}{x}$."
+    page = await opened(browser, await start(answering(tools, text)))
+    await say(page, "Show me")
+    await page.until(f"{SENT} && {DONE} && document.querySelectorAll('.answer .katex').length === 3")
+    assert await page.value("document.querySelector('.formula.display math').textContent.includes('a')")
+    shown = await page.value("[...document.querySelectorAll('.formula')].map((one) => one.innerText).slice(2)")
+    assert shown[0] == "$\\nonsense{$" and not await page.value("document.querySelector('.formula a')")
+    await page.until("document.fonts.check('16px KaTeX_Main')")
+    assert page.problems == []
+    await page.reload()
+    await page.until("document.querySelectorAll('.answer .katex').length === 3")
