@@ -63,7 +63,7 @@ const Markdown = (() => {
   function tableNode({ header, rows }) {
     const classes = { right: { class: "right" }, center: { class: "middle" } };
     const row = (tag, attributes, cells) => T.node("tr", {}, cells.map((one) => T.node(tag, { ...attributes, ...classes[one.align] }, inlines(one.text))));
-    return T.node("div", { class: "wide", tabindex: "0", role: "region", "aria-label": "Table" }, T.node("table", {},
+    return T.node("div", { class: "wide", tabindex: "0", role: "group", "aria-label": "Table" }, T.node("table", {},
       T.node("thead", {}, row("th", { scope: "col" }, header)),
       T.node("tbody", {}, rows.map((cells) => row("td", {}, cells)))));
   }

@@ -36,7 +36,7 @@ FLAGS = (
     "--disable-sync",
     "--remote-debugging-pipe",
 )
-KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "ArrowUp": (38, ""), "Tab": (9, "")}
+KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "ArrowUp": (38, ""), "ArrowDown": (40, ""), "Tab": (9, "")}
 FIRST_FREE = 10
 """Above the descriptors 3 and 4, which become Chromium's ends of the pipes."""
 BEGIN = "import os, sys; [os.dup2(int(sys.argv[n]), n + 2) for n in (1, 2)]; os.execv(sys.argv[3], sys.argv[3:])"
@@ -210,6 +210,12 @@ class Page:
 
     async def type(self, text: str) -> None:
         await self.call("Input.insertText", text=text)
+
+    async def choose(self, selector: str, *files: Path) -> None:
+        """Choose files in an input, as its dialog would."""
+        root = (await self.call("DOM.getDocument"))["root"]["nodeId"]
+        node = (await self.call("DOM.querySelector", nodeId=root, selector=selector))["nodeId"]
+        await self.call("DOM.setFileInputFiles", nodeId=node, files=[str(file) for file in files])
 
     async def press(self, key: str, modifiers: int = 0) -> None:
         code, text = KEYS[key]

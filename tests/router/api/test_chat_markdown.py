@@ -127,7 +127,7 @@ async def test_headings_lists_and_quotes() -> None:
 async def test_tables_have_columns_that_lean_and_bars_that_are_text() -> None:
     (found,) = await html("| a | b |\n|:--|--:|\n| `x\\|y` | 1 |\n| c \\| d |\n\nafter")
     assert found == (
-        '<div class="wide" tabindex="0" role="region" aria-label="Table"><table>'
+        '<div class="wide" tabindex="0" role="group" aria-label="Table"><table>'
         '<thead><tr><th scope="col">a</th><th scope="col" class="right">b</th></tr></thead>'
         '<tbody><tr><td><code>x|y</code></td><td class="right">1</td></tr>'
         '<tr><td>c | d</td><td class="right"></td></tr></tbody></table></div><p>after</p>'

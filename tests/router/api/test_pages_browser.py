@@ -1,4 +1,4 @@
-"""The API reference in a real browser, over a real router. Needs Chromium."""
+"""The dashboard and the API reference in a real browser, over a real router. Needs Chromium."""
 
 from __future__ import annotations
 
@@ -27,4 +27,15 @@ async def test_the_reference_lists_the_endpoints_after_the_key_is_given(browser:
     assert {"/v1/chat/completions", "/v1/models/{model}", "/load"} <= set(paths) and "/static/{path}" not in paths
     await page.click(".opblock-summary-control")
     await page.until("document.querySelector('.opblock.is-open')?.innerText.includes('Responses')")
+    assert page.problems == []
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
+async def test_axe_finds_no_barrier_in_the_dashboard(browser: Any, start: Any, width: int, dark: bool) -> None:
+    running = await start()
+    await running.chat(messages=[{"role": "user", "content": "hi"}], max_tokens=2)
+    page = await browser.page(f"{running.url}/dashboard", width=width, dark=dark)
+    await page.until("document.body.innerText.includes('decode-0')")
+    assert "\n".join(await page.barriers()) == ""
+    assert await page.value("document.documentElement.scrollWidth <= innerWidth")
     assert page.problems == []
