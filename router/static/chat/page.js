@@ -29,7 +29,7 @@ function turnTree(turn, index, shown) {
   const run = busy?.turn === turn ? busy.run.view : null;
   const pauseS = isLast && answer?.error?.retryAt ? Math.max(0, (answer.error.retryAt - Date.now()) / 1000) : 0;
   const view = { index, isEditing: editing === turn, isLast, isBusy: Boolean(busy), branch: branches.indexOf(turn), numBranches: branches.length, pauseS: Math.ceil(pauseS) };
-  const key = JSON.stringify([view, turn.shown, turn.answers.length, turn.files]), before = drawnTurns.get(turn);
+  const key = JSON.stringify([view, turn.shown, turn.answers.length, turn.files.map(({ tokens }) => tokens)]), before = drawnTurns.get(turn);
   if (!run && before?.key === key) return before.tree;
   const tree = Turns.turnNode(turn, { ...view, run }, answer ? readerOf(answer) : undefined);
   drawnTurns.set(turn, { key: run ? "" : key, tree });

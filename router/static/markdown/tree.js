@@ -4,6 +4,7 @@
 const Tree = (() => {
   const node = (tag, attributes = {}, ...children) => ({ tag, attributes, children: children.flat().filter((one) => one !== null && one !== "") });
   const shown = new WeakMap(); // element -> the node that it displays
+  const drawn = new WeakMap(); // element -> the text of the node that has drawn it
 
   // The text of a node and its descendants.
   const textOf = (one) => (typeof one === "string" ? one : one.children.map(textOf).join(""));
@@ -23,8 +24,18 @@ const Tree = (() => {
     const had = shown.get(element);
     if (had === wanted) return;
     describe(element, wanted.attributes, had?.attributes);
-    if (!wanted.draw?.(element)) patch(element, wanted.children);
+    if (!isDrawn(element, wanted)) patch(element, wanted.children);
     shown.set(element, wanted);
+  }
+
+  // Whether the node has drawn the element, now or before.
+  function isDrawn(element, wanted) {
+    const text = wanted.draw ? textOf(wanted) : null;
+    if (text !== null && drawn.get(element) === text) return true;
+    drawn.delete(element);
+    if (!wanted.draw?.(element)) return false;
+    drawn.set(element, text);
+    return true;
   }
 
   // Updates the children of `parent` to match `wanted`, without touching unchanged ones.

@@ -1,4 +1,4 @@
-"""The dashboard and the API reference in a real browser, over a real router. Needs Chromium."""
+"""The dashboard, the API reference and pages of other origins in a real browser, over a real router. Needs Chromium."""
 
 from __future__ import annotations
 
@@ -39,3 +39,24 @@ async def test_axe_finds_no_barrier_in_the_dashboard(browser: Any, start: Any, w
     assert "\n".join(await page.barriers()) == ""
     assert await page.value("document.documentElement.scrollWidth <= innerWidth")
     assert page.problems == []
+
+
+ASK = """((url, key) => fetch(`${url}/v1/chat/completions`, {
+  method: 'POST',
+  headers: { 'content-type': 'application/json', authorization: `Bearer ${key}`, 'x-stainless-lang': 'js' },
+  body: JSON.stringify({ messages: [{ role: 'user', content: 'hi' }], max_tokens: 2, stream: true }),
+}).then(async (reply) => {
+  const text = await reply.text();
+  return [reply.status, Boolean(reply.headers.get('x-request-id')), text.endsWith('[DONE]\\n\\n')];
+}, (error) => error.name))"""
+
+
+async def test_a_page_of_an_allowed_origin_reads_answers_and_another_does_not(browser: Any, start: Any) -> None:
+    allowed, other = await start(), await start()
+    running = await start(api_key=KEY, allow_origin=(allowed.url,))
+    found = []
+    for origin in (allowed.url, other.url):
+        page = await browser.page(f"{origin}/health")
+        for key in (KEY, "wrong"):
+            found.append(await page.value(f"{ASK}('{running.url}', '{key}')"))
+    assert found == [[200, True, True], [401, True, False], "TypeError", "TypeError"]
