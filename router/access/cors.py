@@ -33,17 +33,17 @@ class CorsPolicy:
 
     def preflight(self, method: str, headers: Headers) -> Response | None:
         """Return the answer to a preflight request of an allowed origin; None for all other requests."""
+        if method != "OPTIONS" or "access-control-request-method" not in headers:
+            return None
         origin = headers.get("origin", "")
-        if method != "OPTIONS" or "access-control-request-method" not in headers or not self.allows(origin):
+        if not self.allows(origin):
             return None
         response = Response(status_code=204, headers=PREFLIGHT)
         self.add_headers(response.headers, origin)
         return response
 
     def add_headers(self, headers: MutableHeaders, origin: str) -> None:
-        """Add the headers of an answer to a request of `origin`; "" without one."""
-        if not self.origins:
-            return
+        """Add the headers of an answer to a request of `origin`; "" without one. Call only if there are `origins`."""
         if ANY not in self.origins:
             headers.add_vary_header("Origin")  # caches must not reuse the answer for another origin
         if self.allows(origin):

@@ -59,7 +59,8 @@ class RequestMiddleware:
                     added["x-diptych-tools-left-out"] = ", ".join(client_request.ignored_tools)
                 for name, value in access.headers(client_request).items():
                     added[name] = value
-                self._cors.add_headers(added, headers.get("origin", ""))
+                if self._cors.origins:
+                    self._cors.add_headers(added, headers.get("origin", ""))
             await send(message)
             if is_head:  # stop the endpoint before it creates the body
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
