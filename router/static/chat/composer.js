@@ -55,7 +55,7 @@ const Composer = (() => {
     $("context-meter").value = share;
   }
 
-  // `onChange()` follows each change of the draft. `onProblem(text)` is told why a file was not attached.
+  // `onChange()` follows each change of the draft. `onProblem(text)` shows why a file was not attached.
   function begin(onChange, onProblem) {
     [changed, problem] = [onChange, onProblem];
     $("prompt").addEventListener("input", () => set($("prompt").value));
