@@ -45,6 +45,16 @@ class AccessSettings(Config):
         details="A line has the key, endpoint, token counts and result, but no prompt.",
         **FILE,
     )
+    allow_origin: tuple[str, ...] = setting(
+        (),
+        "origins of web pages that may read answers (CORS), such as https://app.example.com",
+        group="Server",
+        details="`*` allows every origin and requires API keys.",
+        default_note="none",
+        pattern=r"\*|[A-Za-z][A-Za-z0-9+.-]*://[^/?#@\s]+",
+        expects="an origin such as https://app.example.com or http://localhost:3000, without a path, or *",
+        metavar="ORIGIN",
+    )
     max_connections: int = setting(
         4096,
         "maximum open connections",
@@ -400,6 +410,8 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSetti
         self.check_silence("worker_timeout_s")
         request_classes(self.request_class, self.slo_ttft_ms, self.slo_tpot_ms)
         self._check_models()
+        if "*" in self.allow_origin and not (self.api_key or self.api_key_file):
+            raise ConfigError("allow_origin", "*", "a list of origins without --api-key or --api-key-file")
         if bool(self.reasoning_start) != bool(self.reasoning_end):
             missing = "reasoning_end" if self.reasoning_start else "reasoning_start"
             raise ConfigError(missing, "", "a text, because --reasoning-start and --reasoning-end belong together")

@@ -1,5 +1,6 @@
 from router.access.access_control import AccessControl, ClientRequest, CompletionRate
 from router.access.class_choice import HEADER, batch_class_of, caller_of, class_of
+from router.access.cors import CorsPolicy
 from router.access.errors import Forbidden, RateLimited
 from router.access.files import FileWatch, check_size, content_of, table_of
 from router.access.keys import ANONYMOUS, LIMITS, MAX_LIMIT, ApiKey, Limits
@@ -17,6 +18,7 @@ __all__ = [
     "Limits",
     "MAX_LIMIT",
     "CompletionRate",
+    "CorsPolicy",
     "RateLimited",
     "ClientRequest",
     "batch_class_of",

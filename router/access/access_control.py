@@ -39,7 +39,8 @@ MIN_ENDS = 4
 """With fewer completed requests there is no estimate."""
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset(("/", "/dashboard", "/live", "/health", "/ready", "/metrics", "/ping"))
+OPEN_PATHS = frozenset(("/", "/dashboard", "/docs", "/live", "/health", "/ready", "/metrics", "/ping"))
+OPEN_PREFIX = "/static/"
 ADMIN_PATHS = frozenset(("/load", "/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
 WATCH_POLL_S = 0.5
 """Polling interval for changes that sibling processes have accepted."""
@@ -68,6 +69,11 @@ class ClientRequest:
     record: RequestRecord | None = None
     ignored_tools: tuple[str, ...] = ()
     """Types of declared tools that the server has ignored."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the path needs no key."""
+        return self.path in OPEN_PATHS or self.path.startswith(OPEN_PREFIX)
 
     def answered(self, record: RequestRecord) -> None:
         """Store the record of a completed generation request."""
@@ -158,7 +164,7 @@ class AccessControl:
 
     def admit(self, client_request: ClientRequest, given: bytes) -> None:
         """Check the key `given` (may be empty) and its limits. Raises Unauthorized, Forbidden or RateLimited."""
-        if client_request.path in OPEN_PATHS:
+        if client_request.is_open:
             return
         if self.ring is not None:
             key = self.ring.find(given)
@@ -223,7 +229,7 @@ class AccessControl:
             client_request.admitted = False
             client_request.quota.leave()
         self.models.leave(client_request)
-        if client_request.path in OPEN_PATHS:
+        if client_request.is_open:
             return
         self._metrics.count_key_request(client_request.key.name, client_request.status)
         if self._audit is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from common.errors import MAX_SHOWN_CHARS
 from router.access.errors import Forbidden
@@ -21,10 +21,13 @@ APP_SCHEMES = ("app", "file", "tauri", "vscode-file", "vscode-webview")
 NAMED = frozenset((b"host", b"origin", b"sec-fetch-dest", b"sec-fetch-mode", b"sec-fetch-site"))
 
 
-def check_web_page(method: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
+def check_web_page(
+    method: str, headers: Iterable[tuple[bytes, bytes]], allows: Callable[[str], bool] = lambda origin: False
+) -> None:
     """Check the headers of a request to a loopback address. Header names must be in lower case. Raises Forbidden.
 
-    Requests of programs pass, because they have no `Origin` and their `Host` is an address or `localhost`.
+    `allows` returns whether the administrator has allowed an origin. It does not affect the check of `Host`. Requests
+    of programs pass, because they have no `Origin` and their `Host` is an address or `localhost`.
     """
     found = {name: value.decode("latin-1").lower() for name, value in headers if name in NAMED}
     host, origin = found.get(b"host", ""), found.get(b"origin") or "null"
@@ -38,11 +41,12 @@ def check_web_page(method: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
         is_foreign = found.get(b"sec-fetch-site") == "cross-site" and not _is_navigation(method, found)
         origin = "another site"
     else:
-        is_foreign = not _is_own(origin, host)
+        is_foreign = not (_is_own(origin, host) or allows(origin))
     if is_foreign:
         raise Forbidden(
             f"Web pages of {origin[:MAX_SHOWN_CHARS]} cannot use this router. A router without API keys on a loopback "
-            "address accepts only pages of this machine. To accept others, start the router with an API key."
+            "address accepts only pages of this machine. To accept others, start the router with --allow-origin and "
+            "their origin, or with an API key."
         )
 
 

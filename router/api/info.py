@@ -9,6 +9,7 @@ from functools import partial
 import orjson
 from fastapi import APIRouter
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
@@ -19,7 +20,18 @@ from router.api.anthropic import answers as anthropic_answers
 from router.api.load import load_of, merged_load, own_load
 from router.api.openai import answers as openai_answers
 from router.api.openapi import documented
-from router.api.pages import CHAT, DASHBOARD, HEADERS, page
+from router.api.pages import (
+    CHAT,
+    DASHBOARD,
+    DOCS,
+    HEADERS,
+    LIBRARIES,
+    LIBRARY_HEADERS,
+    LIBRARY_PATH,
+    MEDIA_TYPES,
+    library,
+    page,
+)
 from router.generation import (
     RouterState,
     ServedModel,
@@ -50,6 +62,21 @@ async def index() -> Response:
 async def dashboard() -> Response:
     """The dashboard web page. It shows the data of `/load` every second: traffic, latencies, workers, classes, plan."""
     return HTMLResponse(page(DASHBOARD), headers=HEADERS)
+
+
+@probe_routes.get("/docs", response_class=HTMLResponse)
+async def docs() -> Response:
+    """The API reference as a web page: Swagger UI with the schema of `/openapi.json`."""
+    return HTMLResponse(page(DOCS), headers=HEADERS)
+
+
+@probe_routes.get(f"{LIBRARY_PATH}{{path:path}}", include_in_schema=False)
+async def static_file(path: str) -> Response:
+    """A script or font that a web page loads."""
+    if path not in LIBRARIES:
+        raise HTTPException(404)
+    media_type = MEDIA_TYPES[LIBRARIES[path].suffix]
+    return Response(library(path), media_type=media_type, headers=LIBRARY_HEADERS)
 
 
 @probe_routes.get("/live", response_class=RedirectResponse, status_code=308)

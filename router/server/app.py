@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Match
+from starlette.routing import BaseRoute, Match
 
 from common import __version__
 from common.config import OFF, RouterConfig
@@ -34,6 +35,7 @@ from router.observe import RouterMetrics
 from router.request.errors import CLIENT_CLOSED, MethodNotAllowed, UnknownPath, error_response
 from router.request.fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.server.fast_path import GeneratingEndpoints, RouterApp
+from router.server.path_hints import suggested_path
 from router.server.request_middleware import RequestMiddleware
 from router.siblings import RouterPart, SharedUsage
 from router.stored import IN_MEMORY
@@ -50,6 +52,8 @@ ROUTERS = (
 )
 ROUTES = [route for router in ROUTERS for route in router.routes]
 """Shared by all applications of a process, because FastAPI takes long to create routes."""
+STATIC_PATHS = sorted({route.path for route in ROUTES if isinstance(route, APIRoute) and "{" not in route.path})
+"""Paths without parameters."""
 
 
 def build_app(
@@ -117,6 +121,12 @@ def siblings_of(part: RouterPart, metrics: RouterMetrics) -> Siblings:
     return Siblings(part, metrics.render)
 
 
+def _routes(request: Request, path: str = "") -> list[BaseRoute]:
+    """Return the routes of a path, by default the request's, whatever their methods."""
+    scope = {**request.scope, "path": path} if path else request.scope
+    return [route for route in ROUTES if route.matches(scope)[0] is not Match.NONE]
+
+
 class _Refusals:
     """Exception handlers that convert exceptions to responses and count them."""
 
@@ -134,7 +144,9 @@ class _Refusals:
         assert isinstance(error, HTTPException)
         path = request.url.path[:MAX_SHOWN_PATH]
         if error.status_code == 404:
-            return self._answer(UnknownPath(f"Unknown path: {path}"), error.headers)
+            meant = suggested_path(path, STATIC_PATHS, lambda other: bool(_routes(request, other)))
+            hint = f"Did you mean {meant}?" if meant else "GET /docs lists all paths."
+            return self._answer(UnknownPath(f"Unknown path: {path}. {hint}"), error.headers)
         if error.status_code == 405:
             allowed = self._methods(request) or (error.headers or {}).get("Allow", "")
             method = request.state.client_request.method[:20]
@@ -150,8 +162,7 @@ class _Refusals:
 
     def _methods(self, request: Request) -> str:
         """Return the methods of all routes of the path; the framework lists those of only one route."""
-        routes = [route for route in ROUTES if route.matches(request.scope)[0] is not Match.NONE]
-        methods = {method for route in routes for method in getattr(route, "methods", ())}
+        methods = {method for route in _routes(request) for method in getattr(route, "methods", ())}
         return ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))
 
     async def of_leaving(self, request: Request, error: Exception) -> Response:

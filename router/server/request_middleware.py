@@ -1,4 +1,4 @@
-"""ASGI middleware of all HTTP requests: request id, origin check, API key, limits, capacity checks and counters.
+"""ASGI middleware of all HTTP requests: request id, origins, API key, limits, capacity checks and counters.
 
 It also answers unexpected errors.
 """
@@ -13,7 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import InternalError, RequestError
-from router.access import ClientRequest, check_web_page
+from router.access import ClientRequest, CorsPolicy, check_web_page
 from router.generation import RouterState
 from router.request.errors import CLIENT_CLOSED, error_response
 from router.server.precheck import generates, precheck
@@ -28,6 +28,7 @@ class RequestMiddleware:
 
     def __init__(self, app: ASGIApp, router_state: RouterState) -> None:
         self._app, self._router_state = app, router_state
+        self._cors = CorsPolicy(router_state.config.allow_origin)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -35,6 +36,9 @@ class RequestMiddleware:
             return
         router_state, access = self._router_state, self._router_state.access
         headers = Headers(scope=scope)
+        if (preflight := self._cors.preflight(scope["method"], headers)) is not None:
+            await preflight(scope, receive, send)
+            return
         request_id = headers.get("x-request-id", "")
         if not SANE_ID.fullmatch(request_id):
             request_id = secrets.token_hex(16)
@@ -55,6 +59,8 @@ class RequestMiddleware:
                     added["x-diptych-tools-left-out"] = ", ".join(client_request.ignored_tools)
                 for name, value in access.headers(client_request).items():
                     added[name] = value
+                if self._cors.origins:
+                    self._cors.add_headers(added, headers.get("origin", ""))
             await send(message)
             if is_head:  # stop the endpoint before it creates the body
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -82,7 +88,7 @@ class RequestMiddleware:
         """Return the error that refuses the request before its body is read, after counting it; None otherwise."""
         try:
             if self._router_state.is_loopback and self._router_state.access.ring is None:
-                check_web_page(client_request.method, headers.raw)
+                check_web_page(client_request.method, headers.raw, self._cors.allows)
             self._router_state.access.admit(client_request, shown_key(headers))
             if generates(scope):
                 precheck(self._router_state, client_request, headers)

@@ -30,14 +30,16 @@ const Access = (() => {
 
   function showModels() {
     const wanted = kept.get("model");
-    $("model").replaceChildren(...models.map(({ id }) => new Option(id, id)));
+    $("model").replaceChildren(...models.map(({ id, ready }) => new Option(ready === false ? `${id} (not ready)` : id, id)));
     if (models.some(({ id }) => id === wanted)) $("model").value = wanted;
     $("model").disabled = models.length < 2;
     showModel();
   }
 
+  const chosen = () => models.find(({ id }) => id === $("model").value);
+
   function showModel() {
-    const one = models.find(({ id }) => id === $("model").value);
+    const one = chosen();
     $("model").title = one?.max_model_len ? `${one.id}: at most ${Timings.whole(one.max_model_len)} tokens, including the answer` : "";
     document.title = `Diptych: ${$("model").value}`;
   }
@@ -69,11 +71,18 @@ const Access = (() => {
     changed();
   }
 
+  // The number of tokens of a text. Throws ApiError.
+  async function count(text) {
+    const body = JSON.stringify({ model: $("model").value, prompt: text, add_special_tokens: false });
+    return (await (await Service.ask("/tokenize", key(), { method: "POST", body })).json()).count;
+  }
+
   function begin(onChange) {
     changed = onChange;
     $("key").value = tab.get("key");
     $("key").addEventListener("input", () => tab.set("key", $("key").value));
-    $("model").addEventListener("change", () => { kept.set("model", $("model").value); showModel(); });
+    $("model").addEventListener("change", () => { kept.set("model", $("model").value); showModel(); changed(); });
+    document.addEventListener("visibilitychange", () => { if (!document.hidden && models.length) find(); }); // models load and unload
     $("settings").addEventListener("close", () => { if (!models.length || key() !== triedKey) find(); });
     $("unlock").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -84,5 +93,5 @@ const Access = (() => {
     find();
   }
 
-  return { begin, key, lock, hasModel: () => models.length > 0, model: () => $("model").value };
+  return { begin, key, lock, hasModel: () => models.length > 0, model: () => $("model").value, maxTokens: () => chosen()?.max_model_len ?? 0, count };
 })();

@@ -68,7 +68,7 @@ const Answering = (() => {
         }
       }
       if (error.name === "AbortError") answer.note = NOTES.stopped;
-      else answer.error = told(error);
+      else answer.error = storable(error);
       return false;
     }
 
@@ -84,7 +84,7 @@ const Answering = (() => {
   }
 
   // The error as stored with the answer. Retry times are absolute, because the page may be reopened.
-  function told(error) {
+  function storable(error) {
     if (!(error instanceof S.ApiError)) return { title: "Something went wrong", message: String(error), status: 0, detail: "", isRetryable: true, retryAt: 0 };
     const { title, message, status, detail, isRetryable, retryAfterS } = error;
     return { title, message, status, detail, isRetryable, retryAt: retryAfterS ? Date.now() + 1000 * retryAfterS : 0 };

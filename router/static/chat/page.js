@@ -1,20 +1,20 @@
 // The chat page: the current conversation, running answers, and the actions of its buttons.
 const $ = (id) => document.getElementById(id);
 const NEAR_END_PX = 60, TICK_MS = 200, SAVE_MS = 2000, UNDO_MS = 8000, COPIED_MS = 1500;
-const kept = new Settings.Kept(() => localStorage), tab = new Settings.Kept(() => sessionStorage, {});
+const tab = new Settings.Kept(() => sessionStorage, {});
 const shelf = new Conversations.Shelf(() => localStorage);
-const isTouched = matchMedia("(pointer: coarse)"), isNarrow = matchMedia("(max-width: 860px)");
+const isTouched = matchMedia("(pointer: coarse)");
 
 let all = shelf.list(); // the listed conversations; a new one is added with its first question
-let current = all.find(({ id }) => id === tab.get("conversation")) ?? fresh();
+let current = all.find(({ id }) => id === tab.get("conversation")) ?? Conversations.blank();
 let editing = null; // turn whose question is being edited
 let deleted = null; // conversation that Undo restores
 const runs = new Map(); // id of a conversation -> {run, turn}
 
-function fresh() { return Conversations.blank(`${Date.now().toString(36)}${Math.random().toString(36).slice(2, 10)}`); }
+const turns = () => Conversations.path(current); // the shown ones
 
 // ----------------------------------------------------------------------------------------------------------- drawing
-const readers = new WeakMap(), drawnTurns = new WeakMap();
+let readers = new WeakMap(), drawnTurns = new WeakMap();
 let drawing = 0;
 
 function readerOf(answer) {
@@ -23,12 +23,13 @@ function readerOf(answer) {
 }
 
 // Returns the tree of a turn. Unchanged turns return the same tree, which costs nothing to draw again.
-function turnTree(turn, index) {
-  const answer = Conversations.shownAnswer(turn), busy = runs.get(current.id), isLast = index === current.turns.length - 1;
+function turnTree(turn, index, shown) {
+  const answer = Conversations.shownAnswer(turn), busy = runs.get(current.id), isLast = index === shown.length - 1;
+  const branches = Conversations.branches(current, turn);
   const run = busy?.turn === turn ? busy.run.view : null;
   const pauseS = isLast && answer?.error?.retryAt ? Math.max(0, (answer.error.retryAt - Date.now()) / 1000) : 0;
-  const view = { index, isEditing: editing === turn, isLast, isBusy: Boolean(busy), numLater: current.turns.length - 1 - index, pauseS: Math.ceil(pauseS) };
-  const key = JSON.stringify([view, turn.shown, turn.answers.length]), before = drawnTurns.get(turn);
+  const view = { index, isEditing: editing === turn, isLast, isBusy: Boolean(busy), branch: branches.indexOf(turn), numBranches: branches.length, pauseS: Math.ceil(pauseS) };
+  const key = JSON.stringify([view, turn.shown, turn.answers.length, turn.files.map(({ tokens }) => tokens)]), before = drawnTurns.get(turn);
   if (!run && before?.key === key) return before.tree;
   const tree = Turns.turnNode(turn, { ...view, run }, answer ? readerOf(answer) : undefined);
   drawnTurns.set(turn, { key: run ? "" : key, tree });
@@ -42,23 +43,28 @@ function draw() {
   cancelAnimationFrame(drawing);
   drawing = 0;
   const stick = atEnd();
-  Tree.patch($("log"), current.turns.map(turnTree));
+  Tree.patch($("log"), turns().map(turnTree));
   $("empty").hidden = current.turns.length > 0;
   if (stick) toEnd();
   $("latest").hidden = atEnd();
+  Composer.showContext(turns());
 }
 function drawSoon() { drawing ||= requestAnimationFrame(draw); }
 
 function drawList() {
-  Tree.patch($("conversations"), Sidebar.nodes(all, current.id, new Set(runs.keys()), new Date().setHours(0, 0, 0, 0)));
+  const listed = all.filter((one) => Conversations.matches(one, $("search").value));
+  Tree.patch($("conversations"), Sidebar.nodes(listed, current.id, new Set(runs.keys()), new Date().setHours(0, 0, 0, 0)));
   $("none").hidden = all.length > 0;
+  $("search").hidden = $("export-all").disabled = !all.length;
+  $("unmatched").textContent = all.length && !listed.length ? "No conversation contains these words." : "";
 }
 
 function showState() {
   const busy = runs.has(current.id);
   $("new").disabled = current.turns.length === 0;
   $("send").textContent = busy ? "Stop" : "Send";
-  $("send").disabled = !busy && (!Access.hasModel() || !$("prompt").value.trim());
+  $("send").disabled = !busy && (!Access.hasModel() || Composer.isEmpty());
+  Composer.showContext(turns());
 }
 
 function drawAll() {
@@ -69,9 +75,14 @@ function drawAll() {
 
 // Redraw what changes with time: the wait for an answer, and the countdown to a retry.
 setInterval(() => {
-  const error = Conversations.shownAnswer(current.turns.at(-1) ?? { answers: [] })?.error;
+  const error = Conversations.shownAnswer(turns().at(-1) ?? { answers: [] })?.error;
   if (runs.has(current.id) || (error?.retryAt ?? 0) > Date.now() - 2 * TICK_MS) draw();
 }, TICK_MS);
+
+$("katex").addEventListener("load", () => { // draw formulas that were shown as source
+  [readers, drawnTurns] = [new WeakMap(), new WeakMap()];
+  draw();
+});
 
 // ----------------------------------------------------------------------------------------------------- conversations
 function save(conversation) {
@@ -84,7 +95,7 @@ function open(conversation) {
   tab.set("conversation", current.id);
   drawAll();
   toEnd();
-  closeDrawer();
+  Drawer.close();
   if (!isTouched.matches) $("prompt").focus();
 }
 
@@ -102,16 +113,30 @@ function remove(conversation) {
   all = all.filter((one) => one !== conversation);
   shelf.remove(conversation.id);
   toast(`“${conversation.title}” deleted.`, conversation);
-  if (current === conversation) open(fresh());
+  if (current === conversation) open(Conversations.blank());
   drawList();
 }
 
-function exportFile(conversation) {
-  const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([Conversations.exported(conversation)], { type: "text/markdown" }));
-  link.download = Conversations.fileName(conversation);
+function download(name, type, text) {
+  const link = Object.assign(document.createElement("a"), { download: name, href: URL.createObjectURL(new Blob([text], { type })) });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), UNDO_MS);
+}
+
+function exportFile(conversation) {
+  download(Conversations.fileName(conversation), "text/markdown", Conversations.exported(conversation));
+}
+
+// Adds the conversations of a file. Of two versions of one, the newer is kept.
+async function importFile(file) {
+  const found = Conversations.unpacked(await file.text());
+  if (!found) return toast(`${file.name} is not a file that “Export all” has written.`);
+  const newer = found.filter(({ id, changed }) => !runs.has(id) && !(all.find((one) => one.id === id)?.changed >= changed));
+  all = [...newer, ...all.filter(({ id }) => !newer.some((one) => one.id === id))];
+  current = newer.find(({ id }) => id === current.id) ?? current;
+  toast(`${newer.length} of ${found.length} conversations imported${newer.length < found.length ? "; the others are here already" : ""}.`);
+  newer.forEach(save);
+  drawAll();
 }
 
 // Another tab has changed, added or deleted conversations. Keep those with running answers.
@@ -119,18 +144,17 @@ addEventListener("storage", (event) => {
   if (event.key !== null && !event.key.startsWith(Conversations.PREFIX)) return;
   const mine = all.filter(({ id }) => runs.has(id));
   all = [...mine, ...shelf.list().filter(({ id }) => !runs.has(id))];
-  if (!editing && !runs.has(current.id)) current = all.find(({ id }) => id === current.id) ?? (current.turns.length ? fresh() : current);
+  if (!editing && !runs.has(current.id)) current = all.find(({ id }) => id === current.id) ?? (current.turns.length ? Conversations.blank() : current);
   drawAll();
 });
 
 // ----------------------------------------------------------------------------------------------------------- answers
-function settings() { return Object.fromEntries(Object.keys(Settings.DEFAULTS).map((name) => [name, kept.get(name)])); }
-
 // Generates another answer for a turn of the current conversation.
 async function answer(turn) {
-  const conversation = current, values = settings(), answer = Answering.blank(Access.model());
-  const messages = Conversations.messages(conversation, conversation.turns.indexOf(turn), values.system.trim());
-  turn.answers = [...turn.answers.filter((one) => one.text), answer]; // drop failed answers
+  const conversation = current, values = Preferences.values(), answer = { ...Answering.blank(Access.model()), id: Conversations.newId() };
+  const messages = Conversations.messages(conversation, turn, values.system.trim());
+  Conversations.dropFailed(conversation, turn);
+  turn.answers.push(answer);
   turn.shown = turn.answers.length - 1;
   let savedAt = performance.now();
   const run = new Answering.Run(answer, Answering.body(answer.model, messages, Settings.fields(values)), Access.key(), () => {
@@ -158,12 +182,11 @@ function touch(conversation) {
   save(conversation);
 }
 
-function send(question, index = current.turns.length) {
-  if (!question.trim() || !Access.hasModel() || runs.has(current.id)) return false;
-  const turn = { question: question.trim(), answers: [], shown: 0 };
-  current.turns = [...current.turns.slice(0, index), turn];
+// Sends a message as the next turn, or as the turn after `before`.
+function send({ question, files }, before = turns().at(-1)) {
+  if (!(question.trim() || files.length) || !Access.hasModel() || runs.has(current.id)) return false;
   editing = null;
-  answer(turn);
+  answer(Conversations.add(current, before, question.trim(), files));
   return true;
 }
 
@@ -184,7 +207,14 @@ function cancelEdit() {
 function turnTo(turn, index) {
   turn.shown = index;
   save(current);
-  draw();
+  drawAll();
+}
+
+function showBranch(turn, step) {
+  const branches = Conversations.branches(current, turn);
+  Conversations.show(current, branches[branches.indexOf(turn) + step]);
+  touch(current);
+  drawAll();
 }
 
 // Copies text. Browsers provide navigator.clipboard only on https and localhost.
@@ -216,6 +246,8 @@ const DEEDS = {
   "cancel-edit": cancelEdit,
   "answer-before": (turn) => turnTo(turn, turn.shown - 1),
   "answer-after": (turn) => turnTo(turn, turn.shown + 1),
+  "branch-before": (turn) => showBranch(turn, -1),
+  "branch-after": (turn) => showBranch(turn, 1),
   "copy-question": (turn, button) => copyText(button, turn.question),
   "copy-answer": (turn, button) => copyText(button, Conversations.shownAnswer(turn).text),
   "copy-code": (turn, button) => copyText(button, button.closest(".code").querySelector("pre").textContent),
@@ -223,11 +255,12 @@ const DEEDS = {
 
 $("log").addEventListener("click", (event) => {
   const button = event.target.closest("button[data-do]"), index = button?.closest("[data-turn]").dataset.turn;
-  if (button) DEEDS[button.dataset.do](current.turns[index], button);
+  if (button) DEEDS[button.dataset.do](turns()[index], button);
 });
 $("log").addEventListener("submit", (event) => {
   event.preventDefault();
-  send(event.target.querySelector("textarea").value, current.turns.indexOf(editing));
+  const shown = turns(), index = shown.indexOf(editing), question = event.target.querySelector("textarea").value;
+  send({ question, files: editing.files }, shown[index - 1] ?? null);
 });
 $("log").addEventListener("keydown", (event) => {
   if (event.target.closest(".editor textarea") && sends(event)) event.target.form.requestSubmit();
@@ -241,98 +274,50 @@ function sends(event) {
 }
 
 // ------------------------------------------------------------------------------------------------------ the composer
-function fitPrompt() {
-  $("prompt").style.height = "auto";
-  $("prompt").style.height = `${$("prompt").scrollHeight}px`;
-}
-
-function setPrompt(text) {
-  $("prompt").value = text;
-  tab.set("draft", text);
-  fitPrompt();
-  showState();
-}
-
 $("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   const busy = runs.get(current.id);
   if (busy) busy.run.stop();
-  else if (send($("prompt").value)) setPrompt("");
+  else if (send(Composer.draft())) Composer.set("", []);
 });
-$("prompt").addEventListener("input", () => setPrompt($("prompt").value));
 $("prompt").addEventListener("keydown", (event) => {
   if (sends(event) && !runs.has(current.id)) $("composer").requestSubmit(); // Enter never stops an answer
-  if (event.key === "ArrowUp" && !$("prompt").value && current.turns.length && !runs.has(current.id)) {
+  if (event.key === "ArrowUp" && Composer.isEmpty() && current.turns.length && !runs.has(current.id)) {
     event.preventDefault();
-    edit(current.turns.at(-1));
+    edit(turns().at(-1));
   }
 });
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || $("settings").open || event.isComposing) return;
   if (editing) cancelEdit();
-  else if (!$("backdrop").hidden) closeDrawer();
+  else if (Drawer.isOpen()) Drawer.close();
   else runs.get(current.id)?.run.stop();
 });
-$("new").addEventListener("click", () => open(fresh()));
+$("new").addEventListener("click", () => open(Conversations.blank()));
 $("scroll").addEventListener("scroll", () => { $("latest").hidden = atEnd(); });
 $("latest").addEventListener("click", toEnd);
 
-// --------------------------------------------------------------------------- the list, a drawer on narrow screens
-function showDrawer(isOpen) {
-  $("backdrop").hidden = !isOpen;
-  $("sidebar").classList.toggle("opened", isOpen);
-  $("sidebar").inert = isNarrow.matches && !isOpen;
-  $("column").inert = isNarrow.matches && isOpen;
-  $("menu").setAttribute("aria-expanded", String(isOpen));
-}
-
-function closeDrawer() {
-  const wasOpen = !$("backdrop").hidden;
-  showDrawer(false);
-  if (wasOpen) $("menu").focus();
-}
-
-$("menu").addEventListener("click", () => {
-  showDrawer($("backdrop").hidden);
-  if (!$("backdrop").hidden) $("sidebar").querySelector("button")?.focus();
-});
-$("backdrop").addEventListener("click", closeDrawer);
-isNarrow.addEventListener("change", () => showDrawer(false));
+// ---------------------------------------------------------------------------------------------------------- the list
 $("sidebar").addEventListener("click", (event) => {
   const button = event.target.closest("button[data-do]");
   const one = all.find(({ id }) => id === button?.closest("[data-id]").dataset.id);
   if (one) ({ open, export: exportFile, delete: remove })[button.dataset.do](one);
 });
+$("search").addEventListener("input", drawList);
 $("undo").addEventListener("click", () => {
   $("toast").hidden = true;
   all.push(deleted);
   save(deleted);
   open(deleted);
 });
-
-// ------------------------------------------------------------------------------------------------------ the settings
-const FIELDS = Object.keys(Settings.DEFAULTS).filter((name) => name !== "model");
-
-function showTheme() { document.documentElement.dataset.theme = $("theme").value; }
-
-for (const name of FIELDS) {
-  $(name).value = kept.get(name);
-  $(name).addEventListener("input", () => { kept.set(name, $(name).value); showTheme(); });
-}
-$("reset").addEventListener("click", () => {
-  for (const name of FIELDS) {
-    $(name).value = Settings.DEFAULTS[name];
-    kept.set(name, Settings.DEFAULTS[name]);
-  }
-  showTheme();
-});
-$("open-settings").addEventListener("click", () => $("settings").showModal());
-$("settings").addEventListener("click", (event) => { if (event.target === $("settings")) $("settings").close(); });
+$("export-all").addEventListener("click", () => download("diptych-conversations.json", "application/json", Conversations.packed(all)));
+$("import").addEventListener("click", () => $("import-file").click());
+$("import-file").addEventListener("change", () => { importFile($("import-file").files[0]); $("import-file").value = ""; });
 addEventListener("pagehide", () => { for (const id of runs.keys()) { const one = all.find((each) => each.id === id); if (one) save(one); } });
 
-showTheme();
-showDrawer(false);
-setPrompt(tab.get("draft"));
+Preferences.begin();
+Drawer.begin();
+Composer.begin(showState, toast);
 drawAll();
 toEnd();
 Access.begin(showState);

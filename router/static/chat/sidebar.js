@@ -17,10 +17,10 @@ const Sidebar = (() => {
       small("export", "Save as a file", "↓"), small("delete", "Delete", "×"));
   }
 
-  // The sections of the list, newest first.
+  // The sections of the listed conversations, newest first.
   function nodes(all, currentId, runningIds, midnight) {
     const sorted = [...all].sort((a, b) => b.changed - a.changed), spans = [...new Set(sorted.map((one) => spanOf(one.changed, midnight)))];
-    return spans.map((span) => node("section", {}, node("h3", {}, span),
+    return spans.map((span) => node("section", {}, node("h2", {}, span),
       node("ul", {}, sorted.filter((one) => spanOf(one.changed, midnight) === span).map((one) => row(one, currentId, runningIds.has(one.id))))));
   }
 

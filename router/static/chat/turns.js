@@ -5,26 +5,35 @@ const Turns = (() => {
   const M = isNode ? require("../markdown/markdown.js") : Markdown;
   const N = isNode ? require("./timings.js") : Timings;
   const C = isNode ? require("./conversations.js") : Conversations;
+  const A = isNode ? require("./attachments.js") : Attachments;
 
   const button = (name, label, text, attributes = {}) => node("button", { type: "button", "data-do": name, ...(label ? { "aria-label": label, title: label } : {}), ...attributes }, text);
   const quiet = (name, label, text, attributes = {}) => button(name, label, text, { class: "quiet", ...attributes });
   const onlyRead = (text) => node("span", { class: "only-read" }, text);
 
-  // `view`: {index, isEditing, isLast, isBusy, numLater, run}. `isBusy`: the conversation has a running answer. `run`: the
-  // running answer of this turn.
+  // `view`: {index, isEditing, isLast, isBusy, branch, numBranches, run}. `isBusy`: the conversation has a running answer.
+  // `branch`: index of this turn among its versions. `run`: the running answer of this turn.
   function questionNodes(turn, view) {
-    if (view.isEditing) return [editor(turn, view)];
-    const mine = node("div", { class: "mine" }, onlyRead("You: "), turn.question);
-    return [mine, node("div", { class: "under mine-buttons" },
-      view.isBusy ? null : quiet("edit", "Edit and send again", "Edit"), quiet("copy-question", "Copy your message", "Copy"))];
+    if (view.isEditing) return [editor(turn)];
+    const files = turn.files?.length ? node("ul", { class: "files", "aria-label": "Attached files" }, turn.files.map((file) => fileNode(file))) : null;
+    const mine = node("div", { class: "mine" }, onlyRead("You: "), files, turn.question), isBranched = view.numBranches > 1;
+    return [mine, node("div", { class: isBranched ? "under mine-buttons branched" : "under mine-buttons" },
+      view.isBusy ? null : quiet("edit", "Edit and send again", "Edit"), quiet("copy-question", "Copy your message", "Copy"),
+      isBranched && !view.isBusy ? pager("branch", "version of this message", view.branch, view.numBranches) : null)];
   }
 
-  function editor(turn, view) {
-    const lost = view.numLater === 1 ? "The turn below will be removed." : `The ${N.whole(view.numLater)} turns below will be removed.`;
+  function fileNode({ name, tokens, text }, remove = null) {
+    const size = tokens ? `${N.whole(tokens)} tokens` : `≈ ${N.whole(A.estimate(text))} tokens`;
+    return node("li", {}, node("span", { class: "name" }, name), node("span", { class: "size" }, size), remove);
+  }
+
+  // The files of the message that is being written.
+  const draftFiles = (files) => files.map((file, index) => fileNode(file, quiet("remove-file", `Remove ${file.name}`, "×", { "data-index": String(index) })));
+
+  function editor(turn) {
     return node("form", { class: "editor", "data-do": "resend" },
       node("textarea", { "aria-label": "Your message", rows: "3" }, turn.question),
-      node("div", { class: "under" }, view.numLater ? node("span", { class: "note" }, lost) : null,
-        button("cancel-edit", "", "Cancel"), node("button", { type: "submit", class: "primary" }, "Send")));
+      node("div", { class: "under" }, node("span", { class: "hint-kept" }, "The present version is kept."), button("cancel-edit", "", "Cancel"), node("button", { type: "submit", class: "primary" }, "Send")));
   }
 
   function thoughtNodes(answer, isThinking) {
@@ -55,16 +64,16 @@ const Turns = (() => {
     if (answer.note) parts.push(node("span", { class: "note" }, answer.note));
     const buttons = [
       answer.text ? quiet("copy-answer", "Copy answer", "Copy") : null,
-      view.isLast && !view.isBusy && !answer.error ? quiet("retry", "Generate another answer", "Retry") : null,
-      ...(turn.answers.length > 1 && !view.isBusy ? pager(turn) : []),
+      view.isLast && !view.isBusy && !answer.error ? quiet("retry", "Retry: generate another answer", "Retry") : null,
+      turn.answers.length > 1 && !view.isBusy ? pager("answer", "answer", turn.shown, turn.answers.length) : null,
     ];
     return node("div", { class: "under foot" }, node("span", { class: "buttons" }, buttons), parts);
   }
 
-  function pager(turn) {
-    const at = turn.shown, most = turn.answers.length - 1, off = (isOff) => (isOff ? { disabled: "" } : {});
-    return [quiet("answer-before", "Previous answer", "‹", off(at === 0)), node("span", { class: "pager" }, `${at + 1} of ${most + 1}`),
-      quiet("answer-after", "Next answer", "›", off(at === most))];
+  function pager(name, what, index, number) {
+    const off = (isOff) => (isOff ? { disabled: "" } : {});
+    return node("span", { class: "pager" }, quiet(`${name}-before`, `Previous ${what}`, "‹", off(index === 0)), node("span", {}, `${index + 1} of ${number}`),
+      quiet(`${name}-after`, `Next ${what}`, "›", off(index === number - 1)));
   }
 
   function answerNodes(turn, view, reader) {
@@ -82,6 +91,6 @@ const Turns = (() => {
   const turnNode = (turn, view, reader = M.reader()) => node("article", { class: "turn", "data-turn": String(view.index), "aria-busy": String(Boolean(view.run)) },
     questionNodes(turn, view), answerNodes(turn, view, reader));
 
-  return { turnNode, errorNode };
+  return { turnNode, errorNode, draftFiles };
 })();
 if (typeof module !== "undefined") module.exports = Turns;

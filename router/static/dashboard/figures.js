@@ -49,7 +49,7 @@ const Figures = (() => {
 
   const modelsLine = (load) => load.models.map((one) => `${one.id} · at most ${whole(one.max_model_len)} tokens${one.ready === false ? " · no ready workers" : ""}`).join(", ");
 
-  const TIME_COLUMNS = ["", "p50", "p90", "p99", "Count"];
+  const TIME_COLUMNS = ["Latency", "p50", "p90", "p99", "Count"];
   const TIMES = {
     ttft: ["First token", "TTFT, from the arrival of the request's headers"], tpot: ["Later token", "TPOT, the mean over an answer's tokens after the first"],
     itl: ["Between tokens", "from one token to the next"], queue: ["Wait", "in the router and on workers"],
@@ -69,7 +69,7 @@ const Figures = (() => {
     return all ? 1 - some.reduce((sum, one) => sum + one.num_available_blocks, 0) / all : null;
   }
 
-  const POOL_COLUMNS = ["", "Ready", "Requests", "Queued tokens", "KV blocks in use"];
+  const POOL_COLUMNS = ["Pool", "Ready", "Requests", "Queued tokens", "KV blocks in use"];
   function poolRows(load) {
     return ["prefill", "decode"].map((role) => {
       const all = load.workers.filter((one) => one.role === role), ready = all.filter((one) => one.state === "ready");

@@ -3,7 +3,8 @@ const Markdown = (() => {
   const isNode = typeof require !== "undefined";
   const T = isNode ? require("./tree.js") : Tree;
   const H = isNode ? require("./highlight.js") : Highlight;
-  const { Lexer, Tokenizer } = isNode ? require("../vendor/marked-18.2.1.umd.js") : marked;
+  const F = isNode ? require("./formula.js") : Formula;
+  const { Lexer, Tokenizer } = isNode ? require("../vendor/marked-18.2.1/marked.umd.js") : marked;
   const MAX_DEPTH = 16; // deeper lists and quotes remain text
   const MAX_INLINE_CHARS = 10000; // marked parses emphasis in time quadratic in a paragraph's length
   const LINK = /^(?:https?:\/\/|mailto:)/i;
@@ -18,7 +19,7 @@ const Markdown = (() => {
     }
   }
 
-  const lexer = () => new Lexer({ gfm: true, breaks: true, tokenizer: new TextTokenizer() });
+  const lexer = () => new Lexer({ gfm: true, breaks: true, tokenizer: new TextTokenizer(), extensions: F.extensions });
 
   // Returns the result of `read`, or the text as one token if it nests too deeply for the stack.
   function tokens(text, read) {
@@ -45,6 +46,7 @@ const Markdown = (() => {
       case "codespan": return T.node("code", {}, token.text);
       case "br": return T.node("br");
       case "link": return link(token, children(token));
+      case "formula": return F.node(token);
       case "image": return link(token, token.text ? [token.text] : []);
       default: return token.text ?? token.raw;
     }
@@ -61,7 +63,7 @@ const Markdown = (() => {
   function tableNode({ header, rows }) {
     const classes = { right: { class: "right" }, center: { class: "middle" } };
     const row = (tag, attributes, cells) => T.node("tr", {}, cells.map((one) => T.node(tag, { ...attributes, ...classes[one.align] }, inlines(one.text))));
-    return T.node("div", { class: "wide", tabindex: "0", role: "region", "aria-label": "Table" }, T.node("table", {},
+    return T.node("div", { class: "wide", tabindex: "0", role: "group", "aria-label": "Table" }, T.node("table", {},
       T.node("thead", {}, row("th", { scope: "col" }, header)),
       T.node("tbody", {}, rows.map((cells) => row("td", {}, cells)))));
   }
@@ -76,6 +78,7 @@ const Markdown = (() => {
     switch (token.type) {
       case "code": return codeNode(token);
       case "heading": return T.node(`h${Math.min(token.depth + 2, 6)}`, { class: `level-${token.depth}` }, inlines(token.text)); // below the page's headings
+      case "formula": return F.node(token);
       case "hr": return T.node("hr");
       case "table": return tableNode(token);
       case "blockquote": return T.node("blockquote", {}, token.tokens.filter((one) => !isSpace(one)).map((one) => blockNode(one, depth + 1)));

@@ -1,8 +1,10 @@
 // A document as plain data, and its rendering to the DOM. A node is a string or {tag, attributes, children}. Model output
-// only becomes strings of this tree, so it can never become markup.
+// only becomes strings of this tree, so it can never become markup. A node with `draw` fills its element itself; if `draw`
+// returns false, the children are shown.
 const Tree = (() => {
   const node = (tag, attributes = {}, ...children) => ({ tag, attributes, children: children.flat().filter((one) => one !== null && one !== "") });
   const shown = new WeakMap(); // element -> the node that it displays
+  const drawn = new WeakMap(); // element -> the text of the node that has drawn it
 
   // The text of a node and its descendants.
   const textOf = (one) => (typeof one === "string" ? one : one.children.map(textOf).join(""));
@@ -22,8 +24,18 @@ const Tree = (() => {
     const had = shown.get(element);
     if (had === wanted) return;
     describe(element, wanted.attributes, had?.attributes);
-    patch(element, wanted.children);
+    if (!isDrawn(element, wanted)) patch(element, wanted.children);
     shown.set(element, wanted);
+  }
+
+  // Whether the node has drawn the element, now or before.
+  function isDrawn(element, wanted) {
+    const text = wanted.draw ? textOf(wanted) : null;
+    if (text !== null && drawn.get(element) === text) return true;
+    drawn.delete(element);
+    if (!wanted.draw?.(element)) return false;
+    drawn.set(element, text);
+    return true;
   }
 
   // Updates the children of `parent` to match `wanted`, without touching unchanged ones.

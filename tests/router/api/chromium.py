@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+AXE = Path(__file__).with_name("axe-core-4.14.1") / "axe.min.js"
 DEADLINE_S = 30.0
 LIMIT = 64 * 1024 * 1024
 """Bytes of the longest reply: a picture."""
@@ -35,7 +36,7 @@ FLAGS = (
     "--disable-sync",
     "--remote-debugging-pipe",
 )
-KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "ArrowUp": (38, ""), "Tab": (9, "")}
+KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "ArrowUp": (38, ""), "ArrowDown": (40, ""), "Tab": (9, "")}
 FIRST_FREE = 10
 """Above the descriptors 3 and 4, which become Chromium's ends of the pipes."""
 BEGIN = "import os, sys; [os.dup2(int(sys.argv[n]), n + 2) for n in (1, 2)]; os.execv(sys.argv[3], sys.argv[3:])"
@@ -210,6 +211,12 @@ class Page:
     async def type(self, text: str) -> None:
         await self.call("Input.insertText", text=text)
 
+    async def choose(self, selector: str, *files: Path) -> None:
+        """Choose files in an input, as its dialog would."""
+        root = (await self.call("DOM.getDocument"))["root"]["nodeId"]
+        node = (await self.call("DOM.querySelector", nodeId=root, selector=selector))["nodeId"]
+        await self.call("DOM.setFileInputFiles", nodeId=node, files=[str(file) for file in files])
+
     async def press(self, key: str, modifiers: int = 0) -> None:
         code, text = KEYS[key]
         common = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": modifiers}
@@ -220,6 +227,13 @@ class Page:
         """Write what is seen as PNG; `whole`: all that scrolling would show."""
         shot = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         await asyncio.to_thread(file.write_bytes, base64.b64decode(shot["data"]))
+
+    async def barriers(self) -> list[str]:
+        """What axe-core finds of the page as it is: a rule and the elements that break it."""
+        await self.value(f"{await asyncio.to_thread(AXE.read_text, 'utf-8')}; null")
+        shown = "`${one.id}: ${one.nodes.map((node) => node.html.slice(0, 120) + ' ' + node.failureSummary)}`"
+        found: list[str] = await self.value(f"axe.run().then(({{ violations }}) => violations.map((one) => {shown}))")
+        return found
 
     async def close(self) -> None:
         await self._browser.call("Target.closeTarget", targetId=self._target)

@@ -85,18 +85,27 @@ async def test_stop_retry_and_the_answers_of_a_turn(browser: Any, start: Any, to
     assert len(engine.requests) == 2
 
 
-async def test_a_message_is_edited_and_sent_again_without_what_came_after(browser: Any, start: Any, tools: Any) -> None:
+async def test_an_edited_message_is_a_branch_and_the_other_is_kept(browser: Any, start: Any, tools: Any) -> None:
     engine = answering(tools, "Yes.")
     page = await opened(browser, await start(engine))
     for number, text in enumerate(("first", "second"), 1):
         await say(page, text)
         await page.until(f"{DONE} && document.querySelectorAll('.answer').length === {number}")
     await page.click("[data-turn='0'] [data-do=edit]")
-    assert "The turn below will be removed." in await page.text(".editor")
+    assert "The present version is kept." in await page.text(".editor")
     await page.type(" but better")
     await page.press("Enter")
     await page.until(f"{DONE} && document.querySelectorAll('.turn').length === 1 && document.querySelector('.foot')")
-    assert "first but better" in await page.text(".mine")
+    assert "first but better" in await page.text(".mine") and "2 of 2" in await page.text(".mine-buttons")
+    assert len(engine.requests[2].prompt_token_ids) < len(engine.requests[1].prompt_token_ids)
+    await page.click("[data-do=branch-before]")
+    await page.until("document.querySelectorAll('.turn').length === 2")
+    assert "better" not in await page.text(".mine")
+    await page.reload()
+    await page.until(f"{HAS_MODEL} && document.querySelectorAll('.turn').length === 2")
+    assert "1 of 2" in await page.text(".mine-buttons")
+    await page.click("[data-do=branch-after]")
+    await page.until("document.querySelectorAll('.turn').length === 1")
     await page.value("document.getElementById('prompt').focus()")
     await page.press("ArrowUp")
     await page.until("document.activeElement.closest('.editor')")
@@ -178,15 +187,19 @@ async def test_settings_are_kept_and_sent(browser: Any, start: Any, tools: Any) 
     for name, text in {"system": "Be brief.", "seed": "11", "top-p": "0.5", "stop": "END"}.items():
         await page.value(f"document.getElementById('{name}').focus()")
         await page.type(text)
+    await page.click("#save-preset")
+    assert await page.value("document.getElementById('preset').value") == "Be brief."
     await page.press("Escape")
+    note = "const ask = fetch; window.fetch = (path, how) => { window.sent = how.body; return ask(path, how); };"
+    await page.call("Page.addScriptToEvaluateOnNewDocument", source=note)
     await page.reload()
     await page.until(HAS_MODEL)
     await say(page, "Hi")
     await page.until(f"{SENT} && {DONE}")
     params = engine.requests[0].params
-    assert (params.seed, params.top_p, params.max_tokens) == (11, 0.5, 1024) and params.temperature == pytest.approx(
-        0.7
-    )
+    assert (params.seed, params.top_p) == (11, 0.5)
+    sent = json.loads(await page.value("window.sent"))
+    assert sent.keys() == {"model", "messages", "top_p", "seed", "stop", "stream", "stream_options"}
     assert b"Be brief." in bytes(token for token in engine.requests[0].prompt_token_ids if token < 256)
     await page.click("#open-settings")
     await page.click("#reset")
@@ -223,7 +236,7 @@ async def test_a_refusal_is_shown_in_the_words_of_the_api(browser: Any, start: A
 
 async def test_the_picker_offers_every_model_and_remembers(browser: Any, start: Any) -> None:
     page = await opened(browser, await start())
-    two = json.dumps({"data": [{"id": "tiny-random"}, {"id": "other", "max_model_len": 8192}]})
+    two = json.dumps({"data": [{"id": "tiny-random", "ready": False}, {"id": "other", "max_model_len": 8192}]})
     models = f"Promise.resolve(new Response('{two}'))"
     script = f"const ask = fetch; window.fetch = (path, how) => path === '/v1/models' ? {models} : ask(path, how);"
     await page.call("Page.addScriptToEvaluateOnNewDocument", source=script)
@@ -234,6 +247,7 @@ async def test_the_picker_offers_every_model_and_remembers(browser: Any, start: 
     await page.reload()
     await page.until("document.getElementById('model').value === 'other'")
     assert "8,192 tokens" in await page.value("document.getElementById('model').title")
+    assert await page.text("#model option") == "tiny-random (not ready)"
 
 
 @pytest.mark.parametrize("dark", [False, True])
@@ -255,3 +269,128 @@ async def test_a_phone_has_room_for_all_of_it(browser: Any, start: Any, tools: A
     await page.until("document.activeElement.id === 'menu'")
     lightness = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).every((part) => part > 127)"
     assert await page.value(lightness) is not dark
+
+
+async def test_formulas_are_drawn_and_wrong_ones_are_text(browser: Any, start: Any, tools: Any) -> None:
+    text = "So $x^2$ and\n\n$$\\frac{a}{b}$$\n\nbut $\\nonsense{$ and $\\href{javascript:1}{x}$."
+    page = await opened(browser, await start(answering(tools, text)))
+    await say(page, "Show me")
+    await page.until(f"{SENT} && {DONE} && document.querySelectorAll('.answer .katex').length === 3")
+    assert await page.value("document.querySelector('.formula.display math').textContent.includes('a')")
+    shown = await page.value("[...document.querySelectorAll('.formula')].map((one) => one.innerText).slice(2)")
+    assert shown[0] == "$\\nonsense{$" and not await page.value("document.querySelector('.formula a')")
+    await page.until("document.fonts.check('16px KaTeX_Main')")
+    assert page.problems == []
+    await page.reload()
+    await page.until("document.querySelectorAll('.answer .katex').length === 3")
+
+
+async def test_files_are_attached_as_text_and_counted(browser: Any, start: Any, tools: Any, tmp_path: Path) -> None:
+    engine = answering(tools, "Yes.")
+    page = await opened(browser, await start(engine))
+    table, image = tmp_path / "table.csv", tmp_path / "image.png"
+    table.write_text("name,price\n" * 20)
+    image.write_bytes(b"\x89PNG\0")
+    await page.choose("#file", table, image)
+    await page.until("/^table.csv\\s*\\d+ tokens/.test(document.getElementById('files').innerText)")
+    assert "image.png is not a text file" in await page.text("#toast")
+    before = (await page.text("#context")).strip()
+    assert before.startswith("≈") and "of 4,096 tokens" in before
+    await page.type("What?")
+    await page.press("Enter")
+    await page.until(f"{SENT} && {DONE}")
+    prompt = bytes(token for token in engine.requests[0].prompt_token_ids if token < 256)
+    assert b"File table.csv:\n```csv\nname,price\n" in prompt and b"```\n\nWhat?" in prompt
+    assert "table.csv" in await page.text(".mine") and await page.value("document.getElementById('files').hidden")
+    used = len(engine.requests[0].prompt_token_ids) + len("Yes.") + 1
+    assert (await page.text("#context")).strip() == f"{used} of 4,096 tokens"
+    await page.reload()
+    await page.until(f"{HAS_MODEL} && document.querySelector('.mine .files')")
+    assert page.problems == []
+
+
+async def test_conversations_are_searched_exported_and_imported(
+    browser: Any, start: Any, tools: Any, tmp_path: Path
+) -> None:
+    page = await opened(browser, await start(answering(tools, "A red answer.")))
+    await browser.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    for text in ("Apples", "Bananas"):
+        await page.click("#new")
+        await say(page, text)
+        await page.until(f"{SENT} && {DONE}")
+    rows = "[...document.querySelectorAll('#sidebar .title')].map((one) => one.textContent)"
+    await page.click("#search")
+    await page.type("APP red")
+    await page.until(f"{rows}.join() === 'Apples'")
+    await page.type(" green")
+    await page.until("document.getElementById('unmatched').innerText")
+    await page.click("#export-all")
+    saved = tmp_path / "diptych-conversations.json"
+    await tools.until(lambda: saved.exists() and saved.stat().st_size)
+    await page.value("localStorage.clear()")
+    await page.reload()
+    await page.until(f"{HAS_MODEL} && {rows}.length === 0")
+    for said in ("2 of 2 conversations imported.", "0 of 2 conversations imported; the others are here already."):
+        await page.choose("#import-file", saved)
+        await page.until(f"document.getElementById('toast-text').innerText === {json.dumps(said)}")
+    assert await page.value(rows) == ["Bananas", "Apples"]
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text("{}")
+    await page.choose("#import-file", wrong)
+    await page.until("document.getElementById('toast-text').innerText.startsWith('wrong.json is not')")
+    await page.click("#sidebar .open")
+    assert "A red answer." in await page.text(".answer")
+    assert page.problems == []
+
+
+RICH = (
+    "# Title\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```python\nprint(1)  # one\n```\n\n$$x^2$$ [link](https://a.example)"
+)
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, False), (390, True)])
+async def test_axe_finds_no_barrier(
+    browser: Any, start: Any, tools: Any, tmp_path: Path, width: int, dark: bool
+) -> None:
+    page = await opened(browser, await start(answering(tools, RICH)), width=width, height=844, dark=dark)
+    assert "\n".join(await page.barriers()) == "", "an empty conversation"
+    note = tmp_path / "note.md"
+    note.write_text("note")
+    await page.choose("#file", note)
+    await page.until("document.querySelector('#files li')")
+    await page.click("#prompt")
+    await page.type("Show me")
+    assert "\n".join(await page.barriers()) == "", "a draft with a file"
+    await page.click("#send")
+    await page.until(f"{SENT} && {DONE} && document.querySelector('.answer .katex')")
+    await page.click("[data-do=retry]")
+    await page.until(f"{DONE} && document.querySelector('[data-do=answer-before]')")
+    assert "\n".join(await page.barriers()) == "", "an answer"
+    await page.click("[data-do=edit]")
+    assert "\n".join(await page.barriers()) == "", "an edited message"
+    await page.press("Escape")
+    if width < 500:
+        await page.click("#menu")
+        assert "\n".join(await page.barriers()) == "", "the list"
+        await page.press("Escape")
+    await page.click("#open-settings")
+    assert "\n".join(await page.barriers()) == "", "the settings"
+
+
+async def test_everything_is_reached_by_keyboard(browser: Any, start: Any, tools: Any) -> None:
+    page = await opened(browser, await start(answering(tools, "Yes.")))
+    await say(page, "Hi")
+    await page.until(f"{SENT} && {DONE}")
+    name = "((one) => one.id || one.dataset.do || one.getAttribute('href'))(document.activeElement)"
+    await page.type("More")
+    await page.value("document.getElementById('new').focus()")
+    reached = ["new"]
+    while reached[-1] != "send":
+        await page.press("Tab")
+        reached.append(await page.value(name))
+        ring = "getComputedStyle(one).outlineStyle + getComputedStyle(one.closest('.box') ?? one).boxShadow"
+        assert await page.value(f"((one) => {ring})(document.activeElement)") != "nonenone", reached
+    assert reached == [
+        *("new", "open-settings", "/dashboard", "search", "open", "export", "delete", "import", "export-all"),
+        *("edit", "copy-question", "copy-answer", "retry", "attach", "prompt", "send"),
+    ]

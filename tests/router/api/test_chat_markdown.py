@@ -127,7 +127,7 @@ async def test_headings_lists_and_quotes() -> None:
 async def test_tables_have_columns_that_lean_and_bars_that_are_text() -> None:
     (found,) = await html("| a | b |\n|:--|--:|\n| `x\\|y` | 1 |\n| c \\| d |\n\nafter")
     assert found == (
-        '<div class="wide" tabindex="0" role="region" aria-label="Table"><table>'
+        '<div class="wide" tabindex="0" role="group" aria-label="Table"><table>'
         '<thead><tr><th scope="col">a</th><th scope="col" class="right">b</th></tr></thead>'
         '<tbody><tr><td><code>x|y</code></td><td class="right">1</td></tr>'
         '<tr><td>c | d</td><td class="right"></td></tr></tbody></table></div><p>after</p>'
@@ -189,9 +189,32 @@ async def test_no_text_takes_long() -> None:
         "'<'",
         "'[['",
         "'&#'",
+        "'\\\\( '",
+        "'\\\\[\\n'",
+        "'$$ '",
+        "'$a '",
+        "'a\\n\\n'",
     )
     texts = ", ".join(f"{one}.repeat(5000)" for one in repeats)
     (lengths,) = await node.values(
         "markdown/markdown", f"[{texts}].map((text) => Markdown.read(text).length + Markdown.read(text, true).length)"
     )
     assert len(lengths) == len(repeats) and all(lengths)
+
+
+async def test_formulas_are_found_and_prices_are_not() -> None:
+    inline = '<span class="formula">{}</span>'.format
+    display = '<span class="formula display" tabindex="0" role="group" aria-label="Formula">{}</span>'.format
+    cases = {
+        "Let $a_1 * b_2$ and \\(x_1*y*\\) be.": "<p>Let "
+        + inline("$a_1 * b_2$")
+        + " and "
+        + inline("\\(x_1*y*\\)")
+        + " be.</p>",
+        "It costs $5 and $6, or US$7-$8.": "<p>It costs $5 and $6, or US$7-$8.</p>",
+        "`$x$` \\$y$": "<p><code>$x$</code> $y$</p>",
+        "So\n\\[\na\n= b\n- c\n\\]\nand": "<p>So</p>" + display("\\[\na\n= b\n- c\n\\]") + "<p>and</p>",
+        "- $$x^2$$ of $x$": "<ul><li>" + display("$$x^2$$") + " of " + inline("$x$") + "</li></ul>",
+        "still $x_1 and \\[ y": "<p>still $x_1 and [ y</p>",
+    }
+    assert dict(zip(cases, await html(*cases), strict=True)) == cases

@@ -49,7 +49,7 @@ async def test_settings_become_fields_and_empty_ones_are_left_out() -> None:
     found, none, kept, forbidden = await node.values(
         "chat/settings",
         f"Settings.fields({json.dumps(values)})",
-        "Settings.fields({...Settings.DEFAULTS, temperature: '', 'max-tokens': 'x'})",
+        "[Settings.DEFAULTS, {...Settings.DEFAULTS, 'max-tokens': 'x'}].map(Settings.fields)",
         "((all) => { const setItem = (name, value) => { all[name] = value; };"
         " const storage = { getItem: (name) => all[name] ?? null, setItem };"
         " const kept = new Settings.Kept(() => storage);"
@@ -57,8 +57,19 @@ async def test_settings_become_fields_and_empty_ones_are_left_out() -> None:
         "new Settings.Kept(() => { throw new Error('forbidden'); }).get('temperature')",
     )
     assert found == {"temperature": 0.5, "max_tokens": 64, "seed": 7, "stop": ["END", "\n\n", "a\\n"]}
-    assert none == {}
-    assert kept == [{"diptych.seed": "3"}, "3", "0.7"] and forbidden == "0.7"
+    assert none == [{}, {}]
+    assert kept == [{"diptych.seed": "3"}, "3", ""] and forbidden == ""
+
+
+async def test_system_prompts_become_presets() -> None:
+    added, odd = await node.values(
+        "chat/settings",
+        "[['Be kind.\\nAlways.', 'x'.repeat(90), 'Be kind.\\nNever.'].reduce(Settings.withPreset, [])].map((all) =>"
+        " Settings.presets(JSON.stringify(all)))[0]",
+        "['', '{', '3', '[null, {\"name\": 3}]'].map(Settings.presets)",
+    )
+    assert added == [{"name": "x" * 40, "text": "x" * 90}, {"name": "Be kind.", "text": "Be kind.\nNever."}]
+    assert odd == [[], [], [], []]
 
 
 STORE = """(() => {
@@ -117,10 +128,10 @@ async def test_the_context_is_what_is_shown_and_exports_read_well() -> None:
     talk = f"Conversations.read({json.dumps(json.dumps(TALK))})"
     messages, exported, name, title = await node.values(
         "chat/conversations",
-        f"Conversations.messages({talk}, 2, 'Be brief.')",
+        f"(({{turns}}) => Conversations.messages({{turns}}, turns[2], 'Be brief.'))({talk})",
         f"Conversations.exported({talk})",
         f"Conversations.fileName({talk})",
-        "[...Conversations.titleOf({turns: [{question: '😀'.repeat(90)}]})].length",
+        "[...Conversations.titleOf({turns: [{after: '', answers: [], question: '😀'.repeat(90)}]})].length",
     )
     assert messages == [
         {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi  there,\nyou"},
@@ -131,6 +142,104 @@ async def test_the_context_is_what_is_shown_and_exports_read_well() -> None:
         "## Question\n\nAnd?\n\n## Answer\n\nSo.\n"
     )
     assert (name, title) == ("hi-there-you.md", 60)
+
+
+BRANCHED = """((texts) => {
+  const one = Conversations.blank('c1');
+  const say = (before, question, text, files = []) => {
+    const turn = Conversations.add(one, before, question, files);
+    turn.answers.push({ id: `answer to ${question}`, text });
+    return turn;
+  };
+  const first = say(undefined, 'first', 'A'), second = say(first, 'second', 'B'), third = say(second, 'third', 'C');
+  const better = say(first, 'better', 'D');
+  return { one, first, second, third, better, questions: () => Conversations.path(one).map((turn) => turn.question) };
+})()"""
+
+
+async def test_an_edited_message_is_a_branch_and_the_other_stays() -> None:
+    shown, back, fork, again, cycle = await node.values(
+        "chat/conversations",
+        f"{BRANCHED}.questions()",
+        f"((made) => {{ Conversations.show(made.one, made.second); return made.questions(); }})({BRANCHED})",
+        f"((made) => Conversations.branches(made.one, made.better).map((one) => one.question))({BRANCHED})",
+        f"((made) => {{ const [read] = Conversations.unpacked(Conversations.packed([made.one]));"
+        " return [JSON.stringify(read.turns.map(({ id, after }) => [id, after])) ==="
+        " JSON.stringify(made.one.turns.map(({ id, after }) => [id, after])),"
+        f" Conversations.path(read).map((turn) => turn.question)]; }})({BRANCHED})",
+        "Conversations.path(Conversations.read(JSON.stringify({ id: 'a', turns: ["
+        "{ id: 'x', after: '', question: 'q' }, { id: 'y', after: 'x', question: 'r' },"
+        " { id: 'x', after: 'y', question: 's' }] }))).length",
+    )
+    assert (shown, back, fork) == (["first", "better"], ["first", "second", "third"], ["second", "better"])
+    assert again == [True, ["first", "better"]] and cycle == 3
+
+
+async def test_a_failed_answer_is_dropped_unless_something_follows() -> None:
+    (left,) = await node.values(
+        "chat/conversations",
+        "((one) => { const first = Conversations.add(one, undefined, 'q', []);"
+        " first.answers.push({ id: 'failed', text: '' }); Conversations.add(one, first, 'r', []);"
+        " first.answers.push({ id: 'other', text: '' }, { id: 'good', text: 'A' });"
+        " Conversations.dropFailed(one, first); return first.answers.map(({ id }) => id);"
+        " })(Conversations.blank())",
+    )
+    assert left == ["failed", "good"]
+
+
+async def test_search_looks_for_all_words_in_all_branches_and_imports_are_checked() -> None:
+    found, odd = await node.values(
+        "chat/conversations",
+        f"['', 'SECOND c', 'second nothing', 'better'].map((words) => Conversations.matches({BRANCHED}.one, words))",
+        '[\'\', \'[]\', \'{"format": "other"}\', \'{"format": "diptych-conversations", "conversations": [null,'
+        ' {"id": "a", "turns": []}]}\'].map(Conversations.unpacked)',
+    )
+    assert found == [True, True, False, True]
+    assert odd == [None, None, None, []]
+
+
+async def test_files_are_text_of_the_message_within_a_limit() -> None:
+    read = (
+        "((bytes, before = []) => Attachments.read(new File([bytes], 'a.csv'), before).catch((error) => error.message))"
+    )
+    content, good, large, binary, other = await node.values(
+        "chat/attachments",
+        "Attachments.content({ question: 'Why?', files: [{ name: 'a.py', text: 'x = \"```\"' },"
+        " { name: 'b', text: 'y\\n' }] })",
+        f"{read}('a,b\\n')",
+        f"{read}('x'.repeat(300000), [{{ text: 'y'.repeat(300000) }}])",
+        f"{read}('a\\0b')",
+        f"{read}(new Uint8Array([0xff, 0xfe, 0x41]))",
+    )
+    assert content == 'File a.py:\n````py\nx = "```"\n````\n\nFile b:\n```\ny\n```\n\nWhy?'
+    assert good == {"name": "a.csv", "text": "a,b\n", "tokens": 0}
+    assert large == "a.csv (293 KiB) is too large: the files of a message may have 512 KiB in total."
+    assert binary == other == "a.csv is not a text file in UTF-8."
+
+
+async def test_the_context_is_counted_then_estimated() -> None:
+    usage = {"prompt_tokens": 900, "completion_tokens": 100}
+    turns = [
+        {"question": "q", "files": [], "answers": [{"text": "a", "times": {"usage": usage}}], "shown": 0},
+        {"question": "x" * 40, "files": [], "answers": [{"text": "", "times": None}], "shown": 0},
+    ]
+    draft = {"question": "y" * 8, "files": [{"text": "z" * 400, "tokens": 0}, {"text": "z", "tokens": 55}]}
+    empty = json.dumps({"question": "", "files": []})
+    counted, estimated, *shown = await node.values(
+        "chat/context",
+        f"Context.used({json.dumps(turns[:1])}, {empty})",
+        f"Context.used({json.dumps(turns)}, {json.dumps(draft)})",
+        *(
+            f"Context.shown({{ tokens: 1000, isEstimate: {flag} }}, {most})"
+            for flag, most in (("false", 8192), ("true", 1200), ("false", 900), ("true", 0))
+        ),
+    )
+    assert counted == {"tokens": 1000, "isEstimate": False}
+    assert estimated == {"tokens": 1000 + 10 + 2 + 100 + 55, "isEstimate": True}
+    assert [one["text"] for one in shown] == [
+        "1,000 of 8,192 tokens", "≈ 1,000 of 1,200 tokens", "1,000 of 900 tokens", "≈ 1,000 tokens",
+    ]  # fmt: skip
+    assert [one["state"] for one in shown] == ["", "nearly", "full", ""]
 
 
 async def test_times_are_of_this_clock_and_tokens_of_the_service() -> None:
@@ -192,7 +301,8 @@ async def test_what_can_be_done_with_a_turn() -> None:
             "isEditing": False,
             "isLast": True,
             "isBusy": False,
-            "numLater": 0,
+            "branch": 0,
+            "numBranches": 1,
             "pauseS": 0,
             "run": None,
         } | view
@@ -202,7 +312,7 @@ async def test_what_can_be_done_with_a_turn() -> None:
     views = [
         turn({}, {"text": "a"}), turn({"isLast": False}, {"text": "a"}, {"text": "b"}),
         turn({"isBusy": True, "run": run}, {"text": "a"}),
-        turn({}, {"error": error}), turn({"isEditing": True, "numLater": 2}, {"text": "a"}),
+        turn({}, {"error": error}), turn({"isEditing": True}, {"text": "a"}), turn({"numBranches": 2}, {"text": "a"}),
     ]  # fmt: skip
     found = await node.values("chat/turns", *(f"{DEEDS}({one})" for one in views))
     assert found == [
@@ -211,18 +321,19 @@ async def test_what_can_be_done_with_a_turn() -> None:
         ["copy-question"],
         ["edit", "copy-question", "retry"],
         ["resend", "cancel-edit", "copy-answer", "retry"],
+        ["edit", "copy-question", "branch-before", "branch-after", "copy-answer", "retry"],
     ]
     paused = {"pauseS": 4.2, "problem": "Busy.", "tries": 2, "mostTries": 5}
     texts = [
         turn({"run": run}, {}),
         turn({"run": paused}, {}),
-        turn({"isEditing": True, "numLater": 2}, {"text": "a"}),
+        turn({"isEditing": True}, {"text": "a"}),
         turn({"pauseS": 70}, {"error": error}),
     ]
     shown = await node.values("chat/turns markdown/tree", *(f"Tree.textOf({one})" for one in texts))
     assert "waiting for the first token, 2.0 s" in shown[0]
     assert "Busy. Retrying in 5 s (2 of 5)." in shown[1]
-    assert "The 2 turns below will be removed." in shown[2] and "Try again in 70 s" in shown[3]
+    assert "The present version is kept." in shown[2] and "Try again in 70 s" in shown[3]
 
 
 RUN = """(async (fields, after) => { let changes = 0, run; const answer = Answering.blank('tiny-random');

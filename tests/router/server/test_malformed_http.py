@@ -252,7 +252,7 @@ async def test_a_client_of_http_1_0_gets_no_chunks(running: Any, connect: Connec
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/dashboard", "/health", "/ready", "/ping", "/metrics", "/version", "/load", "/v1/models",
+    "path", ["/", "/dashboard", "/docs", "/health", "/ready", "/ping", "/metrics", "/version", "/load", "/v1/models",
              "/v1/models/tiny-random", "/tokenizer_info", "/openapi.json", "/v1/files", "/v1/batches", "/nowhere",
              "/v1/responses/resp_0", "/v1/completions"],
 )  # fmt: skip

@@ -10,7 +10,7 @@ from router.api import pages
 KEY = "s3cret-schlüssel"
 
 
-@pytest.mark.parametrize("path", ["/", "/dashboard", "/health", "/ready", "/metrics", "/ping"])
+@pytest.mark.parametrize("path", ["/", "/dashboard", "/docs", "/health", "/ready", "/metrics", "/ping"])
 async def test_some_paths_need_no_key(start: Any, path: str) -> None:
     running = await start(api_key=KEY)
     assert (await running.http.get(path)).status_code == 200
