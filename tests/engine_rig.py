@@ -271,6 +271,9 @@ class PlainBlocks:
     def __init__(self, memory: Any) -> None:
         self._memory = memory
 
+    def num_bytes(self, index: int) -> int:
+        return len(self.view(index))
+
     def view(self, index: int) -> memoryview:
         return memoryview(self._memory[index])
 

@@ -43,7 +43,7 @@ MEANINGLESS: Mapping[str, str] = {
 }
 """Settings that must keep their default, with the allowed value and vLLM's own argument."""
 
-TRANSPORTS = ("auto", "tcp")
+TRANSPORTS = ("auto", "tcp", "shm", "nixl")
 
 _ONE_ENGINE = "Each worker is one engine: start more workers instead"
 _RANKS = "The ranks of a worker run on one host"
@@ -125,7 +125,7 @@ def check_vllm(config: WorkerConfig) -> None:
         if field.name in MEANINGLESS and value != field.default:
             raise ConfigError(field.name, value, MEANINGLESS[field.name])
     if config.kv_transport not in TRANSPORTS:
-        raise ConfigError("kv_transport", config.kv_transport, f"{' or '.join(TRANSPORTS)} with --engine vllm")
+        raise ConfigError("kv_transport", config.kv_transport, "auto, tcp, shm or nixl with --engine vllm")
     check_engine_args(config.engine_args)
 
 

@@ -133,6 +133,9 @@ class _ShiftedBlocks:
     def __init__(self, blocks: StagedIncoming, first: int) -> None:
         self._blocks, self._first = blocks, first
 
+    def num_bytes(self, index: int) -> int:
+        return self._blocks.num_bytes(index)
+
     def view(self, index: int) -> memoryview:
         return self._blocks.view(self._first + index)
 

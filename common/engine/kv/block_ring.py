@@ -1,7 +1,7 @@
 """Ring of shared-memory slots through which blocks pass to workers of the same host.
 
-A cache that other processes cannot map (a GPU's, or one split across ranks) uses a ring. The owner copies a block into
-a slot. The receiver copies it out and acknowledges.
+A cache that other processes cannot map (a GPU's, another engine's, or one split across ranks) uses a ring. The owner
+copies a block into a slot. The receiver copies it out and acknowledges.
 
     free ──put: filled and lent to a transfer──> lent ──KVTaken, or the end of the transfer──> free
 """
@@ -16,7 +16,7 @@ import torch
 
 from common.engine.kv.copy_stream import RegistrationError
 from common.engine.kv.shared_memory import KVMemory, SharedMemory, SharedMemoryError
-from common.engine.kv.staging import StagedOutgoing
+from common.engine.kv.staging import RingSource
 from common.errors import BlockError
 
 RING_BYTES = 128 * 2**20
@@ -38,12 +38,12 @@ class _Loan:
 class BlockRing:
     """Writer side of the ring, used only by the sender's thread. Each slot is free or lent to one transfer."""
 
-    def __init__(self, blocks: StagedOutgoing, num_slots: int) -> None:
+    def __init__(self, blocks: RingSource, num_slots: int) -> None:
         """Raises SharedMemoryError if shared memory is unavailable or the device cannot access it."""
         self.block_bytes, self.num_slots = blocks.block_bytes, num_slots
         self._blocks = blocks
         try:
-            self._memory = SharedMemory(num_slots * self.block_bytes, is_ring=True)
+            self._memory = SharedMemory(num_slots * self.block_bytes, is_ring=True, slot_bytes=self.block_bytes)
         except OSError as error:
             raise SharedMemoryError(
                 f"no memory for {num_slots} slots of {self.block_bytes:,} bytes: {error}"
@@ -71,6 +71,10 @@ class BlockRing:
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    def num_bytes(self, blocks: Sequence[int]) -> int:
+        """Return the size of these blocks."""
+        return sum(map(self._blocks.num_bytes, blocks))
 
     def put(self, key: Key, receiver: str, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
         """Copy blocks, in order, until no slot is free, and lend the slots to transfer `key`.
@@ -114,6 +118,6 @@ class BlockRing:
         del self._flat, self._memory
 
 
-def ring_for(blocks: StagedOutgoing, num_blocks: int) -> BlockRing:
+def ring_for(blocks: RingSource, num_blocks: int) -> BlockRing:
     """Create a ring of the default size for a cache of `num_blocks`. Raises SharedMemoryError."""
     return BlockRing(blocks, min(num_blocks, max(MIN_SLOTS, RING_BYTES // blocks.block_bytes)))

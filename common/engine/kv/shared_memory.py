@@ -29,7 +29,8 @@ class KVMemory(msgspec.Struct, frozen=True, array_like=True):
     """Offer of KV memory to processes of the same host: file descriptor `fd` of process `pid`.
 
     The memory contains `num_bytes` of blocks, or of ring slots (`is_ring`), followed by the secret `nonce`. A reader
-    must find the same nonce there before it trusts the memory.
+    must find the same nonce there before it trusts the memory. `slot_bytes` is the distance between slots, which may
+    contain shorter blocks; 0 is the size of a block.
     """
 
     pid: Annotated[int, Meta(ge=1, lt=2**31)]
@@ -37,6 +38,7 @@ class KVMemory(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: Annotated[int, Meta(ge=1, le=2**50)]
     nonce: Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
     is_ring: bool = False
+    slot_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 0
 
 
 class SharedMemoryError(DiptychError):
@@ -46,8 +48,8 @@ class SharedMemoryError(DiptychError):
 class SharedMemory:
     """Owner side: `.pages` is initially zero, mapped on first touch, and ends with the nonce."""
 
-    def __init__(self, num_bytes: int, *, is_ring: bool = False) -> None:
-        """`is_ring`: the memory contains ring slots instead of a whole cache.
+    def __init__(self, num_bytes: int, *, is_ring: bool = False, slot_bytes: int = 0) -> None:
+        """`is_ring`: the memory contains ring slots, at a distance of `slot_bytes`, instead of a whole cache.
 
         Raises SharedMemoryError if the system does not support memory files, OSError if memory is insufficient.
         """
@@ -72,7 +74,7 @@ class SharedMemory:
             raise
         nonce = secrets.token_bytes(NONCE_BYTES)
         self.pages[num_bytes:] = nonce
-        self.offer = KVMemory(os.getpid(), self._fd, num_bytes, nonce, is_ring)
+        self.offer = KVMemory(os.getpid(), self._fd, num_bytes, nonce, is_ring, slot_bytes)
 
     def __del__(self) -> None:
         if hasattr(self, "offer"):

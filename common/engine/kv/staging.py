@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from queue import Empty, SimpleQueue
-from typing import Protocol, Self
+from typing import Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -29,8 +29,26 @@ class OutgoingBlocks(Protocol):
         """Return the bytes of a block. They do not change while the view, or a frame made of it, exists."""
 
 
+@runtime_checkable
+class RingSource(Protocol):
+    """Outgoing blocks that other processes cannot map, but that can be copied to a ring. Used by one thread."""
+
+    block_bytes: int
+    """Size of the largest block, and so of a slot."""
+    stream: CopyStream
+
+    def num_bytes(self, index: int) -> int:
+        """Return the size of a block."""
+
+    def copy_all(self, copies: Sequence[tuple[int, Tensor]]) -> list[int]:
+        """Copy each block to the beginning of its slot, uint8 [block_bytes]. Returns checksums of the bytes there."""
+
+
 class IncomingBlocks(Protocol):
     """Target of the blocks that a receiver writes, on one thread."""
+
+    def num_bytes(self, index: int) -> int:
+        """Return the size of a block's view."""
 
     def view(self, index: int) -> memoryview:
         """Return the memory to receive a block into."""
@@ -44,6 +62,14 @@ class BlocksInPlace:
 
     def __init__(self, kv: KVCache) -> None:
         self._kv = kv
+
+    @property
+    def region(self) -> tuple[int, int]:
+        """Address and size in bytes of the cache."""
+        return self._kv.tensor.data_ptr(), self._kv.tensor.nbytes
+
+    def num_bytes(self, index: int) -> int:
+        return self._kv.block_bytes
 
     def view(self, index: int) -> memoryview:
         return self._kv.block(index)
@@ -101,6 +127,9 @@ class StagedOutgoing(LentBuffers):
         self._fill(buffer, index)
         return self.lend(buffer)
 
+    def num_bytes(self, index: int) -> int:
+        return self.block_bytes
+
     def copy(self, index: int, place: Tensor) -> int:
         """Copy a block into `place`, uint8 [block_bytes] of host memory. Returns the checksum of the bytes there."""
         view = place.numpy().data
@@ -133,6 +162,9 @@ class StagedIncoming:
         if self.stream.pins:
             self._free += self.stream.buffers(self.block_bytes, count)
         return self
+
+    def num_bytes(self, index: int) -> int:
+        return self.block_bytes
 
     def view(self, index: int) -> memoryview:
         if index not in self._in_use:

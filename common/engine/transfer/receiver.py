@@ -355,10 +355,14 @@ class KVReceiver:
             transfer = self._transfer_of(header)
         if transfer is None or not isinstance(transfer.memory, ReadAheadMemory):
             return False
+        first, stop = header.first_block, header.first_block + len(header.sources)
         if extra := discard_rest(self._socket):
             problem = f"{extra} unexpected frames: the message names blocks in memory"
+        elif first < transfer.first_block or stop > len(transfer.blocks):
+            problem = f"message names blocks {first} to {stop} of {transfer.first_block} to {len(transfer.blocks)}"
         else:
-            problem = transfer.memory.begin(peer, header)
+            sizes = [self._blocks.num_bytes(block) for block in transfer.blocks[first:stop]]
+            problem = transfer.memory.begin(peer, header, sizes)
         if problem:
             self._fail(transfer, problem)
         return True

@@ -146,6 +146,10 @@ class HeadRange:
     start: int
     stop: int
 
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
+
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:

@@ -57,7 +57,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Settings that a worker passes to the connectors of its engine.
 
     `weights` identifies the model and its weights: ranks exchange KV only if it and the layout are equal. Rank `r`
-    listens for KV on `kv_port + r`, or on a free port if `kv_port` is 0. `staging_bytes` is the host memory of each
+    listens for KV on `kv_port + r`, or on a free port if `kv_port` is 0. `kv_transport` is the worker's setting of that
+    name. `staging_bytes` is the host memory of each
     rank for KV that arrives before its request is scheduled. `grant_timeout_s`, `transfer_timeout_s`: maximum time that
     announced KV waits for staging memory, and that a transfer makes no progress.
     """
@@ -71,6 +72,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     kv_host: str = "127.0.0.1"
     kv_port: int = 0
     num_streams: int = 1
+    kv_transport: str = "auto"
     lease_s: float = 10.0
     grant_timeout_s: float = 30.0
     transfer_timeout_s: float = 30.0

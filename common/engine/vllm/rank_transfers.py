@@ -34,6 +34,7 @@ from common.engine.transfer import (
     TransferEnded,
     TransferFailed,
     TransferOpened,
+    new_transport,
 )
 from common.engine.vllm.layout import TransferName, Unit, base_of, can_skip_blocks, num_ready, transfer_name, units_of
 from common.engine.vllm.link import (
@@ -50,7 +51,7 @@ from common.engine.vllm.link import (
     TransferLost,
     split_addresses,
 )
-from common.engine.vllm.staging import PlaceNumbers, RankCache, StagingSlots
+from common.engine.vllm.staging import RankBlocks, RankCache, StagingSlots
 from common.errors import WireError
 from common.wire import Curve
 from common.wire.messages import KVDone, KVTarget
@@ -194,6 +195,7 @@ class RankTransfers:
         curve: Curve | None = None,
     ) -> None:
         """`report` sends to the worker and must not block. Raises ConfigError or zmq.ZMQError."""
+        transport = new_transport(settings.kv_transport, settings.worker_id)
         self._settings, self._cache, self._report, self._world_size = settings, cache, report, world_size
         self.layout = layout = cache.layout
         self.rank = layout.stage * layout.size + layout.rank
@@ -210,15 +212,23 @@ class RankTransfers:
         self._stopping = threading.Event()
         self.failure: BaseException | None = None
         self.slots = StagingSlots(cache, settings.staging_bytes)
-        self._blocks = PlaceNumbers(cache.num_blocks)
+        self._blocks = blocks = RankBlocks(cache)
+        frames = Frames(blocks.view, blocks.views)
+        outgoing, incoming = transport.outgoing(blocks, blocks, frames), transport.incoming(blocks, self.slots)
         listener = KVListener(context, settings.kv_host, settings.kv_port and settings.kv_port + self.rank, curve)
-        self._receiver = KVReceiver(context, listener, self.slots, self._on_event)
-        self._transfers = IncomingTransfers(self._receiver, epoch=settings.epoch, fingerprint=self._fingerprint)
+        transports = () if incoming is None else (incoming,)
+        self._receiver = KVReceiver(context, listener, self.slots, self._on_event, transports=transports)
+        self._transfers = IncomingTransfers(
+            self._receiver,
+            epoch=settings.epoch,
+            fingerprint=self._fingerprint,
+            required=transport.name if transport.is_required else "",
+        )
         self._sender = KVSender(
             context,
-            Frames(self._view, self._views),
-            None,
-            self.slots.slot_bytes,
+            frames,
+            outgoing,
+            blocks.block_bytes,
             (settings.worker_id, settings.epoch, self._fingerprint),
             self._on_ended,
             lease_s=settings.lease_s,
@@ -383,7 +393,7 @@ class RankTransfers:
                     for place in range(before, state.num_ready):
                         group, index = state.units[place]
                         block = each.tables[group][index]
-                        state.numbers[name][place] = self._blocks.number(block, ranges[group])
+                        state.numbers[name][place] = self._blocks.numbers.number(block, ranges[group])
                 if any(
                     each.tables[group][index] == NULL_BLOCK for group, index in state.units[before : state.num_ready]
                 ):
@@ -461,27 +471,13 @@ class RankTransfers:
                 grant_wait_s=max((each.grant_wait_s for each in ended), default=0.0),
                 transfer_s=max((each.transfer_s for each in ended), default=0.0),
                 exposed_s=max((each.exposed_s for each in ended), default=0.0),
+                transport=ended[-1].transport if ended else "tcp",
             )
         )
 
     def _is_sending(self, key: Key) -> bool:
         state = self._outgoing.get(key)
         return state is not None and bool(state.open)
-
-    def _view(self, number: int) -> memoryview:
-        return self._views([number])[0]
-
-    def _views(self, numbers: Sequence[int]) -> list[memoryview]:
-        """Read blocks for frames, on the sender's thread."""
-        places = [self._blocks.of(number) for number in numbers]
-        views: list[memoryview] = []
-        while len(views) < len(places):
-            heads = places[len(views)][1]
-            alike = [block for block, each in places[len(views) :] if each == heads]
-            if any(each != heads for _, each in places[len(views) : len(views) + len(alike)]):
-                alike = alike[:1]
-            views += self._cache.read(heads.group, alike, heads.heads)
-        return views
 
     # ------------------------------------------------------------ receiving
 
@@ -549,8 +545,8 @@ class RankTransfers:
         elif (pair := incoming.pairs.get(message.request_id)) is not None:
             self._on_repeated(incoming, pair, event, now)
         else:
-            incoming.pairs[message.request_id] = pair = _Pair(message.request_id, message.attempt, event.peer, now)
-            pair.renewed_at = now
+            pair = _Pair(message.request_id, message.attempt, event.peer, now, memory=event.memory, renewed_at=now)
+            incoming.pairs[message.request_id] = pair
             self._grant_all(now)
 
     def _on_unexpected(self, event: TransferOpened, name: TransferName, now: float) -> None:
@@ -587,7 +583,7 @@ class RankTransfers:
             self._transfers.refuse(event.peer, event.message, "reconnected, frames may be lost")
             self._lose(incoming, "the prefill worker reconnected, frames may be lost")
         else:
-            pair.peer = event.peer
+            pair.peer, pair.memory = event.peer, event.memory
 
     def _grant_all(self, now: float) -> None:
         """Allocate slots in the order in which requests were expected, and grant them.

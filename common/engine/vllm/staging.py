@@ -13,12 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.engine.kv import CopyStream, LentBuffers
+from common.engine.kv import CopyStream, LentBuffers, checksum
 from common.engine.transfer import blocks_in_queues
 from common.engine.vllm.layout import HeadRange, KVLayout
 from common.errors import ConfigError
 from kernels.interface import pinned
 
+WORD_BYTES = 8
+"""Size of the largest words in which units are copied."""
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
@@ -41,7 +43,7 @@ class LayerRun:
 
 
 class RankCache:
-    """The KV cache of one rank, read and written by units. `read` is for one thread, `write` for another one."""
+    """The KV cache of one rank, read and written by units. `gather` is for one thread, `write` for another one."""
 
     def __init__(self, layout: KVLayout, groups: Sequence[Sequence[Tensor]], num_blocks: int) -> None:
         """`groups` has the layers of each group of `layout`. Raises ConfigError if their shape is not supported."""
@@ -59,9 +61,9 @@ class RankCache:
                 raise ConfigError("engine", "vllm", rule)
             self._runs.append(runs)
             self._words.append(word)
-        self._reading, self._writing = CopyStream(self.device), CopyStream(self.device)
-        self.unit_bytes = max(layout.unit_bytes(group) for group in range(len(layout.groups)))
-        self._buffers = LentBuffers(self._reading, self.unit_bytes).reserve(blocks_in_queues(self.unit_bytes))
+        self.reading, self._writing = CopyStream(self.device), CopyStream(self.device)
+        largest = max(layout.unit_bytes(group) for group in range(len(layout.groups)))
+        self.unit_bytes = -(-largest // WORD_BYTES) * WORD_BYTES
 
     def fence(self) -> torch.cuda.Event | None:
         """Return an event that follows what the calling thread launched, or None if all of it has ended."""
@@ -71,24 +73,24 @@ class RankCache:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def read(self, group: int, blocks: Sequence[int], heads: range) -> list[memoryview]:
-        """Copy these heads of blocks to host memory, one contiguous view per block."""
-        word, head_bytes = self._words[group], self.layout.groups[group].head_bytes
-        num_bytes = len(heads) * head_bytes
-        buffers = [self._buffers.take() for _ in blocks]
+    def gather(self, copies: Sequence[tuple[int, HeadRange, Tensor]]) -> None:
+        """Copy heads of blocks to the beginning of places, uint8 [unit_bytes] in host memory.
+
+        Returns when the copies have ended. The address of a place must be a multiple of `WORD_BYTES`.
+        """
 
         def copy() -> None:
-            for block, buffer in zip(blocks, buffers, strict=True):
-                rows = buffer[:num_bytes].view(word).view(len(heads), -1)
+            for block, heads, place in copies:
+                word, chosen = self._words[heads.group], heads.heads
+                rows = place[: heads.num_bytes].view(word).view(len(chosen), -1)
                 into = rows if self.device.type == "cpu" else torch.empty_like(rows, device=self.device)
-                for run in self._runs[group]:
-                    of = run.view[block, :, heads.start : heads.stop].permute(1, 2, 0, 3, 4)
-                    into[:, run.start : run.stop].view(len(heads), *run.shape).copy_(of)
+                for run in self._runs[heads.group]:
+                    of = run.view[block, :, chosen.start : chosen.stop].permute(1, 2, 0, 3, 4)
+                    into[:, run.start : run.stop].view(len(chosen), *run.shape).copy_(of)
                 if into is not rows:
                     rows.copy_(into, non_blocking=True)
 
-        self._reading.wait_for(copy)
-        return [self._buffers.lend(buffer, num_bytes) for buffer in buffers]
+        self.reading.wait_for(copy)
 
     def write(self, group: int, units: Sequence[tuple[int, Tensor]]) -> None:
         """Copy units, uint8 [unit_bytes] in host memory, into blocks. Returns when the copies have ended."""
@@ -177,12 +179,44 @@ class PlaceNumbers:
         return place, self._ranges[known]
 
 
+class RankBlocks(LentBuffers):
+    """Outgoing blocks of a rank, for one thread: for frames, and as the `RingSource` and `TransferCache` of a ring."""
+
+    shared = None
+
+    def __init__(self, cache: RankCache) -> None:
+        super().__init__(cache.reading, cache.unit_bytes)
+        self._cache = cache
+        self.num_blocks, self.wire_bytes = cache.num_blocks, cache.unit_bytes
+        self.numbers = PlaceNumbers(cache.num_blocks)
+        self.reserve(blocks_in_queues(cache.unit_bytes))
+
+    def num_bytes(self, index: int) -> int:
+        return self.numbers.of(index)[1].num_bytes
+
+    def view(self, index: int) -> memoryview:
+        return self.views([index])[0]
+
+    def views(self, indices: Sequence[int]) -> list[memoryview]:
+        """Return a `view` of each block, copied together."""
+        buffers = [self.take() for _ in indices]
+        self._gather(list(zip(indices, buffers, strict=True)))
+        return [self.lend(buffer, self.num_bytes(index)) for index, buffer in zip(indices, buffers, strict=True)]
+
+    def copy_all(self, copies: Sequence[tuple[int, Tensor]]) -> list[int]:
+        self._gather(copies)
+        return [checksum(place.numpy().data[: self.num_bytes(index)]) for index, place in copies]
+
+    def _gather(self, copies: Sequence[tuple[int, Tensor]]) -> None:
+        self._cache.gather([(*self.numbers.of(index), place) for index, place in copies])
+
+
 class StagingSlots:
     """Slots in host memory, pinned for a GPU, that each store one unit. Also the receiver's `IncomingBlocks`."""
 
     def __init__(self, cache: RankCache, num_bytes: int) -> None:
         """Raises ConfigError if no unit fits."""
-        self.slot_bytes = -(-cache.unit_bytes // 8) * 8  # units are copied in words of up to 8 bytes
+        self.slot_bytes = cache.unit_bytes
         self.num_slots = num_bytes // self.slot_bytes
         if not self.num_slots:
             raise ConfigError("staging_bytes", num_bytes, f"at least the {self.slot_bytes} bytes of a block")
@@ -210,6 +244,9 @@ class StagingSlots:
     def unit(self, slot: int, num_bytes: int) -> Tensor:
         """Return the first bytes of a slot."""
         return self._memory[slot, :num_bytes]
+
+    def num_bytes(self, index: int) -> int:
+        return self.numbers.of(index)[1].num_bytes
 
     def view(self, index: int) -> memoryview:
         slot, heads = self.numbers.of(index)

@@ -64,7 +64,9 @@ class LoopDuty(ABC):
         Raises zmq.ZMQError if a port is in use, ConfigError if the KV transport is unavailable.
         """
         config = self.config
-        self.transport = new_transport(config, self.parts.identity.worker_id)
+        self.transport = new_transport(
+            config.kv_transport, self.parts.identity.worker_id, device_index=config.device_index
+        )
         self.kv_address = self.bind_kv()
         try:
             if config.enable_prefix_caching:

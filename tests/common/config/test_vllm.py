@@ -23,7 +23,7 @@ CONFIGS: tuple[type[WorkerConfig], ...] = (PrefillWorkerConfig, DecodeWorkerConf
         ({"max_draft_tokens": 0}, "-- --speculative-config JSON"),
         ({"kv_cache_dtype": "fp8"}, "-- --kv-cache-dtype TYPE"),
         ({"kv_disk_path": "kv", "kv_disk_gib": 1.0}, "empty with --engine vllm"),
-        ({"kv_transport": "shm"}, "auto or tcp with --engine vllm"),
+        ({"kv_transport": "cuda-ipc"}, "auto, tcp, shm or nixl with --engine vllm"),
         ({"cuda_graphs": False}, "-- --enforce-eager"),
         ({"local_prefill_chunk": 64}, "-- --max-num-batched-tokens N"),
         ({"role_change": True}, "omitted with --engine vllm"),

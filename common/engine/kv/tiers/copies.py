@@ -36,6 +36,9 @@ class CopiedIncoming:
     def __init__(self, kv: KVCache) -> None:
         self._kv, self._buffer = kv, np.empty(kv.block_bytes, np.uint8)
 
+    def num_bytes(self, index: int) -> int:
+        return len(self._buffer)
+
     def view(self, index: int) -> memoryview:
         return self._buffer.data
 

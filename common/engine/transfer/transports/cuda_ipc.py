@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from common.config import WorkerConfig
 from common.engine.kv import (
     CopyStream,
     DescriptorError,
@@ -32,6 +31,7 @@ from common.engine.transfer.transports.interface import (
     OutgoingEnd,
     PreparedBlocks,
     SenderMemory,
+    TransferCache,
     Transport,
     copy_on_device,
 )
@@ -55,18 +55,18 @@ class CudaIpcTransport(Transport):
 
     name = NAME
 
-    def __init__(self, config: WorkerConfig, worker_id: str) -> None:
-        super().__init__(config, worker_id)
+    def __init__(self, worker_id: str, *, is_required: bool = False, device_index: int = 0) -> None:
+        super().__init__(worker_id, is_required=is_required)
         try:
-            driver().check(config.device_index)
+            driver().check(device_index)
         except DriverError as error:
             raise ConfigError("kv_transport", "cuda-ipc", f"auto, tcp or shm: {error}") from error
 
-    def outgoing(self, kv: KVCache, blocks: OutgoingBlocks, frames: Frames) -> DeviceBlocks | None:
-        return DeviceBlocks(frames, kv) if kv.exported is not None else None
+    def outgoing(self, kv: TransferCache, blocks: OutgoingBlocks, frames: Frames) -> DeviceBlocks | None:
+        return DeviceBlocks(frames, kv) if isinstance(kv, KVCache) and kv.exported is not None else None
 
-    def incoming(self, kv: KVCache, blocks: IncomingBlocks) -> DeviceReads:
-        return DeviceReads(kv)
+    def incoming(self, kv: TransferCache, blocks: IncomingBlocks) -> DeviceReads | None:
+        return DeviceReads(kv) if isinstance(kv, KVCache) else None
 
 
 class DeviceSums:

@@ -28,13 +28,29 @@ from common.engine.transfer.frames import copy_blocks, read_block, try_send_bloc
 from common.wire.messages import KVBlocks, KVOffer
 
 if TYPE_CHECKING:
-    from common.config import WorkerConfig
     from common.engine.kv import IncomingBlocks, KVCache, OutgoingBlocks
+    from common.engine.kv.shared_memory import SharedMemory
     from common.engine.transfer.receiver import IncomingTransfer
     from common.engine.transfer.sender import OutgoingTransfer
     from common.engine.transfer.transports.tcp import Frames
 
 Details = TypeVar("Details", bound=msgspec.Struct)
+
+
+class TransferCache(Protocol):
+    """KV cache of a worker, as far as all transports use it. `KVCache` is one."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def wire_bytes(self) -> int:
+        """Size of the largest block on the wire."""
+
+    @property
+    def shared(self) -> SharedMemory | None:
+        """Memory of the cache that other processes may map."""
+
 
 Copied = tuple[list[int], int, str]
 """Indices of the blocks that are verified and in the cache, their bytes, and what was wrong with the others, or ""."""
@@ -46,21 +62,20 @@ class Transport(ABC):
     name: ClassVar[str]
     """Name in offers and in the metrics label."""
 
-    def __init__(self, config: WorkerConfig, worker_id: str) -> None:
-        """Check the transport's requirements before weights are loaded. Raises ConfigError if one is not met."""
-        self.config, self.worker_id = config, worker_id
+    def __init__(self, worker_id: str, *, is_required: bool = False, device_index: int = 0) -> None:
+        """Check the transport's requirements before weights are loaded. Raises ConfigError if one is not met.
 
-    @property
-    def is_required(self) -> bool:
-        """Whether workers that cannot use the transport are rejected instead of receiving frames."""
-        return False
+        `is_required`: workers that cannot use the transport are rejected instead of receiving frames. `device_index` is
+        that of a GPU worker's device.
+        """
+        self.worker_id, self.is_required = worker_id, is_required
 
     @abstractmethod
-    def outgoing(self, kv: KVCache, blocks: OutgoingBlocks, frames: Frames) -> OutgoingEnd | None:
+    def outgoing(self, kv: TransferCache, blocks: OutgoingBlocks, frames: Frames) -> OutgoingEnd | None:
         """Create the sending end, or None if only frames are possible. Raises ConfigError."""
 
     @abstractmethod
-    def incoming(self, kv: KVCache, blocks: IncomingBlocks) -> IncomingEnd[Any] | None:
+    def incoming(self, kv: TransferCache, blocks: IncomingBlocks) -> IncomingEnd[Any] | None:
         """Create the receiving end, or None if only frames are accepted. Raises ConfigError."""
 
     def pulls(self, kv: KVCache) -> tuple[KVOffer | None, IncomingEnd[Any] | None]:
@@ -178,8 +193,8 @@ class ReadAheadMemory(SenderMemory):
     """Memory with asynchronous reads: `begin` starts one, and `IncomingEnd.ended` yields it."""
 
     @abstractmethod
-    def begin(self, peer: bytes, header: KVBlocks) -> str:
-        """Start reading the blocks named in `header`. Returns the problem, or ""."""
+    def begin(self, peer: bytes, header: KVBlocks, sizes: Sequence[int]) -> str:
+        """Start reading the blocks named in `header`, of these sizes in bytes. Returns the problem, or ""."""
 
     def copy(self, header: KVBlocks, transfer: IncomingTransfer, into: IncomingBlocks) -> Copied:
         """Reject blocks of a transfer that began after `header` was found to match no transfer."""

@@ -13,6 +13,7 @@ for the network and uses 1 % of a core when idle (docs/decisions/0070-nixl.md).
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
 from collections import Counter, deque
@@ -27,14 +28,14 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from common.config import WorkerConfig
 from common.engine.kv import BlocksInPlace
-from common.engine.transfer.frames import blocks_per_message
+from common.engine.transfer.frames import FRAME_TARGET_BYTES
 from common.engine.transfer.transports.interface import (
     Copied,
     IncomingEnd,
     ReadAheadMemory,
     ReadEnded,
+    TransferCache,
     Transport,
     copy_on_host,
 )
@@ -45,7 +46,7 @@ from common.packages import install_command
 from common.wire.messages import KVBlocks, KVOffer
 
 if TYPE_CHECKING:
-    from common.engine.kv import BlockRing, IncomingBlocks, KVCache, OutgoingBlocks
+    from common.engine.kv import BlockRing, IncomingBlocks, OutgoingBlocks
     from common.engine.transfer.receiver import IncomingTransfer
     from common.engine.transfer.transports.tcp import Frames
 
@@ -75,6 +76,7 @@ class KVRemote(msgspec.Struct, frozen=True, array_like=True):
     """Offer of memory that NIXL reads from any host: a worker's blocks, or ring slots (`is_ring`).
 
     `metadata` is NIXL's own: how to connect to `agent`, and the keys for the `num_bytes` bytes at `address`.
+    `slot_bytes` is the distance between slots, which may contain shorter blocks; 0 is the size of a block.
     """
 
     agent: Annotated[str, Meta(min_length=1, max_length=256)]
@@ -82,6 +84,7 @@ class KVRemote(msgspec.Struct, frozen=True, array_like=True):
     address: Annotated[int, Meta(ge=1, le=2**62)]
     num_bytes: Annotated[int, Meta(ge=1, le=2**50)]
     is_ring: bool = False
+    slot_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 0
 
 
 class NixlTransport(Transport):
@@ -89,24 +92,22 @@ class NixlTransport(Transport):
 
     name = NAME
 
-    def __init__(self, config: WorkerConfig, worker_id: str) -> None:
-        super().__init__(config, worker_id)
+    def __init__(self, worker_id: str, *, is_required: bool = False, device_index: int = 0) -> None:
+        super().__init__(worker_id, is_required=is_required)
         try:
             self._agent = NixlAgent(worker_id)
         except NixlError as error:
             raise _refused(error) from error
 
-    def outgoing(self, kv: KVCache, blocks: OutgoingBlocks, frames: Frames) -> RemoteBlocks | None:
+    def outgoing(self, kv: TransferCache, blocks: OutgoingBlocks, frames: Frames) -> RemoteBlocks | None:
         ring = shared_ring(blocks, kv.num_blocks)
-        if ring is None and not isinstance(blocks, BlocksInPlace):
-            return None
-        region = (kv.tensor.data_ptr(), kv.tensor.nbytes) if ring is None else ring.region
+        memory = blocks if ring is None and isinstance(blocks, BlocksInPlace) else ring
         try:
-            return RemoteBlocks(frames, self._agent, region, ring)
+            return RemoteBlocks(frames, self._agent, memory.region, ring) if memory is not None else None
         except NixlError as error:
             raise _refused(error) from error
 
-    def incoming(self, kv: KVCache, blocks: IncomingBlocks) -> RemoteReads:
+    def incoming(self, kv: TransferCache, blocks: IncomingBlocks) -> RemoteReads:
         try:
             return RemoteReads(self._agent, kv.wire_bytes)
         except NixlError as error:
@@ -125,7 +126,9 @@ class RemoteBlocks(NumberedBlocks):
     def __init__(self, frames: Frames, agent: NixlAgent, region: Region, ring: BlockRing | None = None) -> None:
         """The memory must outlive this object. Raises NixlError."""
         super().__init__(frames, ring)
-        self._offered = OfferedMemory(agent, region, is_ring=ring is not None)
+        self._offered = OfferedMemory(
+            agent, region, is_ring=ring is not None, slot_bytes=ring.block_bytes if ring else 0
+        )
         self._offer = KVOffer.of(NAME, self._offered.offer)
 
     @property
@@ -145,7 +148,7 @@ class RemoteBlocks(NumberedBlocks):
 class OfferedMemory:
     """Blocks of this worker, or ring slots, that others may read until `close`."""
 
-    def __init__(self, agent: NixlAgent, region: Region, *, is_ring: bool) -> None:
+    def __init__(self, agent: NixlAgent, region: Region, *, is_ring: bool, slot_bytes: int = 0) -> None:
         """The memory must outlive this object. Raises NixlError."""
         self._agent, self._registered = agent, agent.register(region)
         metadata = agent.metadata(self._registered)
@@ -155,7 +158,7 @@ class OfferedMemory:
                 f"NIXL's metadata of this host's networks has {len(metadata):,} bytes, more than {MAX_REMOTE_BYTES:,}: "
                 "restrict them to those for KV with UCX_NET_DEVICES"
             )
-        self.offer = KVRemote(agent.name, metadata, *region, is_ring)
+        self.offer = KVRemote(agent.name, metadata, *region, is_ring, slot_bytes)
 
     def close(self) -> None:
         self._agent.unregister(self._registered)
@@ -177,15 +180,16 @@ class RemoteMemory(ReadAheadMemory):
     def description(self) -> str:
         return "NIXL"
 
-    def regions(self, sources: Sequence[int], block_bytes: int) -> list[Region] | None:
+    def regions(self, sources: Sequence[int], sizes: Sequence[int]) -> list[Region] | None:
         """Return the regions of these blocks; None if one is beyond the memory."""
         offer = self.offer
-        if any((source + 1) * block_bytes > offer.num_bytes for source in sources):
+        begins = [source * (offer.slot_bytes or size) for source, size in zip(sources, sizes, strict=True)]
+        if any(begin + size > offer.num_bytes for begin, size in zip(begins, sizes, strict=True)):
             return None
-        return [(offer.address + source * block_bytes, block_bytes) for source in sources]
+        return [(offer.address + begin, size) for begin, size in zip(begins, sizes, strict=True)]
 
-    def begin(self, peer: bytes, header: KVBlocks) -> str:
-        return self._reads.begin(peer, header, self)
+    def begin(self, peer: bytes, header: KVBlocks, sizes: Sequence[int]) -> str:
+        return self._reads.begin(peer, header, self, sizes)
 
     def close(self) -> None:
         self._reads.disconnect(self)
@@ -215,6 +219,7 @@ class RemoteRead:
 
     ended: ReadEnded
     memory: RemoteMemory
+    sizes: Sequence[int]
     slot: int = -1
     handle: Any = None
     until: float = 0.0
@@ -227,10 +232,9 @@ class RemoteReads(IncomingEnd[KVRemote]):
     details = KVRemote
 
     def __init__(self, agent: NixlAgent, block_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises NixlError."""
-        self._agent, self._clock, self._block_bytes = agent, clock, block_bytes
-        self._most_blocks = blocks_per_message(block_bytes)
-        self._slots = np.zeros((NUM_SLOTS, self._most_blocks, block_bytes), np.uint8)
+        """`block_bytes`: size of the largest block. Raises NixlError."""
+        self._agent, self._clock = agent, clock
+        self._slots = np.zeros((NUM_SLOTS, max(FRAME_TARGET_BYTES, block_bytes)), np.uint8)
         self._registered = agent.register((self._slots.ctypes.data, self._slots.nbytes))
         self._free = deque(range(NUM_SLOTS))
         self._late: deque[tuple[float, int]] = deque()
@@ -253,17 +257,17 @@ class RemoteReads(IncomingEnd[KVRemote]):
     def poll_ms(self) -> int | None:
         return LOOK_MS if self._under_way or self._waiting else None
 
-    def begin(self, peer: bytes, header: KVBlocks, memory: RemoteMemory) -> str:
+    def begin(self, peer: bytes, header: KVBlocks, memory: RemoteMemory, sizes: Sequence[int]) -> str:
         """Read the blocks named in a message as soon as a slot is free. Returns the problem, or ""."""
         if memory.failed:
             return memory.failed
-        if (count := len(header.sources)) > self._most_blocks:
-            return f"message names {count} blocks, more than {self._most_blocks}"
-        if memory.regions(header.sources, self._block_bytes) is None:
+        if (num_bytes := sum(sizes)) > self._slots.shape[1]:
+            return f"message names {num_bytes:,} bytes of blocks, more than {self._slots.shape[1]:,}"
+        if memory.regions(header.sources, sizes) is None:
             return f"message names blocks beyond the {memory.offer.num_bytes:,} bytes offered"
         if len(self._waiting) >= MAX_WAITING:
             return f"too many messages waiting to be read (limit {MAX_WAITING})"
-        self._waiting.append(RemoteRead(ReadEnded(peer, header), memory))
+        self._waiting.append(RemoteRead(ReadEnded(peer, header), memory, sizes))
         self._post()
         return ""
 
@@ -278,7 +282,8 @@ class RemoteReads(IncomingEnd[KVRemote]):
             self._held[read.memory] -= 1
             self._agent.forget(read.handle)
             if state is ReadState.DONE:
-                numbered = zip(read.ended.header.sources, self._slots[read.slot], strict=False)
+                places = self._places(read.slot, read.sizes)
+                numbered = zip(read.ended.header.sources, places, strict=True)
                 read.ended.buffered = BufferedBlocks({source: block.data for source, block in numbered})
                 yield read.ended
                 self._free.append(read.slot)
@@ -322,11 +327,11 @@ class RemoteReads(IncomingEnd[KVRemote]):
         self._waiting.extendleft(reversed(passed))
 
     def _start(self, read: RemoteRead) -> None:
-        memory, sources = read.memory, read.ended.header.sources
-        regions = memory.regions(sources, self._block_bytes)
+        memory = read.memory
+        regions = memory.regions(read.ended.header.sources, read.sizes)
         assert regions is not None  # checked in `begin`
         slot = self._free[0]
-        targets = [(block.ctypes.data, self._block_bytes) for block in self._slots[slot][: len(sources)]]
+        targets = [(place.ctypes.data, len(place)) for place in self._places(slot, read.sizes)]
         try:
             read.handle = self._agent.read(memory.offer.agent, regions, targets)
         except NixlError as error:
@@ -337,6 +342,11 @@ class RemoteReads(IncomingEnd[KVRemote]):
         read.slot, read.until = slot, self._clock() + READ_S
         self._held[memory] += 1
         self._under_way.append(read)
+
+    def _places(self, slot: int, sizes: Sequence[int]) -> list[np.typing.NDArray[np.uint8]]:
+        """Return the memory of the blocks of a message in a slot."""
+        stops = list(itertools.accumulate(sizes))
+        return [self._slots[slot, stop - size : stop] for stop, size in zip(stops, sizes, strict=True)]
 
 
 class NixlError(DiptychError):

@@ -32,7 +32,8 @@ class NumberedBlocks(OutgoingEnd):
         receiver = transfer.target.address
         places, checksums = self.ring.put(transfer.key, receiver, blocks)
         if places:
-            return PreparedBlocks(indices[: len(places)], len(places) * self.ring.block_bytes, (), places, checksums)
+            size = self.ring.num_bytes(blocks[: len(places)])
+            return PreparedBlocks(indices[: len(places)], size, (), places, checksums)
         if self.is_required or self.ring.holds_slots(receiver):
             return None
         return self.frames.ship(transfer, indices)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from common.config import WorkerConfig
 from common.engine.transfer.transports.cuda_ipc import CudaIpcTransport
 from common.engine.transfer.transports.interface import Transport
 from common.engine.transfer.transports.nixl import NixlTransport
@@ -18,6 +17,6 @@ TRANSPORTS: dict[str, type[Transport]] = {
 }
 
 
-def new_transport(config: WorkerConfig, worker_id: str) -> Transport:
-    """Create the configured transport. Raises ConfigError if its requirements are not met."""
-    return TRANSPORTS[config.kv_transport](config, worker_id)
+def new_transport(kv_transport: str, worker_id: str, *, device_index: int = 0) -> Transport:
+    """Create the transport of this setting. Raises ConfigError if its requirements are not met."""
+    return TRANSPORTS[kv_transport](worker_id, is_required=kv_transport == "shm", device_index=device_index)

@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.engine.kv import KVMemory, SharedMemoryError, StagedIncoming, StagedOutgoing, map_shared, ring_for
+from common.engine.kv import KVMemory, RingSource, SharedMemoryError, StagedIncoming, map_shared, ring_for
 from common.engine.transfer.transports.interface import (
     Copied,
     DeviceCopySource,
     IncomingEnd,
     ReadableMemory,
+    TransferCache,
     Transport,
     copy_on_device,
 )
@@ -42,12 +43,8 @@ class SharedMemoryTransport(Transport):
 
     name = NAME
 
-    @property
-    def is_required(self) -> bool:
-        return self.config.kv_transport == "shm"
-
-    def outgoing(self, kv: KVCache, blocks: OutgoingBlocks, frames: Frames) -> SharedBlocks | None:
-        # A cache that others cannot map (a GPU's, or one split across ranks) is copied through ring slots.
+    def outgoing(self, kv: TransferCache, blocks: OutgoingBlocks, frames: Frames) -> SharedBlocks | None:
+        # A cache that others cannot map is copied through ring slots.
         ring = shared_ring(blocks, kv.num_blocks)
         memory = kv.shared.offer if ring is None and kv.shared is not None else None
         if memory is None and ring is None:
@@ -56,19 +53,19 @@ class SharedMemoryTransport(Transport):
             return None
         return SharedBlocks(frames, memory, ring, is_required=self.is_required)
 
-    def incoming(self, kv: KVCache, blocks: IncomingBlocks) -> SharedReads:
+    def incoming(self, kv: TransferCache, blocks: IncomingBlocks) -> SharedReads:
         return SharedReads(
             (lambda memory: RingSlotSource(blocks, memory)) if isinstance(blocks, StagedIncoming) else None
         )
 
     def pulls(self, kv: KVCache) -> tuple[KVOffer | None, IncomingEnd[KVMemory] | None]:
         offer = KVOffer.of(NAME, kv.shared.offer) if kv.shared is not None else None
-        return offer, None if self.config.on_gpu else SharedReads()
+        return offer, SharedReads() if kv.device.type == "cpu" else None
 
 
 def shared_ring(blocks: OutgoingBlocks, num_blocks: int) -> BlockRing | None:
     """Create a ring for a cache that cannot be mapped; None if it can, or if shared memory is unavailable."""
-    if not isinstance(blocks, StagedOutgoing):
+    if not isinstance(blocks, RingSource):
         return None
     try:
         return ring_for(blocks, num_blocks)
@@ -177,7 +174,7 @@ class PeerMemory(ReadableMemory):
         return self._blocks.ctypes.data
 
     def read(self, source: int, target: memoryview) -> bool:
-        begin = source * len(target)
+        begin = source * (self.offer.slot_bytes or len(target))
         if self.closed or begin + len(target) > self.offer.num_bytes:
             return False
         np.copyto(np.frombuffer(target, np.uint8), self._blocks[begin : begin + len(target)])
@@ -206,6 +203,7 @@ class RingSlotSource:
         self._blocks, self.block_bytes = blocks, blocks.block_bytes
         # Created from the address: torch has no read-only tensors and would warn.
         address, num_bytes = memory.address, memory.offer.num_bytes
+        self._slot_bytes = memory.offer.slot_bytes or self.block_bytes
         self._flat = torch.frombuffer((ctypes.c_ubyte * num_bytes).from_address(address), dtype=torch.uint8)
         blocks.stream.register(self._flat, read_only=True)
 
@@ -213,7 +211,7 @@ class RingSlotSource:
         return self._blocks.copy_all((self._place(place), index) for place, index in copies)
 
     def _place(self, number: int) -> Tensor | None:
-        begin = number * self.block_bytes
+        begin = number * self._slot_bytes
         return self._flat[begin : begin + self.block_bytes] if begin + self.block_bytes <= len(self._flat) else None
 
     def close(self) -> None:

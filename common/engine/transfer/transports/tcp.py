@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from common.engine.transfer.transports.interface import PreparedBlocks, Transport
+from common.engine.transfer.transports.interface import PreparedBlocks, TransferCache, Transport
 
 if TYPE_CHECKING:
-    from common.engine.kv import IncomingBlocks, KVCache, OutgoingBlocks
+    from common.engine.kv import IncomingBlocks, OutgoingBlocks
     from common.engine.transfer.sender import OutgoingTransfer
 
 
@@ -18,10 +18,10 @@ class TcpTransport(Transport):
 
     name = "tcp"
 
-    def outgoing(self, kv: KVCache, blocks: OutgoingBlocks, frames: Frames) -> None:
+    def outgoing(self, kv: TransferCache, blocks: OutgoingBlocks, frames: Frames) -> None:
         return None
 
-    def incoming(self, kv: KVCache, blocks: IncomingBlocks) -> None:
+    def incoming(self, kv: TransferCache, blocks: IncomingBlocks) -> None:
         return None
 
 

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 
-from common.config import DecodeWorkerConfig
 from common.engine.kv.cache import KVCache
 from common.engine.kv.cuda_driver import CudaDriver, DriverError, driver
 from common.engine.kv.device_memory import (
@@ -280,15 +279,14 @@ def test_a_cache_that_does_not_fit(new_cache: Callable[[int], KVCache]) -> None:
 
 
 def test_a_worker_is_refused_where_the_driver_exports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = DecodeWorkerConfig(kv_transport="cuda-ipc", device="cuda")
-    new_transport(config, "d")
+    new_transport("cuda-ipc", "d")
     monkeypatch.setenv("PRETENDED_CUDA_FAILS", "NO_EXPORT")
     with pytest.raises(ConfigError, match="kv_transport.*cannot export memory of cuda:0"):
-        new_transport(config, "d")
+        new_transport("cuda-ipc", "d")
     monkeypatch.setattr("common.engine.kv.cuda_driver.LIBRARY", "libcuda-of-nobody.so")
     driver.cache_clear()
     with pytest.raises(ConfigError, match="cannot load the CUDA driver"):
-        new_transport(config, "d")
+        new_transport("cuda-ipc", "d")
 
 
 def test_the_driver_is_loaded_once() -> None:

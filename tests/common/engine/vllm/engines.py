@@ -42,26 +42,32 @@ CONNECTOR = {
 }
 
 
-def write_llama(folder: Path) -> Path:
-    """Write a tiny random model whose heads vLLM's CPU kernels support."""
+def write_model(folder: Path, kind: str, fields: Mapping[str, Any]) -> Path:
+    """Write a random model in float32. `kind` is the name of its configuration in transformers, without `Config`."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, initializer_range=0.25,
-        tie_word_embeddings=False, eos_token_id=0, bos_token_id=1,
-    )  # fmt: skip
-    LlamaForCausalLM(config).float().save_pretrained(folder)
+    config = getattr(transformers, f"{kind}Config")(**fields)
+    transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
     return folder
+
+
+def write_llama(folder: Path) -> Path:
+    """Write a tiny random model whose heads vLLM's CPU kernels support."""
+    fields = {
+        "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096,
+        "initializer_range": 0.25, "tie_word_embeddings": False, "eos_token_id": 0, "bos_token_id": 1,
+    }  # fmt: skip
+    return write_model(folder, "Llama", fields)
 
 
 class Worker:
     """A vLLM engine, and the worker process's end of its link."""
 
-    def __init__(self, name: str, context: zmq.asyncio.Context) -> None:
-        self.name = name
+    def __init__(self, name: str, context: zmq.asyncio.Context, kv_transport: str) -> None:
+        self.name, self.kv_transport = name, kv_transport
         self.events: list[FromRank] = []
         self.steps: list[StepDone] = []
         self.link = RankLink(context, self._on_message)
@@ -81,12 +87,13 @@ class Worker:
             worker_id=self.name,
             epoch=EPOCHS[self.name],
             weights="m",
+            kv_transport=self.kv_transport,
             staging_bytes=staging_bytes,
         )
         transfer = {**CONNECTOR, "kv_connector_extra_config": settings.extra_config()}
         args = AsyncEngineArgs(
-            model=str(model), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=2048,
-            enable_prefix_caching=True, kv_transfer_config=transfer, **arguments,
+            model=str(model), skip_tokenizer_init=True, enforce_eager=True, max_model_len=2048,
+            kv_transfer_config=transfer, **{"dtype": "float32", "enable_prefix_caching": True, **arguments},
         )  # fmt: skip
         self.llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args)
         self.ready = await self.wait(lambda event: isinstance(event, RankReady))
@@ -139,7 +146,8 @@ class Engines:
     p: Worker
     d: Worker
 
-    def __init__(self) -> None:
+    def __init__(self, kv_transport: str) -> None:
+        self._kv_transport = kv_transport
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -150,7 +158,7 @@ class Engines:
 
     async def start(self, model: Path, prefill: Mapping[str, Any], decode: Mapping[str, Any], staging: int) -> None:
         self._context = zmq.asyncio.Context()
-        self.p, self.d = Worker("p", self._context), Worker("d", self._context)
+        self.p, self.d = (Worker(name, self._context, self._kv_transport) for name in "pd")
         await self.p.start(model, prefill, staging)
         await self.d.start(model, decode, staging)
 
@@ -190,7 +198,7 @@ class Engines:
 
 @contextlib.contextmanager
 def running(
-    model: Path, prefill: Mapping[str, Any], decode: Mapping[str, Any], staging_bytes: int
+    model: Path, prefill: Mapping[str, Any], decode: Mapping[str, Any], staging_bytes: int, kv_transport: str = "auto"
 ) -> Iterator[Engines]:
     """Start the engines, which takes a minute or two."""
     with pytest.MonkeyPatch.context() as patch:
@@ -202,7 +210,7 @@ def running(
             "PYTHONPATH": str(Path(__file__).resolve().parents[4]),
         }.items():
             patch.setenv(name, value)
-        engines = Engines()
+        engines = Engines(kv_transport)
         try:
             engines.run(engines.start(model, prefill, decode, staging_bytes), 400)
             yield engines

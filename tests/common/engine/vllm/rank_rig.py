@@ -138,6 +138,9 @@ class WorkerRig:
             assert rank.transfers.check_integrity() == []
             wait_until(lambda rank=rank: rank.transfers.is_idle, "an idle rank", 20)
             assert rank.transfers.slots.num_free == rank.transfers.slots.num_slots
+            ring = getattr(rank.transfers._sender._outgoing, "ring", None)
+            if ring is not None:
+                wait_until(lambda ring=ring: ring.num_free == ring.num_slots, "free slots of the ring", 20)
 
 
 def make_worker(

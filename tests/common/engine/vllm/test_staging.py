@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.engine.kv import checksum
 from common.engine.vllm.layout import HeadRange, KVGroup, KVLayout
-from common.engine.vllm.staging import PlaceNumbers, RankCache, StagingSlots
+from common.engine.vllm.staging import PlaceNumbers, RankBlocks, RankCache, StagingSlots
 from common.errors import ConfigError
 
 BLOCKS, HEADS, TOKENS, LAYERS = 6, 4, 8, 3
@@ -30,6 +31,21 @@ def canonical(layers: list[Tensor], block: int, heads: range, parts: int = 1) ->
     return b"".join(row.view(torch.uint8).numpy().tobytes() for row in rows)
 
 
+def read(cache: RankCache, blocks: list[int], heads: range) -> list[bytes]:
+    """The heads of blocks as bytes, in frames and in slots of a ring."""
+    outgoing, each = RankBlocks(cache), cache.layout.groups[0].head_bytes
+    chosen = HeadRange(0, heads, heads.start * each, heads.stop * each)
+    numbers = [outgoing.numbers.number(block, chosen) for block in blocks]
+    frames = [bytes(view) for view in outgoing.views(numbers)]
+    places = [torch.zeros(outgoing.block_bytes, dtype=torch.uint8) for _ in blocks]
+    sums = outgoing.copy_all(list(zip(numbers, places, strict=True)))
+    in_ring = [
+        bytes(place.numpy()[: outgoing.num_bytes(number)]) for number, place in zip(numbers, places, strict=True)
+    ]
+    assert in_ring == frames and sums == [checksum(memoryview(frame)) for frame in frames]
+    return frames
+
+
 @pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC", "BHLNC"])
 @pytest.mark.parametrize(
     ("content", "dtype"), [(16, torch.float32), (5, torch.float16), (3, torch.uint8), (16, torch.float8_e4m3fn)]
@@ -39,8 +55,7 @@ def test_units_have_the_same_bytes_in_any_memory_layout(order: str, content: int
     head_bytes = LAYERS * TOKENS * content * dtype.itemsize
     layout = KVLayout((KVGroup("full", TOKENS, HEADS, head_bytes),), str(dtype))
     cache = RankCache(layout, [layers], BLOCKS)
-    views = cache.read(0, [4, 1], range(1, 3))
-    assert [bytes(view) for view in views] == [canonical(layers, block, range(1, 3)) for block in (4, 1)]
+    assert read(cache, [4, 1], range(1, 3)) == [canonical(layers, block, range(1, 3)) for block in (4, 1)]
     slots = StagingSlots(cache, 2 * 8 * (HEADS * head_bytes))
     unit = slots.unit(1, layout.unit_bytes(0))
     unit.copy_(torch.frombuffer(bytearray(canonical(layers, 4, range(HEADS))), dtype=torch.uint8))
@@ -52,14 +67,14 @@ def test_kernel_blocks_are_parts_of_a_block() -> None:
     layers = layers_of("LBHNC", 4, torch.float32, parts=2)
     layout = KVLayout((KVGroup("full", TOKENS, HEADS, LAYERS * TOKENS * 4 * 4),), "float32")
     cache = RankCache(layout, [layers], BLOCKS)
-    assert bytes(cache.read(0, [3], range(HEADS))[0]) == canonical(layers, 3, range(HEADS), parts=2)
+    assert read(cache, [3], range(HEADS)) == [canonical(layers, 3, range(HEADS), parts=2)]
 
 
 def test_layers_in_allocations_of_their_own_and_of_other_shapes() -> None:
     layers = [torch.rand(BLOCKS, HEADS, TOKENS, content) for content in (4, 6, 6)]
     layout = KVLayout((KVGroup("full", TOKENS, HEADS, 16 * TOKENS * 4),), "float32")
     cache = RankCache(layout, [layers], BLOCKS)
-    assert bytes(cache.read(0, [5], range(HEADS))[0]) == canonical(layers, 5, range(HEADS))
+    assert read(cache, [5], range(HEADS)) == [canonical(layers, 5, range(HEADS))]
 
 
 def test_another_shape_than_described_is_refused() -> None:

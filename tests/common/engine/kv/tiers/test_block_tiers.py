@@ -43,6 +43,9 @@ class Buffer:
     def __init__(self, memory: Memory) -> None:
         self._memory, self._buffer = memory, bytearray(BLOCK_BYTES)
 
+    def num_bytes(self, index: int) -> int:
+        return BLOCK_BYTES
+
     def view(self, index: int) -> memoryview:
         return memoryview(self._buffer)
 

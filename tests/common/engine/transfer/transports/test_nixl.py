@@ -214,6 +214,29 @@ def test_what_was_not_offered_is_not_read(side: RemoteSide, sources: list[int], 
     assert not side.nixl.reads and not transfer.received
 
 
+def test_more_blocks_than_were_granted_are_not_read(side: RemoteSide) -> None:
+    side.expect((7, 3))
+    side.peer.name(1, [0, 1])
+    assert "message names blocks 1 to 3 of 0 to 2" in side.peer.read().reason
+    assert not side.nixl.reads and isinstance(side.rig.event(), TransferFailed)
+
+
+def test_blocks_shorter_than_their_places_are_read_from_the_beginning(side: RemoteSide) -> None:
+    slots = side.blocks.reshape(-1, 2 * BLOCK_BYTES)
+    side.offered = OfferedMemory(
+        side.nixl,  # type: ignore[arg-type]
+        (slots.ctypes.data, slots.nbytes),
+        is_ring=True,
+        slot_bytes=2 * BLOCK_BYTES,
+    )
+    side.expect((7, 3))
+    for place, number in enumerate((4, 1)):
+        side.peer.name(place, [number], sums=[slots[number, :BLOCK_BYTES].tobytes()])
+    side.peer.done()
+    assert acknowledged(side)
+    assert [bytes(side.rig.memory[index]) for index in (7, 3)] == [bytes(slots[n, :BLOCK_BYTES]) for n in (4, 1)]
+
+
 def test_without_nixl_frames_are_asked_for(make_rig: Callable[..., Rig], caplog: pytest.LogCaptureFixture) -> None:
     side = RemoteSide(make_rig(), PretendedNixl(), is_ring=True)
     with caplog.at_level(logging.INFO):
@@ -264,8 +287,8 @@ def test_one_memory_does_not_take_all_slots() -> None:
     )
     assert reads.poll_ms is None
     for _ in range(NUM_SLOTS + 3):
-        assert reads.begin(b"s", header(), silent) == ""
-    assert reads.begin(b"l", header(), lively) == ""
+        assert reads.begin(b"s", header(), silent, [BLOCK_BYTES]) == ""
+    assert reads.begin(b"l", header(), lively, [BLOCK_BYTES]) == ""
     assert [read.peer for read in nixl.reads] == ["s"] * MOST_OF_ONE + ["l"] and reads.poll_ms == 1
     nixl.deliver(nixl.reads[-1])
     assert [read.peer for read in reads.ended()] == [b"l"]
@@ -273,9 +296,9 @@ def test_one_memory_does_not_take_all_slots() -> None:
     assert {(read.peer, read.problem) for read in reads.ended()} == {
         (b"s", "reading from s failed: no answer for 10 s")
     }
-    assert reads.poll_ms is None and reads.begin(b"s", header(), silent) == silent.failed
+    assert reads.poll_ms is None and reads.begin(b"s", header(), silent, [BLOCK_BYTES]) == silent.failed
     for _ in range(NUM_SLOTS):  # the slots of the silent one are put aside
-        reads.begin(b"l", header(), lively)
+        reads.begin(b"l", header(), lively, [BLOCK_BYTES])
     assert sum(read.peer == "l" for read in nixl.reads) == 1 + MOST_OF_ONE
     reads.close()
     assert len(nixl.kept) == 1  # memory to which bytes may still come
@@ -287,7 +310,7 @@ def test_messages_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     reads = RemoteReads(nixl, BLOCK_BYTES)  # type: ignore[arg-type]
     source = np.zeros((4, BLOCK_BYTES), np.uint8)
     memory = reads.accept(OfferedMemory(nixl, (source.ctypes.data, source.nbytes), is_ring=False).offer)  # type: ignore[arg-type]
-    problems = [reads.begin(b"p", header(), memory) for _ in range(MOST_OF_ONE + 4)]
+    problems = [reads.begin(b"p", header(), memory, [BLOCK_BYTES]) for _ in range(MOST_OF_ONE + 4)]
     assert (
         problems[:-1] == [""] * (MOST_OF_ONE + 3) and problems[-1] == "too many messages waiting to be read (limit 3)"
     )
@@ -318,10 +341,10 @@ def test_a_memory_that_fails_again_and_again_leaves_half_of_the_slots() -> None:
     for attempt in range(1, 4):  # each time as soon as it may be tried again
         silent = reads.accept(offer.__class__("s", *_fields(offer)))
         for _ in range(NUM_SLOTS):
-            reads.begin(b"s", header(), silent)
+            reads.begin(b"s", header(), silent, [BLOCK_BYTES])
         clock.now += transport.READ_S + 1
         assert all(read.problem for read in reads.ended())
-        reads.begin(b"l", header(), lively)
+        reads.begin(b"l", header(), lively, [BLOCK_BYTES])
         assert sum(read.peer == "l" for read in nixl.reads) == attempt
         nixl.deliver(nixl.reads[-1])
         assert [read.peer for read in reads.ended()] == [b"l"]

@@ -18,5 +18,5 @@ def test_every_value_of_the_setting_has_a_transport() -> None:
 
 @pytest.mark.parametrize(("value", "is_required"), [("auto", False), ("shm", True)])
 def test_only_shm_refuses_workers_that_cannot_share(value: str, is_required: bool) -> None:
-    transport = new_transport(DecodeWorkerConfig(kv_transport=value), "d")
+    transport = new_transport(value, "d")
     assert isinstance(transport, SharedMemoryTransport) and transport.is_required == is_required
