@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from common.config.field import fields_of
@@ -106,6 +107,13 @@ def check_installed() -> None:
     else:
         problem = "vLLM is not installed"
     raise ConfigError("engine", "vllm", f"diptych, because {problem}; install it with {install_command('vllm')}")
+
+
+def check_nixl() -> None:
+    """Raise ConfigError if NIXL is not installed, which ranks would report only once vLLM has loaded the model."""
+    if find_spec("nixl") is None:
+        allowed = f"auto, tcp or shm, because NIXL is not installed; install it with {install_command('nixl')}"
+        raise ConfigError("kv_transport", "nixl", allowed)
 
 
 def _installed() -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from common.config.cluster import PodSettings
 from common.config.common import CommonConfig
 from common.config.field import AUTO, DURATION, FILE, HOST, PORT, setting
-from common.config.vllm import check_installed, check_vllm
+from common.config.vllm import check_installed, check_nixl, check_vllm
 from common.errors import ConfigError
 
 CORES = r"([0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*)?"
@@ -390,6 +390,8 @@ class WorkerConfig(CommonConfig, PodSettings):
         super().check_start()
         if self.engine == "vllm":
             check_installed()
+            if self.kv_transport == "nixl":
+                check_nixl()
 
     def _check_tiers(self) -> None:
         if self.kv_host_gib and self.device == "cpu":

@@ -239,6 +239,7 @@ def _load(
         kv_host=config.host,
         kv_port=getattr(config, "kv_port", 0),
         num_streams=getattr(config, "kv_streams", 1),
+        kv_transport=config.kv_transport,
         lease_s=getattr(config, "kv_lease_s", 10.0),
         curve_key=config.curve_key,
         curve_authorized=config.curve_authorized,

@@ -19,8 +19,8 @@ from common.engine.vllm.layout import HeadRange, KVLayout
 from common.errors import ConfigError
 from kernels.interface import pinned
 
-WORD_BYTES = 8
-"""Size of the largest words in which units are copied."""
+UNIT_ALIGN_BYTES = 8
+"""Alignment of units in host memory: the size of the largest words in which they are copied."""
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
@@ -63,7 +63,7 @@ class RankCache:
             self._words.append(word)
         self.reading, self._writing = CopyStream(self.device), CopyStream(self.device)
         largest = max(layout.unit_bytes(group) for group in range(len(layout.groups)))
-        self.unit_bytes = -(-largest // WORD_BYTES) * WORD_BYTES
+        self.unit_bytes = -(-largest // UNIT_ALIGN_BYTES) * UNIT_ALIGN_BYTES
 
     def fence(self) -> torch.cuda.Event | None:
         """Return an event that follows what the calling thread launched, or None if all of it has ended."""
@@ -76,7 +76,7 @@ class RankCache:
     def gather(self, copies: Sequence[tuple[int, HeadRange, Tensor]]) -> None:
         """Copy heads of blocks to the beginning of places, uint8 [unit_bytes] in host memory.
 
-        Returns when the copies have ended. The address of a place must be a multiple of `WORD_BYTES`.
+        Returns when the copies have ended. The address of a place must be a multiple of `UNIT_ALIGN_BYTES`.
         """
 
         def copy() -> None:

@@ -124,6 +124,15 @@ def test_an_untested_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.usefixtures("installed")
+def test_nixl_must_be_installed_before_vllm_loads_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"kv-transport.*NIXL is not installed; install it with .*diptych\[nixl\]"):
+        read(DecodeWorkerConfig, ["--engine", "vllm", "--kv-transport", "nixl"], environ={})
+    monkeypatch.setattr(vllm, "find_spec", lambda name: name)
+    read(DecodeWorkerConfig, ["--engine", "vllm", "--kv-transport", "nixl"], environ={})
+
+
+@pytest.mark.usefixtures("installed")
 def test_engine_args_come_from_all_sources(tmp_path: Path) -> None:
     file = tmp_path / "diptych.toml"
     file.write_text('engine = "vllm"\n[decode_worker]\nengine_args = ["--seed", "1"]\n')
