@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,12 +29,16 @@ from common.engine.vllm.link import (
     StepDone,
     TransferLost,
     TransferParams,
+    joined_addresses,
 )
 from common.wire.messages import KVDone, KVTarget
 
 Result = TypeVar("Result")
 EPOCHS = {"p": 5, "d": 7}
 PATIENCE_S = 60.0
+PATTERN = "([a-f][0-9][A-F])*[a-f]?[0-9]?"
+GRAMMAR = "%llguidance {}\nstart: /([a-f][0-9][A-F]){40}/"
+"""What it allows next depends on the tokens before, and it does not end within any test."""
 CONNECTOR = {
     "kv_connector": "DiptychConnector",
     "kv_connector_module_path": "common.engine.vllm.connector",
@@ -61,6 +66,28 @@ def write_llama(folder: Path) -> Path:
         "initializer_range": 0.25, "tie_word_embeddings": False, "eos_token_id": 0, "bos_token_id": 1,
     }  # fmt: skip
     return write_model(folder, "Llama", fields)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of bytes: token 0 ends an answer, and token `n` is byte `n - 1`."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = {byte: 256 + number for number, byte in enumerate(byte for byte in range(256) if byte not in visible)}
+    vocab = {"<end>": 0} | {chr(others.get(byte, byte)): byte + 1 for byte in range(256)}
+    special = {"id": 0, "content": "<end>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    tokenizer = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [special | {"special": True}],
+        "normalizer": None, "pre_tokenizer": bytewise, "post_processor": None, "decoder": bytewise,
+        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """Return the text of tokens of `write_tokenizer`."""
+    return bytes(token - 1 for token in tokens).decode()
 
 
 class Worker:
@@ -91,39 +118,70 @@ class Worker:
             staging_bytes=staging_bytes,
         )
         transfer = {**CONNECTOR, "kv_connector_extra_config": settings.extra_config()}
+        given = {"dtype": "float32", "enable_prefix_caching": True, **arguments}
         args = AsyncEngineArgs(
-            model=str(model), skip_tokenizer_init=True, enforce_eager=True, max_model_len=2048,
-            kv_transfer_config=transfer, **{"dtype": "float32", "enable_prefix_caching": True, **arguments},
-        )  # fmt: skip
+            model=str(model),
+            skip_tokenizer_init=not (model / "tokenizer.json").exists(),
+            enforce_eager=True,
+            max_model_len=2048,
+            structured_outputs_config={"backend": "guidance"},
+            kv_transfer_config=transfer,
+            **given,
+        )
         self.llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args)
-        self.ready = await self.wait(lambda event: isinstance(event, RankReady))
+        self.ready = await self.wait_all(lambda event: isinstance(event, RankReady))
 
-    async def wait(self, wanted: Callable[[FromRank], bool]) -> Any:
+    @property
+    def kv_address(self) -> str:
+        return joined_addresses([each.kv_address for each in sorted(self.ready, key=lambda each: each.rank)])
+
+    async def wait_all(self, wanted: Callable[[FromRank], bool]) -> list[Any]:
+        """Wait for an event of each rank."""
         deadline = time.monotonic() + PATIENCE_S
-        while not (found := [event for event in self.events if wanted(event)]):
+        size = self.llm.vllm_config.parallel_config.world_size
+        while len(found := [event for event in self.events if wanted(event)]) < size:
             assert time.monotonic() < deadline, self.events
             await asyncio.sleep(0.005)
-        return found[0]
+        return found
 
     async def wait_for(self, name: str, *kinds: type) -> Any:
-        return await self.wait(lambda event: isinstance(event, kinds) and getattr(event, "request_id", "") == name)
+        """Wait for an event of each rank about a request, and return the first."""
+        return (await self.all_of(name, *kinds))[0]
+
+    async def all_of(self, name: str, *kinds: type) -> list[Any]:
+        return await self.wait_all(lambda event: isinstance(event, kinds) and getattr(event, "request_id", "") == name)
 
     async def generate(
-        self, name: str, tokens: list[int], count: int, params: TransferParams | None = None, salt: str | None = None
+        self,
+        name: str,
+        tokens: list[int],
+        count: int,
+        params: TransferParams | None = None,
+        salt: str | None = None,
+        grammar: str = "",
     ) -> list[int]:
         from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
 
+        structured = StructuredOutputsParams(grammar=grammar) if grammar else None
         extra = {"kv_transfer_params": params.to_dict()} if params is not None else None
-        sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, extra_args=extra)
+        sampling = SamplingParams(
+            temperature=0,
+            max_tokens=count,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args=extra,
+            structured_outputs=structured,
+        )
         prompt: Any = {"prompt_token_ids": tokens} | ({"cache_salt": salt} if salt else {})
         result: list[int] = []
         async for output in self.llm.generate(prompt, sampling, name):
             result = list(output.outputs[0].token_ids)
         return result
 
-    async def alone(self, tokens: list[int], count: int) -> list[int]:
+    async def alone(self, tokens: list[int], count: int, grammar: str = "") -> list[int]:
         """What vLLM generates without a transfer, and without the prefix cache of the other requests."""
-        return await self.generate(f"alone-{time.monotonic_ns()}", tokens, count, salt="alone")
+        return await self.generate(f"alone-{time.monotonic_ns()}", tokens, count, salt="alone", grammar=grammar)
 
     async def check_empty(self) -> None:
         """All blocks are free again."""
@@ -164,25 +222,28 @@ class Engines:
 
     @property
     def target(self) -> KVTarget:
-        return KVTarget("d", EPOCHS["d"], self.d.ready.kv_address)
+        return KVTarget("d", EPOCHS["d"], self.d.kv_address)
 
-    async def prefill(self, name: str, tokens: list[int], target: KVTarget | None = None) -> int:
+    async def prefill(self, name: str, tokens: list[int], target: KVTarget | None = None, grammar: str = "") -> int:
         """Compute a prompt, send its KV, and return the first token."""
         send = Send(request_id=name, attempt=0, target=target or self.target)
-        (first,) = await self.p.generate(f"{name}-p", tokens, 1, TransferParams(send=send))
+        (first,) = await self.p.generate(f"{name}-p", tokens, 1, TransferParams(send=send), grammar=grammar)
         done = KVDone(request_id=name, attempt=0, first_token=first)
         self.p.link.send(None, Done(request_id=name, attempt=0, done=done))
         return first
 
-    async def both(self, name: str, tokens: list[int], count: int, first_block: int = 0) -> tuple[list[int], Any]:
+    async def both(
+        self, name: str, tokens: list[int], count: int, first_block: int = 0, grammar: str = ""
+    ) -> tuple[list[int], Any]:
         """Compute a prompt on `p` and decode on `d`. Returns the tokens, and the end of the transfer."""
         named: dict[str, Any] = {"request_id": name, "attempt": 0}
         self.d.link.send(None, Expect(**named, num_tokens=len(tokens), first_block=first_block))
-        first = await self.prefill(name, tokens)
-        arrived = await self.d.wait_for(name, Arrived, TransferLost)
-        assert isinstance(arrived, Arrived), arrived
+        first = await self.prefill(name, tokens, grammar=grammar)
+        arrived = await self.d.all_of(name, Arrived, TransferLost)
+        assert all(isinstance(each, Arrived) for each in arrived), arrived
         load = Load(**named, num_tokens=len(tokens), first_block=first_block)
-        rest = await self.d.generate(f"{name}-d", [*tokens, first], count - 1, TransferParams(load=load, earlier=1))
+        params = TransferParams(load=load, earlier=1)
+        rest = await self.d.generate(f"{name}-d", [*tokens, first], count - 1, params, grammar=grammar)
         return [first, *rest], await self.p.wait_for(name, Sent)
 
     async def stop(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from common.engine.vllm.link import Arrived, Cancel, Expect, Forget, Load, Send, Sent, TransferParams
 from common.wire.messages import KVTarget
 
-from .engines import Engines, running, write_llama
+from .engines import GRAMMAR, PATTERN, Engines, running, text_of, write_llama, write_tokenizer
 
 pytestmark = [
     pytest.mark.vllm,
@@ -29,6 +30,7 @@ FEW_BLOCKS = {"num_gpu_blocks_override": 33, "max_num_seqs": 8}
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     model = write_llama(tmp_path_factory.mktemp("model"))
+    write_tokenizer(model)
     prefill = {"max_num_batched_tokens": 192, **FEW_BLOCKS}  # prompts are computed in chunks
     decode = {"max_num_batched_tokens": 2048, **FEW_BLOCKS}
     with running(model, prefill, decode, NUM_SLOTS * BLOCK_BYTES) as engines:
@@ -58,8 +60,19 @@ def test_tokens_equal_those_of_one_engine(engines: Engines, length: int) -> None
         expected = await engines.d.alone(tokens, 20)
         before = len(engines.d.steps)
         got, sent = await engines.both(f"a{length}", tokens, 20)
-        assert got == expected and sent.reason == "" and sent.num_bytes == -(-length // BLOCK) * BLOCK_BYTES
+        assert got == expected and (sent.reason, sent.transport) == ("", "shm")
+        assert sent.num_bytes == -(-length // BLOCK) * BLOCK_BYTES
         assert not any(step.num_tokens for step in engines.d.steps[before:]), "nothing was computed again"
+
+    engines.run(run())
+
+
+def test_a_grammar_continues_after_the_first_token(engines: Engines) -> None:
+    async def run() -> None:
+        tokens = prompt(300, 7)
+        expected = await engines.d.alone(tokens, 20, GRAMMAR)
+        got, _ = await engines.both("grammar", tokens, 20, grammar=GRAMMAR)
+        assert got == expected and re.fullmatch(PATTERN, text_of(got))
 
     engines.run(run())
 

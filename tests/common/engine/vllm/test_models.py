@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from common.engine.vllm.link import Arrived, Sent
 
 from .engines import Engines, running, write_model
 
@@ -21,6 +24,7 @@ COMMON: Mapping[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096, "initializer_range": 0.25,
     "tie_word_embeddings": False, "eos_token_id": 0, "bos_token_id": 1, "pad_token_id": 0,
 }  # fmt: skip
+LLAMA_TOKEN_BYTES = 3 * 2 * 2 * 32 * 4
 EXPERTS = {"moe_intermediate_size": 64, "num_experts_per_tok": 2, "norm_topk_prob": True}
 LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
@@ -81,3 +85,23 @@ def test_prompts_with_a_common_prefix(engines: Engines) -> None:
             assert (await engines.both(f"b{number}", tokens, 12))[0] == await engines.d.alone(tokens, 12)
 
     engines.run(run(), 300)
+
+
+@pytest.mark.parametrize(("prefill_size", "decode_size"), [(2, 1), (1, 2)])
+def test_workers_with_different_numbers_of_ranks(tmp_path: Path, prefill_size: int, decode_size: int) -> None:
+    model = write_model(tmp_path, "Llama", COMMON)
+    given = ({"tensor_parallel_size": size, "max_num_batched_tokens": 256} for size in (prefill_size, decode_size))
+
+    async def run(engines: Engines) -> None:
+        for length in (100, 300, 640):
+            name, tokens = f"a{length}", prompt(length)
+            num_bytes = -(-length // 128) * 128 * LLAMA_TOKEN_BYTES
+            expected = await engines.d.alone(tokens, 12)
+            assert (await engines.both(name, tokens, 12))[0] == expected
+            sent = [each.num_bytes for each in await engines.p.all_of(name, Sent)]
+            arrived = [each.num_bytes for each in await engines.d.all_of(name, Arrived)]
+            assert sent == [num_bytes // prefill_size] * prefill_size, "each rank sends the heads that it holds"
+            assert arrived == [num_bytes // decode_size] * decode_size
+
+    with running(model, *given, 2**28) as engines:
+        engines.run(run(engines), 300)

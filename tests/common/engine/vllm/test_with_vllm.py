@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from common.wire import BadWord, SamplingParams, pack_tokens
 from common.wire.messages import DecodeRequest, Message, RequestFailed, TokenOutput
 
 from ....waiting import until
-from .engines import write_llama
+from .engines import GRAMMAR, PATTERN, text_of, write_llama, write_tokenizer
 
 pytestmark = [
     pytest.mark.vllm,
@@ -33,10 +33,7 @@ NUM_TOKENS, EARLIER = 12, 5
 
 class Worker:
     def __init__(self, folder: Path) -> None:
-        (folder / "tokenizer.json").write_text(json.dumps(words()))
-        (folder / "tokenizer_config.json").write_text(
-            '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "t0"}'
-        )
+        write_tokenizer(folder)
         config = DecodeWorkerConfig(
             model=str(folder), engine="vllm", dtype="float32", device="cpu", engine_args=("--enforce-eager",)
         )
@@ -81,17 +78,6 @@ class Worker:
         self.context.term()
 
 
-def words() -> dict[str, Any]:
-    """Return a tokenizer of 512 words."""
-    vocab = {f"t{number}": number for number in range(512)}
-    special = {"id": 0, "content": "t0", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    return {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [special | {"special": True}],
-        "normalizer": None, "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None,
-        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "t1"},
-    }  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     made = Worker(write_llama(tmp_path_factory.mktemp("llama")))
@@ -121,6 +107,13 @@ async def test_greedy_tokens_are_those_of_transformers(worker: Worker) -> None:
 async def test_an_answer_continues_from_its_tokens(worker: Worker, given: dict[str, Any]) -> None:
     whole = await worker.ask(PROMPT, **given)
     assert await worker.ask(PROMPT + whole[:EARLIER], EARLIER, **given) == whole[EARLIER:]
+
+
+async def test_a_grammar_continues_after_the_tokens_of_an_answer(worker: Worker) -> None:
+    whole = await worker.ask(PROMPT, grammar=GRAMMAR)
+    assert re.fullmatch(PATTERN, text_of(whole))
+    for earlier in range(1, 4):
+        assert await worker.ask(PROMPT + whole[:earlier], earlier, grammar=GRAMMAR) == whole[earlier:]
 
 
 async def test_seeds_decide_draws(worker: Worker) -> None:
