@@ -60,7 +60,7 @@ CHART_SETS = frozenset(
             "cores",
         ),
         *("prefill", "decode", "prefill_services", "decode_services", "discovery", "discovery_namespace"),
-        *("kubernetes_api", "kubernetes_credentials", "pod_deletion_cost", "slo_ttft_ms", "slo_tpot_ms"),
+        *("kubernetes_api", "kubernetes_credentials", "pod_deletion_cost", "slo_ttft_ms", "slo_tpot_ms", "slo_refuse"),
         *("curve_key", "curve_authorized", "api_key", "api_key_file", "tls_cert", "tls_key"),
         *("discovery_file", "prefill_deployment", "decode_deployment", "planner_lease", "response_store"),
     )
@@ -206,7 +206,7 @@ def model() -> Schema:
             "servedName": TEXT,
             "source": sources(cacheVolume=volume, prefetch=FLAG),
             "tokenizer": sources(),
-            "slo": closed({"ttftMs": goal, "tpotMs": goal}),
+            "slo": closed({"ttftMs": goal, "tpotMs": goal, "refuse": of_field(fields["slo_refuse"])}),
             "router": ref("router"),
             "adapters": {
                 "type": "object",

@@ -119,8 +119,7 @@ class DiscoverySettings(ClusterSettings):
         0.0,
         "goal for the time to first token (TTFT), in milliseconds",
         group="Goals",
-        details="A request whose predicted TTFT exceeds it gets status 429. Without a goal, only --max-wait-s "
-        "limits the wait.",
+        details="Work is ordered, sized and placed to meet it. See --slo-refuse.",
         default_note="no goal",
         common=True,
         **GOAL_MS,
@@ -129,7 +128,7 @@ class DiscoverySettings(ClusterSettings):
         0.0,
         "goal for the time per output token after the first (TPOT), in milliseconds",
         group="Goals",
-        details="A request whose predicted TPOT exceeds it gets status 429.",
+        details="Batches, chunks of prompts and the pace of steps are chosen to meet it. See --slo-refuse.",
         default_note="no goal",
         common=True,
         **GOAL_MS,

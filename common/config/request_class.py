@@ -3,7 +3,7 @@
     --request-class name=interactive,ttft_ms=500,tpot_ms=50,priority=5 name=batch,priority=-5 name=search,share=3
 
 Each `name=...` begins the next class, so that flags, environment and TOML need only commas as separators. The class
-`default` always exists and has the goals of `--slo-ttft-ms` and `--slo-tpot-ms`.
+`default` always exists and has the goals of `--slo-ttft-ms` and `--slo-tpot-ms`, and refuses by `--slo-refuse`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ BATCH_CLASSES = ("flex", BATCH)
 NAME = re.compile(r"[a-z0-9]([a-z0-9_-]{0,38}[a-z0-9])?")
 MAX_CLASSES = 16
 """Each class has its own metric labels and queues."""
-KEYS = ("name", "ttft_ms", "tpot_ms", "priority", "share")
+KEYS = ("name", "ttft_ms", "tpot_ms", "priority", "share", "refuse")
 EXPECTS = "classes such as name=interactive,ttft_ms=500,tpot_ms=50,priority=5"
+OVERLOAD, PREDICTED = REFUSALS = ("overload", "predicted")
+"""Requests that a class refuses: those beyond the wait limit, or also those that are predicted to miss a goal."""
 LEAST_SHARE, MOST_SHARE = 0.001, 1000.0
 """Relative to `COMMON_SHARE`. More extreme shares would starve a class."""
 NO_LANE = ""
@@ -40,8 +42,8 @@ class RequestClass:
     """Goals, priority and share of a class.
 
     `ttft_s` and `tpot_s` are goals in seconds, 0 for none. Classes with a higher `priority` are served first. Classes
-    with the same priority divide tokens by `share`, where 0 means the common share. A class that no setting defines
-    `is_built_in`.
+    with the same priority divide tokens by `share`, where 0 means the common share. `refuse` is one of `REFUSALS`. A
+    class that no setting defines `is_built_in`.
     """
 
     name: str = DEFAULT
@@ -50,10 +52,16 @@ class RequestClass:
     priority: int = 0
     share: float = 0.0
     is_built_in: bool = False
+    refuse: str = OVERLOAD
 
     @property
     def has_goals(self) -> bool:
         return self.ttft_s > 0 or self.tpot_s > 0
+
+    @property
+    def refuses_misses(self) -> bool:
+        """Whether requests that are predicted to miss a goal are rejected."""
+        return self.refuse == PREDICTED
 
     @property
     def lane(self) -> str:
@@ -66,18 +74,22 @@ class RequestClass:
         return self.share or COMMON_SHARE
 
 
-def request_classes(parts: Sequence[str], ttft_ms: float, tpot_ms: float) -> Mapping[str, RequestClass]:
-    """Return all classes by name. `default` has the goals `ttft_ms` and `tpot_ms`. Raises ConfigError."""
-    default = RequestClass(ttft_s=ttft_ms / 1000, tpot_s=tpot_ms / 1000)
+def request_classes(
+    parts: Sequence[str], ttft_ms: float, tpot_ms: float, refuse: str = OVERLOAD
+) -> Mapping[str, RequestClass]:
+    """Return all classes by name. `default` has the goals `ttft_ms` and `tpot_ms`, and `refuse`. Raises ConfigError."""
+    default = RequestClass(ttft_s=ttft_ms / 1000, tpot_s=tpot_ms / 1000, refuse=refuse)
     classes = {DEFAULT: default}
     named = set()
     for given in _split(parts):
-        one = _class_of(given)
+        one = _class_of({"refuse": refuse, **given} if given["name"] == DEFAULT else given)
         if one.name in named:
             raise ConfigError(FIELD, f"name={one.name}", "a class that is defined once")
         named.add(one.name)
         if one.name == DEFAULT:
             one = _merged(default, one)
+        elif one.refuses_misses and not one.has_goals:
+            raise ConfigError(FIELD, f"name={one.name},refuse={one.refuse}", "a class with ttft_ms or tpot_ms")
         classes[one.name] = one
     if len(classes) > MAX_CLASSES:
         raise ConfigError(FIELD, f"{len(classes)} classes", f"at most {MAX_CLASSES}, including the class {DEFAULT}")
@@ -112,7 +124,8 @@ def _class_of(given: Mapping[str, str]) -> RequestClass:
     name = given["name"]
     if not NAME.fullmatch(name):
         raise ConfigError(FIELD, f"name={name}", "up to 40 lowercase letters, digits, - and _")
-    return RequestClass(name, _goal_s(given, "ttft_ms"), _goal_s(given, "tpot_ms"), _priority(given), _share(given))
+    goals = _goal_s(given, "ttft_ms"), _goal_s(given, "tpot_ms")
+    return RequestClass(name, *goals, _priority(given), _share(given), refuse=_refuse(given))
 
 
 def _merged(default: RequestClass, one: RequestClass) -> RequestClass:
@@ -154,3 +167,9 @@ def _share(given: Mapping[str, str]) -> float:
     if not LEAST_SHARE <= share <= MOST_SHARE:
         raise ConfigError(FIELD, f"share={text}", f"a number from {LEAST_SHARE:g} to {MOST_SHARE:g}")
     return share
+
+
+def _refuse(given: Mapping[str, str]) -> str:
+    if (refuse := given.get("refuse", OVERLOAD)) not in REFUSALS:
+        raise ConfigError(FIELD, f"refuse={refuse}", " or ".join(REFUSALS))
+    return refuse

@@ -10,7 +10,7 @@ from typing import ClassVar
 from common.config.cluster import DiscoverySettings
 from common.config.common import CommonConfig
 from common.config.field import AUTO, DURATION, FILE, HOST, PORT, TIMEOUT, Config, fields_of, setting
-from common.config.request_class import EXPECTS, RequestClass, request_classes, with_batch
+from common.config.request_class import EXPECTS, OVERLOAD, REFUSALS, RequestClass, request_classes, with_batch
 from common.config.scaling import PlannerSettings
 from common.errors import ConfigError
 
@@ -364,7 +364,7 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSetti
         30.0,
         "maximum predicted wait of a new request in the queue, in seconds; beyond it, status 429",
         group="Timeouts",
-        details="The default suits batch clients. For interactive clients set --slo-ttft-ms.",
+        details="It bounds the queue in an overload. --slo-refuse can refuse sooner.",
         **TIMEOUT,
     )
     overload_wait_s: float = setting(
@@ -381,13 +381,21 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSetti
         group="Autoscaling",
         details="Workers need --role-change too.",
     )
+    slo_refuse: str = setting(
+        OVERLOAD,
+        "requests that get status 429",
+        group="Goals",
+        details="`overload` refuses those that would wait longer than --max-wait-s, `predicted` also those that are "
+        "predicted to miss --slo-ttft-ms or --slo-tpot-ms.",
+        choices=REFUSALS,
+    )
     request_class: tuple[str, ...] = setting(
         (),
         "request classes with goals, a priority and optionally a share of tokens",
         group="Goals",
         details="Higher priorities (-10 to 10) go first. Classes of equal priority divide tokens by share "
-        "(share=3). A request names its class in a header, a field or by its API key. The class default "
-        "has the goals of --slo-ttft-ms and --slo-tpot-ms.",
+        "(share=3). refuse=predicted refuses requests that are predicted to miss a goal. A request names its class in "
+        "a header, a field or by its API key. The class default has the goals of --slo-ttft-ms and --slo-tpot-ms.",
         expects=EXPECTS,
         metavar="CLASS",
     )
@@ -408,7 +416,7 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSetti
     def check(self) -> None:
         super().check()
         self.check_silence("worker_timeout_s")
-        request_classes(self.request_class, self.slo_ttft_ms, self.slo_tpot_ms)
+        request_classes(self.request_class, self.slo_ttft_ms, self.slo_tpot_ms, self.slo_refuse)
         self._check_models()
         if "*" in self.allow_origin and not (self.api_key or self.api_key_file):
             raise ConfigError("allow_origin", "*", "a list of origins without --api-key or --api-key-file")
@@ -443,4 +451,4 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSetti
     @cached_property
     def classes(self) -> Mapping[str, RequestClass]:
         """Request classes by name, including `default` and a class for batches."""
-        return with_batch(request_classes(self.request_class, self.slo_ttft_ms, self.slo_tpot_ms))
+        return with_batch(request_classes(self.request_class, self.slo_ttft_ms, self.slo_tpot_ms, self.slo_refuse))

@@ -106,6 +106,9 @@ slo_ttft_ms = {{ include "diptych.tomlValue" . }}
 {{- with .tpotMs }}
 slo_tpot_ms = {{ include "diptych.tomlValue" . }}
 {{- end }}
+{{- with .refuse }}
+slo_refuse = {{ toJson . }}
+{{- end }}
 {{- end }}
 {{- $plan := include "diptych.planSettings" (dict "root" $root "model" $model.name) | fromYaml }}
 {{- range $name := keys $plan | sortAlpha }}

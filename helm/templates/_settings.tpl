@@ -133,6 +133,7 @@ allow_remote: true
 {{- with $model.slo }}
 {{- if .ttftMs }}{{ $_ := set $settings "slo_ttft_ms" .ttftMs }}{{ end }}
 {{- if .tpotMs }}{{ $_ := set $settings "slo_tpot_ms" .tpotMs }}{{ end }}
+{{- if .refuse }}{{ $_ := set $settings "slo_refuse" .refuse }}{{ end }}
 {{- end }}
 {{- else }}
 {{- $_ := set $settings "models_file" "/etc/diptych/config/models.toml" }}

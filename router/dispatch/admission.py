@@ -1,8 +1,12 @@
-"""Admission control: rejects requests that are predicted to miss a goal of their class. Pure.
+"""Admission control: rejects requests that would wait longer than they may. Pure.
 
 The prediction is made for the worker that the policy would choose. Each class has its own wait limit, so a class
 without a time-to-first-token goal may wait while others are rejected. Prompts of lower priority are not counted,
 prompts that the router holds before this one are.
+
+A class that refuses misses (`RequestClass.refuses_misses`) also rejects requests that are predicted to miss one of its
+goals. By default goals reject nothing: a request that misses its goal is worth more than a refusal to most clients, and
+a client that retries at once makes a refusal the worst outcome (docs/decisions/0074-goals-steer.md).
 
 A worker without any completed step counts as idle. Two observations correct predictions that are too short: how long
 requests have waited already, and how much later than predicted first tokens arrived.
@@ -109,7 +113,7 @@ class Admission:
         num_tokens: int = 0,
         num_expected: int = 0,
     ) -> None:
-        """Raise Overloaded if the request would miss a goal of its class where it would be placed.
+        """Raise Overloaded if the request would wait too long, or miss a goal by which its class refuses.
 
         The prompt has `num_tokens` tokens, the answer is expected to have `num_expected`. `key` is the name of the API
         key.
@@ -267,7 +271,7 @@ class Admission:
         """
         if self._held.holds_any:
             return False
-        limit_s = self._limit_s(one.name) * (LEAST_SHARE if one.ttft_s > 0 else 1.0)
+        limit_s = self._limit_s(one.name) * (LEAST_SHARE if one.refuses_misses and one.ttft_s > 0 else 1.0)
         return all(waits_at_most(worker, limit_s, now, one.priority) for worker in workers)
 
     def _judged(
@@ -282,12 +286,18 @@ class Admission:
         if choice.prefill is not None:  # samples the first token, so a full decode batch delays only later tokens
             meanwhile_s = choice.forecast.prompt_s + _slack_s(choice, one, num_expected)
         wait = wait_for(first, choice.decode, now, one.priority, held_s, num_held, meanwhile_s)
-        limit_s, own_s = self._limit_s(one.name), 0.0
-        if one.ttft_s > 0 and choice.forecast.is_known:
-            own_s = min(choice.forecast.prompt_s, (1.0 - LEAST_SHARE) * limit_s)
-        if wait.seconds <= limit_s - own_s:
+        limit_s, forecast = self._limit_s(one.name), choice.forecast
+        has_goal = one.refuses_misses and one.ttft_s > 0
+        own_s = forecast.prompt_s + forecast.lag_s if has_goal and forecast.is_known else 0.0
+        left_s = limit_s - min(own_s, (1.0 - LEAST_SHARE) * limit_s)
+        if wait.seconds <= left_s:
             return None
-        return Refusal(too_late(wait.seconds, limit_s - own_s, self._others_s(one, first.role)), wait.bottleneck)
+        others_s = self._others_s(one, first.role)
+        if not has_goal or limit_s < one.ttft_s:
+            return Refusal(too_late(wait.seconds, left_s, others_s), wait.bottleneck)
+        cause = _batch(choice.decode) if wait.bottleneck == "decode" else _prompts(first, held_s)
+        why = _miss("TTFT", one.ttft_s, wait.seconds + own_s, cause)
+        return Refusal(_refused(why, wait.seconds - left_s + others_s), wait.bottleneck)
 
     def _others_s(self, one: RequestClass, role: Role) -> float:
         """Return the seconds that earlier rejected requests will take when they retry."""
@@ -299,7 +309,7 @@ class Admission:
 
         A wait for a batch slot after the first token counts as slower tokens.
         """
-        if choice is None or choice.decode is None or one.tpot_s <= 0:
+        if choice is None or choice.decode is None or one.tpot_s <= 0 or not one.refuses_misses:
             return None
         worker, after_s = choice.decode, choice.forecast.ttft_s
         token_s, alone_s = token_s_at(worker, after_s, num_tokens)
@@ -309,9 +319,9 @@ class Admission:
         limit_s = max(one.tpot_s, alone_s / (1.0 - LEAST_SHARE))
         if token_s <= limit_s:
             return None
-        why = f"The request's tokens would take about {token_s * 1e3:.3g} ms each; the limit is {limit_s * 1e3:.3g} ms."
+        why = _miss("TPOT", one.tpot_s, token_s, _batch(worker))
         later_s = worker.estimates.service_s.value / max(1, worker.load.num_requests)
-        return Refusal(Overloaded(why, retry_after_s=_retry_after_s(later_s)), "decode")
+        return Refusal(_refused(why, later_s), "decode")
 
 
 def _slack_s(choice: Choice, one: RequestClass, num_expected: int) -> float:
@@ -322,7 +332,7 @@ def _slack_s(choice: Choice, one: RequestClass, num_expected: int) -> float:
 def _wait_limit_of(one: RequestClass, config: RouterConfig) -> WaitLimit:
     """Return the wait limit of a class. Classes without a time-to-first-token goal keep theirs in an overload."""
     longest_s = min(config.max_wait_s, config.queue_timeout_s)
-    if one.ttft_s > 0:
+    if one.refuses_misses and one.ttft_s > 0:
         longest_s = min(longest_s, one.ttft_s)
     is_patient = one.ttft_s <= 0 and one.name != DEFAULT
     return WaitLimit(longest_s, longest_s if is_patient else min(longest_s, config.overload_wait_s))
@@ -334,7 +344,38 @@ def too_late(predicted_s: float, limit_s: float, others_s: float = 0.0) -> Overl
     `others_s`: seconds that earlier rejected requests will take when they retry. It is added to `Retry-After`.
     """
     why = f"The request would wait about {predicted_s:.1f} s; the limit is {limit_s:.3g} s."
-    return Overloaded(why, retry_after_s=_retry_after_s(predicted_s - limit_s + others_s))
+    return _refused(why, predicted_s - limit_s + others_s)
+
+
+def _miss(goal: str, goal_s: float, predicted_s: float, cause: str) -> str:
+    """Return why a request is refused by a goal."""
+    return f"{goal} goal {_ms(goal_s)}, predicted {_ms(predicted_s)}: {cause}."
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f} ms" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _prompts(worker: Worker, held_s: float) -> str:
+    """Describe the prompts before a new one: those of a worker, and `held_s` seconds that the router holds for it."""
+    load = worker.load
+    num = load.num_requests
+    if worker.role == "decode":  # others are decoded
+        num = worker.bookings.fresh.num_requests + (load.beat.num_waiting if load.beat is not None else 0)
+    more = f", and {held_s:.2g} s of prompts in the router" if held_s else ""
+    waits = "prompt waits" if num == 1 else "prompts wait"
+    return f"{num:,} {waits} before it with {load.num_queued_tokens:,} tokens{more}"
+
+
+def _batch(worker: Worker | None) -> str:
+    """Describe the batch that a new answer would join."""
+    if worker is None:
+        return "no decode worker is ready"
+    return f"{worker.load.num_requests:,} sequences in a batch of {places_of(worker):,}"
+
+
+def _refused(why: str, later_s: float) -> Overloaded:
+    return Overloaded(why, retry_after_s=_retry_after_s(later_s))
 
 
 def _shed(waited_s: float, later_s: float, limit_s: float) -> Overloaded:

@@ -16,6 +16,7 @@ reasoning = "none"             # default: --reasoning
 reasoning_start = "[THINK]"    # default: --reasoning-start, also reasoning_end
 slo_ttft_ms = 500              # latency goals in milliseconds; default: --slo-ttft-ms, --slo-tpot-ms
 slo_tpot_ms = 40
+slo_refuse = "predicted"       # default: --slo-refuse
 min_decode = 1                 # pool size limits for --planner, also min_prefill
 max_decode = 8                 # and max_prefill
 price_decode = 4.0             # cost of one worker, also price_prefill; --max-cost limits the total of all models
@@ -58,7 +59,7 @@ PLANNED = (
     *("prefill_deployment", "decode_deployment", "planner_lease"),
 )
 """Planner settings that a model can override."""
-OVERRIDES = ("chat_template", "tool_parser", "reasoning", "reasoning_start", "reasoning_end", *GOALS)
+OVERRIDES = ("chat_template", "tool_parser", "reasoning", "reasoning_start", "reasoning_end", *GOALS, "slo_refuse")
 """Other settings that a model can override. If empty, the router's apply."""
 MODEL_FIELDS = (
     *("model", "name", "aliases", "fallbacks", "hold", "prefill", "reasoning_in_form"),
@@ -75,8 +76,8 @@ class ModelEntry:
     While it has no ready worker or no capacity, `fallbacks` serve its requests, in order. Unless it `holds`, requests
     fail with 503 while it has no ready worker, instead of waiting. If not `has_prefill`, missing prefill workers are
     not reported. `limits` apply to all keys together. `chat_template` is a file; if empty, the model's own is used.
-    Empty values of `tool_parser`, of `reasoning`, its marks and `reasoning_in_form`, and of the goals of class
-    `default` mean the router's.
+    Empty values of `tool_parser`, of `reasoning`, its marks and `reasoning_in_form`, and of the goals and refusals of
+    class `default` mean the router's.
     `planned` are the planner settings that this model overrides.
     """
 
@@ -95,6 +96,7 @@ class ModelEntry:
     reasoning_in_form: bool | None = None
     slo_ttft_ms: float = 0.0
     slo_tpot_ms: float = 0.0
+    slo_refuse: str = ""
     planned: Mapping[str, int | float | str] = dataclasses.field(default_factory=dict)
 
 
@@ -248,6 +250,7 @@ def _model(table: _Table) -> ModelEntry:
         reasoning_in_form=table.choice("reasoning_in_form"),
         slo_ttft_ms=table.goal("slo_ttft_ms"),
         slo_tpot_ms=table.goal("slo_tpot_ms"),
+        slo_refuse=table.text("slo_refuse"),
         planned=table.planned(),
     )
 

@@ -58,6 +58,15 @@ def test_the_default_class_takes_what_is_said_of_it() -> None:
     assert classes == {"batch": BUILT_IN, "default": RequestClass("default", 0.5, 0.04, 1)}
 
 
+def test_a_class_refuses_what_would_miss_its_goals_only_where_it_says_so() -> None:
+    classes = config("name=fast,ttft_ms=500,refuse=predicted", "name=slow,ttft_ms=5000").classes
+    assert [classes[name].refuses_misses for name in ("default", "fast", "slow")] == [False, True, False]
+    classes = config("name=slow,ttft_ms=5000", slo_ttft_ms=500.0, slo_refuse="predicted").classes
+    assert [classes[name].refuses_misses for name in ("default", "slow")] == [True, False]
+    assert config("name=default,priority=1", slo_refuse="predicted").classes["default"].refuses_misses
+    assert not config("name=default,refuse=overload", slo_refuse="predicted").classes["default"].refuses_misses
+
+
 @pytest.mark.parametrize(
     ("parts", "why"),
     [
@@ -75,6 +84,8 @@ def test_the_default_class_takes_what_is_said_of_it() -> None:
         (("name=a,share=half",), "share=half.*from 0.001 to 1000"),
         (("name=a,ttft_ms=-1",), "to 3600000 milliseconds"),
         (("name=a,tpot_ms=nan",), "to 3600000 milliseconds"),
+        (("name=a,ttft_ms=9,refuse=all",), "refuse=all.*overload or predicted"),
+        (("name=a,refuse=predicted",), "a class with ttft_ms or tpot_ms"),
         (("name=default,ttft_ms=300",), "equal to --slo-ttft-ms 500"),
         (tuple(f"name=c{i}" for i in range(MAX_CLASSES)), f"at most {MAX_CLASSES}"),
     ],

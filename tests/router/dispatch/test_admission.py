@@ -122,6 +122,7 @@ def test_an_slo_refuses_earlier():
     assert admission_of(worker(), decode()).limit_s == 1.0
     assert admission_of(worker(), decode(), slo_ttft_ms=0.0).limit_s == 30.0
     assert admission_of(worker(), decode(), slo_ttft_ms=1e6).limit_s == 30.0
+    assert admission_of(worker(), decode(), slo_refuse="overload").limit_s == 30.0
 
 
 def test_those_who_wait_already_tell_what_no_rate_told():
@@ -140,8 +141,11 @@ def test_one_worker_that_does_not_get_on_keeps_nobody_from_the_others():
 
 
 def admission_of(prefill, decode, **fields):
-    """Of a router with an SLO of a second and these two workers; prompts of up to 64 tokens are prefilled by decode."""
-    config = RouterConfig(**{"model": "m", "slo_ttft_ms": 1000.0} | fields)
+    """Of a router with an SLO of a second, by which it refuses, and these two workers.
+
+    Prompts of up to 64 tokens are prefilled by decode.
+    """
+    config = RouterConfig(**{"model": "m", "slo_ttft_ms": 1000.0, "slo_refuse": "predicted"} | fields)
     registry = WorkerRegistry([prefill.address], [decode.address], worker_timeout_s=1.0)
     registry.workers = {prefill.address: prefill, decode.address: decode}
     policy = RoutingPolicy(local_prefill_threshold=config.local_prefill_threshold)
@@ -337,7 +341,7 @@ def test_a_long_ttft_goal_lets_no_answer_wait_behind_its_first_token():
     fields = {"slo_ttft_ms": 5000.0, "slo_tpot_ms": 20.0}
     admission = admission_of(worker(full_tokens_per_s=10_000.0), full_batch(), **fields)
     choice = admission.place_for(100, 0.0)
-    with pytest.raises(Overloaded, match="tokens would take about"):
+    with pytest.raises(Overloaded, match=r"TPOT goal 20 ms, predicted \d+\.\d ms: 4 sequences in a batch of 4\."):
         admission.check(choice, 0.0, num_tokens=100, num_expected=20)
     admission.check(choice, 0.0, num_tokens=100, num_expected=200)
 

@@ -267,11 +267,11 @@ async def test_a_request_that_would_wait_too_long_is_refused_at_once(cluster, to
 
 
 async def test_an_slo_refuses_what_would_miss_it(cluster, tools):
-    dispatcher = await cluster.start(slo_ttft_ms=500.0)
+    dispatcher = await cluster.start(slo_ttft_ms=500.0, slo_refuse="predicted")
     cluster.prefill[0].beat |= {"num_waiting": 3, "num_waiting_tokens": 1000} | busy_for(1.0)
     registered = dispatcher.fleet.registry.workers[cluster.prefill[0].address]
     await tools.until(lambda: registered.load.num_queued_tokens)
-    with pytest.raises(Overloaded, match="the limit is 0.5 s"):
+    with pytest.raises(Overloaded, match="TTFT goal 500 ms, predicted .* ms: 3 prompts wait before it with 1,000 tokens"):
         await tools.collect(dispatcher, tools.request(PROMPT))
 
 

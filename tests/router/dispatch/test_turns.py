@@ -185,19 +185,43 @@ def test_workers_hear_of_goals_and_priority() -> None:
 
 
 def test_a_class_is_refused_by_its_own_goal_alone() -> None:
-    rig = Rig()
+    rig = Rig(request_class=("name=interactive,ttft_ms=1000,priority=5,refuse=predicted", CLASSES[1]))
     for i in range(2):
         rig.ask(f"i{i}", 500, of="interactive")
-    with pytest.raises(Overloaded, match=r"would wait about 1\.0 s; the limit is 0\.9 s") as refused:
+    why = r"TTFT goal 1,000 ms, predicted 1,100 ms: 1 prompt waits before it with 500 tokens, and 0\.5 s of "
+    why += r"prompts in the router\."
+    with pytest.raises(Overloaded, match=why) as refused:
         rig.ask("late", of="interactive")
     assert refused.value.retry_after_s == 1.0
     assert rig.ask("patient", of="batch").held_s == pytest.approx(0.1)
-    with pytest.raises(Overloaded, match="The request would wait about"):
+    with pytest.raises(Overloaded, match="TTFT goal 1,000 ms"):
         rig.core.check_room(lambda num_tokens: True, rig.now, Caller("", (rig.classes["interactive"],)))
     both = (rig.classes["interactive"], rig.classes["batch"])
     rig.core.check_room(lambda num_tokens: True, rig.now, Caller("", both))
     rig.core.check_room(lambda num_tokens: True, rig.now, ANYONE)
     assert rig.core.counters.num_refused == {"interactive": 2}
+
+
+def test_goals_refuse_nothing_unless_their_class_says_so() -> None:
+    """Of clients that ask again at once, all are served, although most are predicted to miss both goals."""
+    goals = {"slo_ttft_ms": 300.0, "slo_tpot_ms": 2.0}
+    rig = Rig(request_class=(), **goals)
+    rig.beat("tcp://d:1", num_running=30, num_context_tokens=3000)
+    for i in range(30):
+        rig.ask(f"r{i}", 180)
+    assert not rig.core.counters.num_refused and len(rig.placed) + len(rig.held) == 30
+    rig = Rig(request_class=(), slo_refuse="predicted", **goals)
+    with pytest.raises(Overloaded, match=r"TPOT goal 2 ms, predicted 31 ms"):
+        rig.beat("tcp://d:1", num_running=30, num_context_tokens=3000)
+        rig.ask("r", 180)
+
+
+def test_a_queue_that_grows_without_end_is_bounded_whatever_goals_say() -> None:
+    rig = Rig(request_class=(), slo_ttft_ms=300.0, max_wait_s=2.0)
+    for i in range(7):
+        rig.ask(f"r{i}", 300)
+    with pytest.raises(Overloaded, match=r"would wait about 2\.1 s; the limit is 2 s"):
+        rig.ask("late")
 
 
 def test_a_patient_class_waits_no_longer_than_requests_may() -> None:
@@ -262,10 +286,10 @@ def test_a_decode_worker_takes_over_when_what_is_held_takes_longer_there() -> No
 
 
 def test_a_token_that_would_take_too_long_is_refused_by_what_runs_when_its_prompt_arrives() -> None:
-    classes = ("name=fast,tpot_ms=20",)
+    classes = ("name=fast,tpot_ms=20,refuse=predicted",)
     rig = Rig(request_class=classes)
     rig.beat("tcp://d:1", num_running=30, num_context_tokens=3000)
-    with pytest.raises(Overloaded, match=r"tokens would take about 31 ms each; the limit is 20 ms"):
+    with pytest.raises(Overloaded, match=r"TPOT goal 20 ms, predicted 31 ms: 30 sequences in a batch of 64\."):
         rig.ask("slow", of="fast")
     rig.ask("other")
     rig.registry.on_request_finished("tcp://d:1", 0.1)  # so that most of the 30 end while 300 tokens are computed
