@@ -122,6 +122,12 @@ OVERVIEW = (
             (("{{slo}}", f"min by (slo) (diptych_slo_attainment_ratio{{{ROUTER}}})"),),
         ),
         Panel(
+            "Goals predicted and met",
+            "Admitted requests by goal: predicted at admission, and measured.",
+            "reqps",
+            summed("diptych_goal_predictions_total", ROUTER, "slo", "predicted", "measured", over="5m"),
+        ),
+        Panel(
             "Tokens",
             "Prompt tokens, the cached ones among them, and generated tokens.",
             "short",
@@ -153,7 +159,7 @@ OVERVIEW = (
         ),
         Panel(
             "Refused by class",
-            "Requests that would have missed a goal of their class or waited too long.",
+            "Requests that would have waited too long, or missed a goal of a class with refuse=predicted.",
             "reqps",
             summed("diptych_class_refusals_total", ROUTER, "class", over="5m"),
         ),

@@ -2,9 +2,10 @@
 
 One order (`prompt_order`) determines which prompts are admitted, and which admitted ones share the token budget of a
 step: a long prompt is computed in chunks, and other prompts may overtake it between them. While prompts have goals,
-steps are as small as possible without losing throughput (`step_budget.py`). An admitted prompt owns all blocks that it
-needs, so overtaken prompts can always finish. Prompts are admitted only when they are about to be computed, so that
-waiting ones own no blocks that a more urgent one might need.
+steps are as small as possible without losing throughput (`step_budget.py`), and prompts that will miss their goal are
+computed in still smaller ones, so that those that arrive meanwhile may meet theirs. An admitted prompt owns all blocks
+that it needs, so overtaken prompts can always finish. Prompts are admitted only when they are about to be computed, so
+that waiting ones own no blocks that a more urgent one might need.
 
 If the model has a sliding window, an admitted prompt owns the maximum number of blocks that it needs at once. After
 each chunk it releases those that are out of the window, and immediately allocates up to that number for the next one.
@@ -34,7 +35,7 @@ from typing import TYPE_CHECKING
 
 from common.blocks import HOLE, CachedPrefix
 from common.engine.kv import BlockPool
-from common.engine.sequences import Knob, PromptOrder, Scheduler, WorkerSequence, prefill_step, prompt_order
+from common.engine.sequences import Knob, PromptOrder, Scheduler, WorkerSequence, late_step, prefill_step, prompt_order
 from common.latency import StepModel, StepShape
 from common.wire.messages import PrefillRequest
 
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
 
 STEPS_AHEAD = 2
 """Prompts are admitted when they start within this number of steps. Decode workers grant blocks during the first."""
+ON_TIME_S = 5.0
+"""Steps of late prompts are small if a prompt was on time in the last seconds. Where none ever is, they would only cost
+throughput."""
 MAX_TRIES = 16
 """Maximum number of prompts that do not fit tried per step, so that a long queue does not slow it down."""
 
@@ -145,6 +149,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         self.held: dict[str, PrefillSequence] = {}
         self._in_flight: dict[PrefillChunk, frozenset[bytes]] = {}  # hashes of the blocks that each chunk fills
         self._top_priority = 0
+        self._on_time_at = -math.inf
         self._owned: Counter[int] = Counter()  # blocks of prompts, by priority
 
     @property
@@ -183,9 +188,14 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         prompts = [*(sequence for sequence in self.running if sequence.num_remaining), *self.waiting]
         self.step_tokens = self._step_size(prompts, model)
         order = prompt_order(prompts, now, model, self.max_step_tokens)
+        if order.num_on_time:
+            self._on_time_at = now
+        self.late_tokens = self.max_step_tokens
+        if order.late and now - self._on_time_at <= ON_TIME_S:
+            self.late_tokens = late_step(model, self._start, self.max_step_tokens)
         admitted = self._admit(order, now, restore)
         ready = [sequence for sequence in order.prompts if sequence.blocks and self._is_ready(sequence)]
-        running = PromptOrder(ready, order.elder)
+        running = PromptOrder(ready, order.elder, order.num_on_time, order.late)
         chunks = [
             PrefillChunk(sequence, sequence.num_begun, num_tokens) for sequence, num_tokens in self._chunks(running)
         ]
@@ -262,9 +272,13 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         self._release(sequence)
 
     def _step_size(self, prompts: Sequence[PrefillSequence], model: StepModel) -> Knob:
-        start = max((sequence.num_computed for sequence in self.running), default=0)
         has_goals = any(sequence.due_at < math.inf for sequence in prompts)
-        return prefill_step(model, start, self.most_step_tokens, has_goals=has_goals)
+        return prefill_step(model, self._start, self.most_step_tokens, has_goals=has_goals)
+
+    @property
+    def _start(self) -> int:
+        """Number of computed tokens of the longest prompt in progress."""
+        return max((sequence.num_computed for sequence in self.running), default=0)
 
     def _enqueue(self, sequence: PrefillSequence) -> None:
         if sequence.awaits_grammar:

@@ -52,6 +52,10 @@ RIDGE = (3e-2, 3e-2, 1e-3, 3e-2, 1e-2, 3e-2)
 FEW_TOKENS, RIDGE_OF_FEW = 32, (3e-2, 3e-2, 0.3, 3e-2, 1e-2, 3e-2)
 """Regularisation while no step had this many prompt tokens. The time of such steps is that of reading the weights.
 Otherwise four prompts of one token would predict seconds for one of 4,000."""
+FEW_ROWS, RIDGE_OF_ROWS = 1, 0.3
+"""Regularisation of the columns of rows and their context while no step had more rows. The time of such steps is that
+of reading the weights. Otherwise a lone sequence would predict twice the time for two, and goals would be predicted to
+be missed as soon as a second request comes."""
 FLOOR_GAIN = 0.8
 """Maximum ratio of the squared errors with and without a floor for the floor to be used."""
 FEWEST_ON_FLOOR, MOST_FLOORS = 2, 8
@@ -204,6 +208,8 @@ def _fit_without(values: Floats, times: Floats, trust: Floats, on_floor: NDArray
     weights = np.sqrt(trust)
     relative = columns / times[:, None] * weights[:, None]
     ridge = RIDGE if tokens.max() >= FEW_TOKENS else RIDGE_OF_FEW
+    if rows.max() <= FEW_ROWS:
+        ridge = (*ridge[:4], RIDGE_OF_ROWS, RIDGE_OF_ROWS)
     fixed, floor, token, pair, row, seen = _non_negative(relative, weights, np.abs(relative).max(axis=0), ridge)
     return np.array([fixed, floor, token + pair, pair / STEEPEST, row + seen, seen / STEEPEST])
 

@@ -6,7 +6,7 @@ prompts that the router holds before this one are.
 
 A class that refuses misses (`RequestClass.refuses_misses`) also rejects requests that are predicted to miss one of its
 goals. By default goals reject nothing: a request that misses its goal is worth more than a refusal to most clients, and
-a client that retries at once makes a refusal the worst outcome (docs/decisions/0074-goals-steer.md).
+a client that retries at once makes a refusal the worst outcome (docs/decisions/0075-goals-steer.md).
 
 A worker without any completed step counts as idle. Two observations correct predictions that are too short: how long
 requests have waited already, and how much later than predicted first tokens arrived.
@@ -22,11 +22,11 @@ from common.config import DEFAULT, RequestClass, RouterConfig
 from common.errors import MAX_RETRY_AFTER_S, RETRY_AFTER_S, Overloaded
 from common.observe import Ewma
 from common.wire import Role
-from router.dispatch.client import ANYONE, Caller, GenerationRequest
+from router.dispatch.client import ANYONE, Caller, GenerationRequest, Prediction
 from router.dispatch.load import DispatchCounters
 from router.dispatch.request_state import Assignment, RequestState, Stage
 from router.dispatch.waiting import HeldPrompts, WaitingRequests
-from router.dispatch.waits import Decoding, lasting_s, observed_waits_s, wait_for, waits_at_most, waits_of
+from router.dispatch.waits import Decoding, Wait, lasting_s, observed_waits_s, wait_for, waits_at_most, waits_of
 from router.fleet import Worker, WorkerRegistry
 from router.policy import (
     NO_HITS,
@@ -62,6 +62,20 @@ class Refusal:
 
     error: Overloaded
     bottleneck: Role
+
+
+@dataclass(frozen=True, slots=True)
+class _FirstToken:
+    """Predicted first token of a prompt at `worker`: its wait, and `own_s` for the prompt itself, 0 if unknown.
+
+    The router holds `held_s` seconds of the prompts before it. `decode` continues the answer.
+    """
+
+    wait: Wait
+    own_s: float
+    held_s: float
+    worker: Worker
+    decode: Worker | None
 
 
 class Admission:
@@ -112,19 +126,25 @@ class Admission:
         key: str = "",
         num_tokens: int = 0,
         num_expected: int = 0,
-    ) -> None:
-        """Raise Overloaded if the request would wait too long, or miss a goal by which its class refuses.
+    ) -> Prediction:
+        """Return the predicted times by which the request is admitted. Their goals may be missed.
+
+        Raise Overloaded if the request would wait too long, or miss a goal by which its class refuses.
 
         The prompt has `num_tokens` tokens, the answer is expected to have `num_expected`. `key` is the name of the API
         key.
         """
         one = request_class or self._classes[DEFAULT]
-        if (refusal := self._judged(choice, now, one, key, num_expected)) is not None:
+        first = self._first_token(choice, now, one, key, num_expected)
+        if first is not None and (refusal := self._judged(first, one)) is not None:
             raise self._counted(refusal, one)
-        if (refusal := self._slow(choice, one, num_tokens, num_expected)) is not None:
+        token_s, alone_s = _token_s(choice, one, num_tokens, num_expected)
+        if (refusal := _slow(choice, one, token_s, alone_s)) is not None:
             self._count_failure(refusal, one)
             raise refusal.error
         self._wait_limits[one.name].count(refused=False)
+        ttft_s = first.wait.seconds + first.own_s if first is not None and first.own_s and one.ttft_s > 0 else 0.0
+        return Prediction(ttft_s, token_s)
 
     def check_unread(self, is_longer: Callable[[int], bool], now: float, caller: Caller = ANYONE) -> None:
         """Raise Overloaded if `check` would reject the request whatever its content turns out to be.
@@ -258,11 +278,15 @@ class Admission:
         if self._is_surely_in_time((*ready("prefill"), *ready("decode")), now, one):
             return None
         threshold = self._config.local_prefill_threshold
-        refusal = self._judged(self.place_for(threshold + 1, now, one), now, one, key)
+        refusal = self._judged_size(threshold + 1, now, one, key)
         if refusal is None:
             return None
-        short = self._judged(self.place_for(1, now, one), now, one, key)
+        short = self._judged_size(1, now, one, key)
         return refusal if short is not None or is_longer(threshold) else None
+
+    def _judged_size(self, num_tokens: int, now: float, one: RequestClass, key: str) -> Refusal | None:
+        first = self._first_token(self.place_for(num_tokens, now, one), now, one, key)
+        return None if first is None else self._judged(first, one)
 
     def _is_surely_in_time(self, workers: Iterable[Worker], now: float, one: RequestClass) -> bool:
         """Return whether `_judged` would admit any prompt of the class on any of these workers.
@@ -274,10 +298,10 @@ class Admission:
         limit_s = self._limit_s(one.name) * (LEAST_SHARE if one.refuses_misses and one.ttft_s > 0 else 1.0)
         return all(waits_at_most(worker, limit_s, now, one.priority) for worker in workers)
 
-    def _judged(
+    def _first_token(
         self, choice: Choice | None, now: float, one: RequestClass, key: str, num_expected: int = UNKNOWN_LENGTH
-    ) -> Refusal | None:
-        """Return the rejection of a prompt whose first token would arrive too late, or None."""
+    ) -> _FirstToken | None:
+        """Predict the first token of a prompt, or None if no worker can take it."""
         first = None if choice is None else choice.prefill or choice.decode
         if choice is None or first is None:
             return None
@@ -286,17 +310,21 @@ class Admission:
         if choice.prefill is not None:  # samples the first token, so a full decode batch delays only later tokens
             meanwhile_s = choice.forecast.prompt_s + _slack_s(choice, one, num_expected)
         wait = wait_for(first, choice.decode, now, one.priority, held_s, num_held, meanwhile_s)
-        limit_s, forecast = self._limit_s(one.name), choice.forecast
-        has_goal = one.refuses_misses and one.ttft_s > 0
-        own_s = forecast.prompt_s + forecast.lag_s if has_goal and forecast.is_known else 0.0
-        left_s = limit_s - min(own_s, (1.0 - LEAST_SHARE) * limit_s)
+        forecast = choice.forecast
+        own_s = forecast.prompt_s + forecast.lag_s if forecast.is_known else 0.0
+        return _FirstToken(wait, own_s, held_s, first, choice.decode)
+
+    def _judged(self, first: _FirstToken, one: RequestClass) -> Refusal | None:
+        """Return the rejection of a prompt whose first token would arrive too late, or None."""
+        limit_s, wait, has_goal = self._limit_s(one.name), first.wait, one.refuses_misses and one.ttft_s > 0
+        left_s = limit_s - min(first.own_s, (1.0 - LEAST_SHARE) * limit_s) if has_goal else limit_s
         if wait.seconds <= left_s:
             return None
-        others_s = self._others_s(one, first.role)
+        others_s = self._others_s(one, first.worker.role)
         if not has_goal or limit_s < one.ttft_s:
             return Refusal(too_late(wait.seconds, left_s, others_s), wait.bottleneck)
-        cause = _batch(choice.decode) if wait.bottleneck == "decode" else _prompts(first, held_s)
-        why = _miss("TTFT", one.ttft_s, wait.seconds + own_s, cause)
+        cause = _batch(first.decode) if wait.bottleneck == "decode" else _prompts(first.worker, first.held_s)
+        why = _miss("TTFT", one.ttft_s, wait.seconds + first.own_s, cause)
         return Refusal(_refused(why, wait.seconds - left_s + others_s), wait.bottleneck)
 
     def _others_s(self, one: RequestClass, role: Role) -> float:
@@ -304,24 +332,36 @@ class Admission:
         num_refused = self._wait_limits[one.name].num_refused
         return num_refused * self._turn_s() / max(1, len(self._registry.ready(role))) if num_refused else 0.0
 
-    def _slow(self, choice: Choice | None, one: RequestClass, num_tokens: int, num_expected: int) -> Refusal | None:
-        """Return the rejection of an answer whose tokens would arrive too slowly, or None.
 
-        A wait for a batch slot after the first token counts as slower tokens.
-        """
-        if choice is None or choice.decode is None or one.tpot_s <= 0 or not one.refuses_misses:
-            return None
-        worker, after_s = choice.decode, choice.forecast.ttft_s
-        token_s, alone_s = token_s_at(worker, after_s, num_tokens)
-        token_s += choice.forecast.stall_s
-        if choice.prefill is not None and num_expected:
-            token_s += max(0.0, choice.forecast.place_s - after_s) / (SPARE_SHARE * num_expected)
-        limit_s = max(one.tpot_s, alone_s / (1.0 - LEAST_SHARE))
-        if token_s <= limit_s:
-            return None
-        why = _miss("TPOT", one.tpot_s, token_s, _batch(worker))
-        later_s = worker.estimates.service_s.value / max(1, worker.load.num_requests)
-        return Refusal(_refused(why, later_s), "decode")
+def _token_s(choice: Choice | None, one: RequestClass, num_tokens: int, num_expected: int) -> tuple[float, float]:
+    """Return the predicted time per token of an answer, and if it ran alone; 0 if unknown or without a goal.
+
+    A wait for a batch slot after the first token counts as slower tokens. Draft tokens make tokens faster than steps.
+    What makes them slower is not counted: prompts on the same cores, or in the same steps, leave as much as the goal
+    needs (`step_budget.py`, `decode_worker/pace.py`).
+    """
+    if choice is None or choice.decode is None or one.tpot_s <= 0:
+        return 0.0, 0.0
+    worker, after_s = choice.decode, choice.forecast.ttft_s
+    pace = min(1.0, worker.estimates.token_pace)
+    token_s, alone_s = (pace * seconds for seconds in token_s_at(worker, after_s, num_tokens))
+    if not token_s:
+        return 0.0, 0.0
+    token_s += choice.forecast.stall_s
+    if choice.prefill is not None and num_expected:
+        token_s += max(0.0, choice.forecast.place_s - after_s) / (SPARE_SHARE * num_expected)
+    return token_s, alone_s
+
+
+def _slow(choice: Choice | None, one: RequestClass, token_s: float, alone_s: float) -> Refusal | None:
+    """Return the rejection of an answer whose tokens would arrive too slowly, or None. For the times see `_token_s`."""
+    limit_s = max(one.tpot_s, alone_s / (1.0 - LEAST_SHARE))
+    if choice is None or choice.decode is None or not one.refuses_misses or token_s <= limit_s:
+        return None
+    worker = choice.decode
+    why = _miss("TPOT", one.tpot_s, token_s, _batch(worker))
+    later_s = worker.estimates.service_s.value / max(1, worker.load.num_requests)
+    return Refusal(_refused(why, later_s), "decode")
 
 
 def _slack_s(choice: Choice, one: RequestClass, num_expected: int) -> float:

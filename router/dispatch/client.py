@@ -101,6 +101,16 @@ class DraftCounts:
         return sum(self.accepted)
 
 
+class Prediction(msgspec.Struct, frozen=True, gc=False):
+    """Times predicted when a request was admitted, in seconds: to the first token, and per later token.
+
+    0 if unknown, or if its class has no such goal.
+    """
+
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
+
+
 class RequestTimeline(msgspec.Struct, frozen=True, gc=False):
     """Latency breakdown of a request in the worker pools. Durations are in seconds, 0 for phases that did not happen.
 
@@ -108,8 +118,8 @@ class RequestTimeline(msgspec.Struct, frozen=True, gc=False):
                                  └ grant_wait_s, transfer_s; only exposed_transfer_s of it delayed the second token
 
     `num_attempts` is 1 without failures. `prefill_worker` is "" for a local prefill, `decode_worker` is "" if none was
-    needed. `forecast` belongs to the last placement. `transfer_bytes` is the size of the KV transfer to the decode
-    worker. `drafts` is the total over all decode workers.
+    needed. `forecast` belongs to the last placement, `admitted` to the admission. `transfer_bytes` is the size of the
+    KV transfer to the decode worker. `drafts` is the total over all decode workers.
     """
 
     prefill_worker: str = ""
@@ -123,6 +133,7 @@ class RequestTimeline(msgspec.Struct, frozen=True, gc=False):
     exposed_transfer_s: float = 0.0
     decode_s: float = 0.0
     forecast: Forecast = Forecast()
+    admitted: Prediction = Prediction()
     transfer_bytes: int = 0
     drafts: DraftCounts = DraftCounts()
 

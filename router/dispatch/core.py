@@ -261,7 +261,9 @@ class DispatchCore:
         self._roles.arrived(state.num_tokens, num_cached, state.num_remaining, now)
         num_expected = shape.num_expected if shape else 0
         if not request.continues:
-            self._admission.check(choice, now, request_class, request.key, state.num_tokens, num_expected)
+            state.admitted = self._admission.check(
+                choice, now, request_class, request.key, state.num_tokens, num_expected
+            )
         self.states[request.request_id] = state
         self._decoding.add(state)
         self._silence.add(state)

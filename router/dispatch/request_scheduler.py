@@ -23,7 +23,7 @@ from router.dispatch.load import DispatchCounters
 from router.dispatch.placement import Placement
 from router.dispatch.recovery import Recovery
 from router.dispatch.request_state import RequestState, Stage
-from router.dispatch.waiting import HeldPrompts, WaitingRequests
+from router.dispatch.waiting import HeldPrompts, WaitingRequests, misses_goal
 from router.dispatch.waits import waits_of
 from router.fleet import Worker, WorkerRegistry
 from router.policy import Choice, RequestShape
@@ -142,17 +142,20 @@ class RequestScheduler:
     def serve(self, now: float) -> None:
         """Place queued requests in order, `MAX_PLACED_A_TURN` at once. Fail those that waited too long."""
         self.close()
-        num_placed, is_full = 0, False
+        num_placed, is_full, is_full_for_late = 0, False, False
         for state in self._waiting.in_order(now):
             if is_full and self._waiting.num_held == len(self._waiting):
                 break
-            if is_full and state.held_s is not None:
+            is_late = state.held_s is not None and misses_goal(state, now)
+            if state.held_s is not None and (is_full or (is_late and is_full_for_late)):
                 continue
             if self.try_place(state, now):
                 num_placed += 1
                 if num_placed == MAX_PLACED_A_TURN:
                     self._serve_in(0.0, now)
                     return
+            elif is_late:
+                is_full_for_late = True
             else:
                 is_full |= state.held_s is not None
         self._remind(now)
@@ -218,7 +221,8 @@ class RequestScheduler:
         """Return whether the request stays held, because all workers like the chosen one have enough prompts."""
         if not self._held.concerns(choice):
             return False
-        room_in_s = self._held.room_in_s(choice, state.request.priority, now)
+        is_late = misses_goal(state, now + choice.forecast.prompt_s if state.held_s is None else now)
+        room_in_s = self._held.room_in_s(choice, state.request.priority, now, is_late=is_late)
         if room_in_s <= 0:
             return False
         self._hold(state, choice)

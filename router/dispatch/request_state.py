@@ -13,7 +13,7 @@ from common.blocks import BlockHasher
 from common.errors import RequestError
 from common.wire import Role, pack_tokens
 from common.wire.messages import PooledOutput, PromptResult, Timeline, TokenDelta
-from router.dispatch.client import DraftCounts, GenerationRequest, RequestTimeline, TokenEvent
+from router.dispatch.client import DraftCounts, GenerationRequest, Prediction, RequestTimeline, TokenEvent
 from router.dispatch.prompt import Prompt, PromptHashCache
 from router.dispatch.stream import TokenStream
 from router.fleet import Booking
@@ -241,7 +241,7 @@ class Reports:
         self._past = added(self._past, assignment.timeline)
         self.names[assignment.role] = ""
 
-    def timeline(self, attempts: Attempts, forecast: Forecast) -> RequestTimeline:
+    def timeline(self, attempts: Attempts, forecast: Forecast, admitted: Prediction) -> RequestTimeline:
         """Return the router's queueing time merged with the reports of the last workers."""
         prefill = attempts.prefill.timeline if attempts.prefill else NO_TIMELINE
         decode = attempts.decode.timeline if attempts.decode else NO_TIMELINE
@@ -270,6 +270,7 @@ class Reports:
             exposed_transfer_s=max(prefill.exposed_transfer_s, decode.exposed_transfer_s),
             decode_s=self._past.decode_s + decode.decode_s,
             forecast=forecast,
+            admitted=admitted,
             transfer_bytes=decode.transfer_bytes,
             drafts=drafts_of(added(self._past, decode)),
         )
@@ -280,9 +281,9 @@ class RequestState:
     """State of one request: `request` as submitted, its workers (`attempts`), its tokens (`stream`) and its `times`.
 
     The core changes it and wakes the consumer, which takes the next event. `weights` is the hash of the weights with
-    which the answer began, None before its first token. `forecast` belongs to the latest placement. `held_s` is the
-    computation time of the prompt while it is held by the router, else None. `on_move` is called when a worker is
-    assigned or unassigned.
+    which the answer began, None before its first token. `forecast` belongs to the latest placement, `admitted` to the
+    admission. `held_s` is the computation time of the prompt while it is held by the router, else None. `on_move` is
+    called when a worker is assigned or unassigned.
     """
 
     def __init__(self, request: GenerationRequest, now: float, known: PromptHashCache | None = None) -> None:
@@ -305,7 +306,7 @@ class RequestState:
         self.attempts = Attempts(self.stream, now)
         self.times = Times(now, now + request.deadline_s, request.ttft_s, now, now, now, now, now)
         self.weights: str | None = None
-        self.forecast = Forecast()
+        self.forecast, self.admitted = Forecast(), Prediction()
         self.held_s: float | None = None
         self.num_cached_tokens = 0
         self.done = False
@@ -487,7 +488,7 @@ class RequestState:
 
     def timeline(self) -> RequestTimeline:
         """Return the latency breakdown so far."""
-        return self._reports.timeline(self.attempts, self.forecast)
+        return self._reports.timeline(self.attempts, self.forecast, self.admitted)
 
 
 def _nothing(state: RequestState) -> None:

@@ -263,12 +263,23 @@ class WaitingRequests:
 
 def _sort_key(state: RequestState) -> SortKey:
     request = state.request
-    begin_at = state.times.accepted_at + request.ttft_s - (state.held_s or 0.0) if request.ttft_s > 0 else math.inf
-    return begin_at, len(request.prompt_token_ids), state.times.accepted_at, request.request_id
+    return _begin_at(state), len(request.prompt_token_ids), state.times.accepted_at, request.request_id
+
+
+def _begin_at(state: RequestState) -> float:
+    """Return when the prompt must begin to meet its goal; infinity without one."""
+    ttft_s = state.request.ttft_s
+    return state.times.accepted_at + ttft_s - (state.held_s or 0.0) if ttft_s > 0 else math.inf
+
+
+def misses_goal(state: RequestState, now: float) -> bool:
+    """Return whether a held prompt will miss its goal wherever it is computed."""
+    return _begin_at(state) < now
 
 
 HOLD_STEPS, HOLD_S = 3, 0.1
-"""Full steps, and seconds, of prompts that are enough for a worker. They cover the latency of a message."""
+"""Full steps, and seconds, of prompts that are enough for a worker. They cover the latency of a message. For
+prompts that miss their goals, only the seconds count."""
 
 
 def enough_s(worker: Worker) -> float:
@@ -292,16 +303,19 @@ class HeldPrompts:
         """Return whether the choice needs the pool that computes prompts. Other requests are never held."""
         return choice.prefill is not None or not self._registry.ready("prefill")
 
-    def room_in_s(self, choice: Choice, priority: int, now: float) -> float:
-        """Return the seconds until a worker like the chosen one needs prompts of at least `priority`; <= 0: now."""
+    def room_in_s(self, choice: Choice, priority: int, now: float, *, is_late: bool = False) -> float:
+        """Return the seconds until a worker like the chosen one needs prompts of at least `priority`; <= 0: now.
+
+        A prompt that `is_late` leaves room for others, which pass it on the worker.
+        """
         first = choice.prefill or choice.decode
         if first is None:
             return 0.0
-        if not first.life.suspect and (span_s := _room_in_s(first, priority, now)) <= 0.0:
+        if not first.life.suspect and (span_s := _room_in_s(first, priority, now, is_late)) <= 0.0:
             return span_s  # the common case: skip the others, of which there may be hundreds
         fingerprint = first.identity.fingerprint
         spans_s = (
-            _room_in_s(worker, priority, now)
+            _room_in_s(worker, priority, now, is_late)
             for worker in self._registry.ready(first.role)
             if worker.identity.fingerprint == fingerprint and not worker.life.suspect
         )
@@ -348,8 +362,10 @@ class HeldPrompts:
         return max(1, len(self._registry.ready("prefill") or self._registry.ready("decode")))
 
 
-def _room_in_s(worker: Worker, priority: int, now: float) -> float:
-    return queued_s(worker, now, priority) - enough_s(worker) if _is_known(worker) else 0.0
+def _room_in_s(worker: Worker, priority: int, now: float, is_late: bool) -> float:
+    if not _is_known(worker):
+        return 0.0
+    return queued_s(worker, now, priority) - (HOLD_S if is_late else enough_s(worker))
 
 
 def _is_known(worker: Worker) -> bool:

@@ -15,6 +15,7 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from common.config import RequestClass
 from common.machine import register_process
 from common.observe import SECONDS, SHORT_SECONDS, DraftMetrics
 from router.dispatch import DispatchLoad, RequestTimeline
@@ -117,12 +118,13 @@ class RouterMetrics:
         load: Callable[[], DispatchLoad] | None,
         clock: Callable[[], float] = time.monotonic,
         front: RouterMetrics | None = None,
+        classes: Mapping[str, RequestClass] | None = None,
     ) -> None:
-        """Create the metrics of a model, or the front's, which have no `load` and no model name.
+        """Create the metrics of a model, or the front's, which have no `load`, no `classes` and no model name.
 
         With several models, each has its own metrics, and `front` shows them together.
         """
-        self.traffic, self._clock = RecentTraffic(), clock
+        self.traffic, self._clock, self._classes = RecentTraffic(), clock, classes or {}
         self._traffics = (self.traffic,) if front is None else (self.traffic, front.traffic)
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": ENGINE}
@@ -183,6 +185,11 @@ class RouterMetrics:
             "Connections and requests rejected before they reached the API, by reason: malformed, head (too large), "
             "slow_head, silent, pipelined, unread, unread_answer, connections (too many), evicted, handshake",
             "reason",
+        )
+        self._predictions = self._labelled(
+            "diptych_goal_predictions",
+            "Admitted sequences by class and goal (ttft, tpot): predicted at admission, and measured, as met or missed",
+            *("class", "slo", "predicted", "measured"),
         )
         self._key_tokens = self._labelled(
             "diptych_key_tokens", "Tokens, by API key name and kind: prompt, output", "key", "kind"
@@ -312,7 +319,7 @@ class RouterMetrics:
             reason = choice.finish_reason or ("abort" if record.client_left else "error")
             self._add(self._success, reason)
             if choice.finish_reason:
-                self._observe_choice(choice, record.began)
+                self._observe_choice(choice, record)
 
     def _count_tokens(self, record: RequestRecord) -> None:
         num_prompt_tokens, num_output_tokens = record.num_prompt_tokens, record.num_output_tokens
@@ -323,10 +330,10 @@ class RouterMetrics:
             self._add(self._key_tokens, record.key, "prompt", by=num_prompt_tokens)
             self._add(self._key_tokens, record.key, "output", by=num_output_tokens)
 
-    def _observe_choice(self, choice: ChoiceRecord, began: float) -> None:
-        """Record a complete choice of a request that arrived at `began`."""
+    def _observe_choice(self, choice: ChoiceRecord, record: RequestRecord) -> None:
+        """Record a complete choice of a request."""
         decode_s, line = choice.last_at - choice.first_at, choice.timeline
-        self.e2e.observe(choice.last_at - began)
+        self.e2e.observe(choice.last_at - record.began)
         if choice.num_tokens > 1:
             self.per_output_token.observe(decode_s / (choice.num_tokens - 1))
         if line is not None:
@@ -339,6 +346,19 @@ class RouterMetrics:
                 self.exposed_transfer.observe(line.exposed_transfer_s)
             if line.forecast.is_known and line.num_attempts == 1:
                 self._compare(line, choice, decode_s)
+            if (one := self._classes.get(record.request_class)) is not None and line.num_attempts == 1:
+                self._judge(one, line, choice, decode_s)
+
+    def _judge(self, one: RequestClass, line: RequestTimeline, choice: ChoiceRecord, decode_s: float) -> None:
+        """Count whether goals were met, and predicted to be met at admission."""
+        token_s = decode_s / (choice.num_tokens - 1) if choice.num_tokens > 1 else 0.0
+        for slo, goal_s, predicted_s, measured_s in (
+            ("ttft", one.ttft_s, line.admitted.ttft_s, line.queue_s + line.prefill_s),
+            ("tpot", one.tpot_s, line.admitted.tpot_s, token_s),
+        ):
+            if goal_s > 0 and predicted_s > 0 and measured_s > 0:
+                results = ("met" if seconds <= goal_s else "missed" for seconds in (predicted_s, measured_s))
+                self._add(self._predictions, one.name, slo, *results)
 
     def _compare(self, line: RequestTimeline, choice: ChoiceRecord, decode_s: float) -> None:
         """Compare the predicted times of a choice with the actual ones. Message transport counts as queueing."""

@@ -45,7 +45,7 @@ class ModelBackend:
             self.text.grammars.start()
         splits = SizingForecaster.of(config)
         self.dispatcher = Dispatcher(config, splits=splits, needed=needed, models=models, has_prefill=has_prefill)
-        self.metrics = RouterMetrics(self.name, self.dispatcher.load, front=front)
+        self.metrics = RouterMetrics(self.name, self.dispatcher.load, front=front, classes=config.classes)
         window = SLOWindow.of(config.classes)
         labels = {"model_name": self.name, "engine": ENGINE}
         self.metrics.registry.register(PoolCollector(self.dispatcher, window, labels))

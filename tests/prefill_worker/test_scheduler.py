@@ -87,6 +87,27 @@ def test_blocks_are_held_until_removed() -> None:
     assert plan.check_integrity().cached == 2
 
 
+def sizes(plan: PrefillScheduler, now: float) -> dict[str, int]:
+    """Tokens of each prompt in the next step at `now`, where one takes a millisecond and each step 60 more."""
+    model = StepModel(fixed_s=0.06, token_s=1e-3, num_steps=100)
+    chunks = plan.schedule(now, model).chunks
+    for chunk in chunks:
+        plan.advance(chunk, now)
+    return {chunk.sequence.request_id: chunk.num_tokens for chunk in chunks}
+
+
+def test_prompts_that_miss_their_goal_leave_room_for_those_that_may_meet_it() -> None:
+    plan = scheduler(num_blocks=2000, budget=512)
+    for name in ("a", "b", "c"):
+        plan.add(prompt(name, [ord(name)] * 400, ttft_s=0.7))
+    assert sizes(plan, 0.0) == {"a": 400}, "the others will be late, and would make it late too"
+    assert sizes(plan, 0.5) == {"b": 150}, "one that comes meanwhile waits for a small step alone"
+    plan.add(prompt("d", [7] * 300, at=0.55, ttft_s=0.5))
+    assert sizes(plan, 0.57) == {"d": 300}
+    assert sizes(plan, 0.9) == {"b": 150}
+    assert sizes(plan, 6.0) == {"b": 100, "c": 380}, "nobody was on time for long: small steps would help nobody"
+
+
 def batch_of(plan: PrefillScheduler, count: int, priority: int = -5) -> None:
     """So many prompts of two blocks, computed as far as blocks go; no decode worker has room for their KV."""
     for number in range(count):

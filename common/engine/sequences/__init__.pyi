@@ -5,7 +5,7 @@ from common.engine.sequences.prompt_ordering import PromptOrder, prompt_order
 from common.engine.sequences.reports import MAX_ALTERNATIVES, Reports
 from common.engine.sequences.scheduler import Scheduler
 from common.engine.sequences.sequence import RequestRules, WorkerSequence
-from common.engine.sequences.step_budget import Knob, TokenGoal, batch_cap, local_chunk, prefill_step
+from common.engine.sequences.step_budget import Knob, TokenGoal, batch_cap, late_step, local_chunk, prefill_step
 
 __all__ = [
     "PendingGrammars",
@@ -27,6 +27,7 @@ __all__ = [
     "batch_cap",
     "hidden_state_slots",
     "local_chunk",
+    "late_step",
     "prefill_step",
     "prompt_order",
 ]

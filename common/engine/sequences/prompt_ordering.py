@@ -59,10 +59,19 @@ P = TypeVar("P", bound=OrderedPrompt)
 
 @dataclass(frozen=True, slots=True)
 class PromptOrder(Generic[P]):
-    """The prompts in order. The elder, if any, is first."""
+    """The prompts in order. The elder, if any, is first. `num_on_time` new prompts will meet their goal in this order.
+
+    `late` are the ids of prompts that will miss theirs.
+    """
 
     prompts: Sequence[P]
     elder: P | None = None
+    num_on_time: int = 0
+    late: frozenset[int] = frozenset()
+
+    def is_late(self, prompt: P) -> bool:
+        """Return whether a prompt will miss its goal, and is not the elder."""
+        return id(prompt) in self.late and prompt is not self.elder
 
     def most_tokens(self, prompt: P, budget: int) -> int:
         """Return the maximum number of tokens for a prompt in a step of `budget` tokens."""
@@ -94,33 +103,35 @@ def prompt_order(
 ) -> PromptOrder[P]:
     """Return the order of `prompts` at `now`, for steps of `budget` prompt tokens with `decode_rows`."""
     by_age = sorted(prompts, key=lambda prompt: prompt.accepted_at)
-    if len(by_age) < 2:  # the common case at low load
-        return _with_elder(by_age, [prompt for prompt in by_age if not prompt.has_output], now)
     seconds = _predictor(model, budget, decode_rows)
+    if len(by_age) < 2:  # the common case at low load
+        goals = [one for one in by_age if one.due_at < math.inf and not one.has_output]
+        late = frozenset(id(one) for one in goals if now + seconds(one) > one.due_at)
+        new = [prompt for prompt in by_age if not prompt.has_output]
+        return _with_elder(by_age, new, now, len(goals) - len(late), late)
     jobs = [_Job.of(prompt, seconds(prompt)) for prompt in by_age]
     begun = [job for job in jobs if job.prompt.has_output]
     new = [job for job in jobs if not job.prompt.has_output]
-    ordered, end = begun, now
+    ordered, end, num_on_time = begun, now, 0
+    all_late: list[_Job[P]] = []
     for priority in sorted({job.prompt.priority for job in new}, reverse=True):
         equal = [job for job in new if job.prompt.priority == priority]
-        ordered += _by_slack(equal, end, budget)
+        on_time, late_jobs = _on_time([job for job in equal if job.due_at < math.inf], end)
+        rest = [*late_jobs, *(job for job in equal if job.due_at == math.inf)]
+        ordered += [*_with_passing(on_time, end, budget), *sorted(rest, key=lambda job: job.length)]
+        num_on_time, all_late = num_on_time + len(on_time), all_late + late_jobs
         end += sum(job.seconds for job in equal)
-    return _with_elder([job.prompt for job in ordered], [job.prompt for job in new], now)
+    late = frozenset(id(job.prompt) for job in all_late)
+    return _with_elder([job.prompt for job in ordered], [job.prompt for job in new], now, num_on_time, late)
 
 
-def _with_elder(in_turn: list[P], new: list[P], now: float) -> PromptOrder[P]:
+def _with_elder(in_turn: list[P], new: list[P], now: float, num_on_time: int, late: frozenset[int]) -> PromptOrder[P]:
     """Move the oldest prompt without output to the front if it has waited too long."""
     if not new or now - new[0].accepted_at <= PATIENCE_S:
-        return PromptOrder(in_turn)
+        return PromptOrder(in_turn, None, num_on_time, late)
     elder = new[0]
-    return PromptOrder([elder, *(prompt for prompt in in_turn if prompt is not elder)], elder)
-
-
-def _by_slack(jobs: Sequence[_Job[P]], now: float, budget: int) -> list[_Job[P]]:
-    """Order new jobs of one priority, the first of which starts at `now`."""
-    on_time, rest = _on_time([job for job in jobs if job.due_at < math.inf], now)
-    rest += [job for job in jobs if job.due_at == math.inf]
-    return [*_with_passing(on_time, now, budget), *sorted(rest, key=lambda job: job.length)]
+    others = [prompt for prompt in in_turn if prompt is not elder]
+    return PromptOrder([elder, *others], elder, num_on_time, late)
 
 
 def _predictor(model: StepModel, budget: int, decode_rows: StepShape) -> Callable[[OrderedPrompt], float]:

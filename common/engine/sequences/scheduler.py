@@ -25,8 +25,9 @@ class Scheduler(ABC, Generic[S]):
 
     `unready` requests wait for their grammar. They own no blocks and do not delay other requests. `_lingering`
     sequences have ended, but a step in flight still writes to their blocks. A step computes at most `step_tokens`
-    prompt tokens, and at most `batch_cap` requests run concurrently. Both are limited by flags (`most_step_tokens`,
-    `max_num_seqs`) and may be reduced to meet a latency goal (`step_budget.py`).
+    prompt tokens, up to `late_tokens` if it contains prompts that miss their goals, and at most `batch_cap` requests
+    run concurrently. All are limited by flags (`most_step_tokens`, `max_num_seqs`) and may be reduced to meet latency
+    goals (`step_budget.py`).
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Scheduler(ABC, Generic[S]):
         self.max_num_seqs, self.max_prompt_logprobs = max_num_seqs, max_prompt_logprobs
         self.most_step_tokens = max_step_tokens
         self.step_tokens, self.batch_cap = Knob(max_step_tokens, "bound"), Knob(max_num_seqs, "bound")
+        self.late_tokens = max_step_tokens
         self.running: list[S] = []
         self.unready: list[S] = []
         self._by_id: dict[str, S] = {}
@@ -168,6 +170,8 @@ class Scheduler(ABC, Generic[S]):
         for sequence in order.prompts:
             keeps_logits = sequence.wants_prompt_logprobs
             most = min(budget, order.most_tokens(sequence, self.max_step_tokens))
+            if order.is_late(sequence):
+                most = max(0, min(most, self.late_tokens - (self.max_step_tokens - budget)))
             has_room_for = len(sequence.blocks) * self.block_size - sequence.num_begun
             num_tokens = min(most, sequence.num_remaining, has_room_for, logprob_room if keeps_logits else most)
             if num_tokens:

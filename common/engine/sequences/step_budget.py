@@ -59,8 +59,10 @@ LEAST_STEP = 64
 """Minimum prompt tokens of a prefill step."""
 SIZES = 16
 """Number of prefill step sizes that are compared."""
-EFFICIENT_SHARE = 0.97
+EFFICIENT_SHARE = 0.99
 """The smallest step size with at least this share of the maximum predicted throughput is used."""
+LATE_SHARE = 0.8
+"""The same share for steps of late prompts, which should delay others little."""
 Reason = Literal["bound", "goal", "least", "missed", "efficiency", "gain", "cost"]
 """Reason for a value: limit of its flag; maximum for the goal; required minimum; limit, because no value meets the
 goal; smallest efficient value; draft tokens that pay off, or do not."""
@@ -164,12 +166,28 @@ def prefill_step(model: StepModel, start: int, most: int, *, has_goals: bool) ->
     """Return the tokens of a prefill step for prompts that are computed up to `start`, up to `most`."""
     if not has_goals or not model.knows_prompts or most <= LEAST_STEP:
         return Knob(most, "bound")
-    sizes = _step_sizes(most)
-    prompt_s = model.prompt_s
-    rates = [size / prompt_s(start, start + size) for size in sizes]
-    enough = EFFICIENT_SHARE * max(rates)
-    size = next(size for size, rate in zip(sizes, rates, strict=True) if rate >= enough)
+    size = _efficient_step(model, start, most, EFFICIENT_SHARE)
     return Knob(size, "bound" if size == most else "efficiency")
+
+
+def late_step(model: StepModel, start: int, most: int) -> int:
+    """Return the tokens of a prefill step in which all prompts have missed their goals, up to `most`.
+
+    A prompt that arrives during the step waits for its end, and may still meet its goal.
+    """
+    return most if not model.knows_prompts or most <= LEAST_STEP else _efficient_step(model, start, most, LATE_SHARE)
+
+
+def _efficient_step(model: StepModel, start: int, most: int, share: float) -> int:
+    """Return the smallest size that has at least `share` of the best rate.
+
+    Later tokens of a prompt cost more attention, in large steps and in small ones. So sizes are compared by the mean
+    cost of a token up to `start + most`: otherwise small steps would look efficient because they end sooner.
+    """
+    token_s = model.token_s + model.pair_s * (2 * start + most)
+    rates = [(size / (model.fixed_s + max(model.floor_s, token_s * size)), size) for size in _step_sizes(most)]
+    enough = share * max(rates)[0]
+    return next(size for rate, size in rates if rate >= enough)
 
 
 @lru_cache(maxsize=64)

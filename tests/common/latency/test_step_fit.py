@@ -66,6 +66,18 @@ def test_a_few_steps_of_one_shape_say_more_than_nothing() -> None:
     assert fit.model.seconds(StepShape.of_prompt(0, 256)) < 0.15  # tokens explain it rather than a fixed part
 
 
+def test_a_lone_sequence_does_not_make_a_second_one_look_twice_as_slow() -> None:
+    """Most of a step reads the weights, however many sequences share it: what one costs shows when there are two."""
+    machine, fit = Machine(CPU), StepFit()
+    machine.run(fit, lambda: StepShape.of_rows(1, 540), 100)
+    one_s, four_s = (fit.model.seconds(StepShape.of_rows(num, num * 540)) for num in (1, 4))
+    assert one_s == pytest.approx(CPU.seconds(StepShape.of_rows(1, 540)), rel=0.2)
+    assert four_s < 1.5 * one_s, "four would take 3.4 times as long, and miss a goal that they meet"
+    machine.run(fit, lambda: StepShape.of_rows(2, 1080), 8)
+    four_rows = StepShape.of_rows(4, 2160)
+    assert fit.model.seconds(four_rows) == pytest.approx(CPU.seconds(four_rows), rel=0.5)
+
+
 def test_a_long_stall_in_the_first_step_is_soon_outvoted() -> None:
     fit = StepFit()
     fit.observe(StepShape.of_prompt(0, 3), 0.5)

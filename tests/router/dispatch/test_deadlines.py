@@ -271,7 +271,8 @@ async def test_an_slo_refuses_what_would_miss_it(cluster, tools):
     cluster.prefill[0].beat |= {"num_waiting": 3, "num_waiting_tokens": 1000} | busy_for(1.0)
     registered = dispatcher.fleet.registry.workers[cluster.prefill[0].address]
     await tools.until(lambda: registered.load.num_queued_tokens)
-    with pytest.raises(Overloaded, match="TTFT goal 500 ms, predicted .* ms: 3 prompts wait before it with 1,000 tokens"):
+    why = "TTFT goal 500 ms, predicted .* ms: 3 prompts wait before it with 1,000 tokens"
+    with pytest.raises(Overloaded, match=why):
         await tools.collect(dispatcher, tools.request(PROMPT))
 
 

@@ -216,6 +216,30 @@ def test_goals_refuse_nothing_unless_their_class_says_so() -> None:
         rig.ask("r", 180)
 
 
+def test_prompts_that_miss_their_goal_leave_room_for_those_that_may_meet_it() -> None:
+    rig = Rig(request_class=(), slo_ttft_ms=400.0)
+    for i in range(6):
+        rig.ask(f"r{i}", 200)
+    rig.run(0.35)
+    assert rig.held, "all that are held are late by now"
+    rig.beat(rig.addresses[0], waiting_s=0.15, num_waiting=1)
+    rig.core.on_tick(rig.now)
+    num_placed = len(rig.placed)
+    rig.ask("new", 100)
+    rig.core.on_tick(rig.now)
+    assert rig.placed[num_placed:] == ["new"], "it may still be in time, and passes them"
+    rig.beat(rig.addresses[0], waiting_s=0.05, num_waiting=1)
+    rig.core.on_tick(rig.now)
+    assert len(rig.placed) == num_placed + 2, "a worker never idles for that"
+
+
+def test_draft_tokens_count_for_a_goal() -> None:
+    rig = Rig(request_class=("name=fast,tpot_ms=20,refuse=predicted",))
+    rig.beat("tcp://d:1", num_running=30, num_context_tokens=3000)
+    rig.registry.workers["tcp://d:1"].estimates.token_pace = 0.5
+    assert rig.ask("fast", of="fast").admitted.tpot_s == pytest.approx(0.0155)
+
+
 def test_a_queue_that_grows_without_end_is_bounded_whatever_goals_say() -> None:
     rig = Rig(request_class=(), slo_ttft_ms=300.0, max_wait_s=2.0)
     for i in range(7):

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from common.config import RequestClass
 from common.wire.sampling_params import SamplingParams
-from router.dispatch.client import RequestTimeline
+from router.dispatch.client import Prediction, RequestTimeline
 from router.dispatch.load import DispatchLoad, WorkerLoad
 from router.observe.metrics import LoopHistogram, RouterMetrics
 from router.observe.request_record import ChoiceRecord, RequestRecord
@@ -54,6 +56,21 @@ def test_a_finished_sequence() -> None:
     assert found["vllm:request_time_per_output_token_seconds_sum"] == 0.5
     assert found["vllm:request_decode_time_seconds_sum"] == 2.0
     assert found["vllm:request_success_total stop"] == 1
+
+
+def test_predictions_at_admission_are_compared_with_what_came() -> None:
+    classes = {"default": RequestClass(ttft_s=0.25, tpot_s=0.6)}
+    metrics = RouterMetrics("tiny", lambda: LOAD, classes=classes)
+    line = RequestTimeline(queue_s=0.1, prefill_s=0.2, decode_s=2.0)
+    for admitted in (Prediction(0.2, 0.5), Prediction(0.3, 0.7), Prediction()):
+        metrics.observe_request(answered(5, 3.5, msgspec.structs.replace(line, admitted=admitted)))
+    found = {name: value for name, value in samples(metrics).items() if "goal_predictions_total" in name}
+    assert sorted((name.split()[1:], value) for name, value in found.items()) == [
+        (["default", "met", "met", "tpot"], 1),
+        (["default", "met", "missed", "tpot"], 1),
+        (["default", "missed", "met", "ttft"], 1),
+        (["default", "missed", "missed", "ttft"], 1),
+    ]
 
 
 def test_what_a_key_did() -> None:

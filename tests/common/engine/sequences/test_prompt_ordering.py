@@ -48,6 +48,15 @@ def names(prompts: Sequence[Prompt], now: float = 0.0, model: StepModel = MODEL)
     return "".join(prompt.name for prompt in prompt_order(prompts, now, model, BUDGET).prompts)
 
 
+def test_those_that_will_miss_their_goal_are_named() -> None:
+    prompts = [Prompt("a", 20, due_at=0.25), Prompt("b", 20, 0.1, due_at=0.35), Prompt("c", 5, 0.2)]
+    order = prompt_order(prompts, 0.0, MODEL, BUDGET)
+    assert [order.is_late(prompt) for prompt in prompts] == [False, True, False] and order.num_on_time == 1
+    alone = prompt_order(prompts[:1], 0.1, MODEL, BUDGET)
+    assert alone.is_late(prompts[0]) and not alone.num_on_time
+    assert not prompt_order(prompts[:1], PATIENCE_S + 1, MODEL, BUDGET).is_late(prompts[0]), "the elder has its share"
+
+
 def compute(prompts: Sequence[Prompt], model: StepModel = MODEL) -> None:
     """Compute all prompts as they arrive."""
     coming, here, now = sorted(prompts, key=lambda prompt: prompt.accepted_at), list[Prompt](), 0.0

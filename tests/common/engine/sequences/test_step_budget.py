@@ -28,6 +28,7 @@ from common.engine.sequences.step_budget import (
     Knob,
     TokenGoal,
     batch_cap,
+    late_step,
     local_chunk,
     prefill_step,
 )
@@ -127,6 +128,17 @@ def test_the_smallest_prefill_step_that_is_efficient() -> None:
     rate = lambda size: size / model.seconds(StepShape.of_prompt(0, size))  # noqa: E731
     assert knob.reason == "efficiency" and knob.value < 2048
     assert rate(knob.value) >= EFFICIENT_SHARE * rate(2048) > rate(knob.value - 2048 // 16)
+
+
+def test_attention_makes_no_step_small() -> None:
+    """Later tokens of a prompt cost more in steps of any size."""
+    model = StepModel(fixed_s=4e-3, token_s=3e-4, pair_s=5e-7, num_steps=1)
+    assert prefill_step(model, 0, 512, has_goals=True).value >= 256
+    whole = StepShape.of_prompt(0, 512)
+    for share, size in ((EFFICIENT_SHARE, prefill_step(model, 0, 512, has_goals=True).value), (0.8, 64)):
+        assert model.steps_s(whole, size) <= model.steps_s(whole, 512) / share * 1.02
+    assert late_step(model, 0, 512) == 64, "what is late anyway may take a fifth longer"
+    assert late_step(StepModel(fixed_s=4e-3, floor_s=8e-3, token_s=4e-5, num_steps=1), 0, 2048) in range(256, 513)
 
 
 def test_a_floor_is_filled() -> None:
