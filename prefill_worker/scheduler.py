@@ -188,11 +188,14 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         prompts = [*(sequence for sequence in self.running if sequence.num_remaining), *self.waiting]
         self.step_tokens = self._step_size(prompts, model)
         order = prompt_order(prompts, now, model, self.max_step_tokens)
+        self.step_tokens = self._completing(order)
         if order.num_on_time:
             self._on_time_at = now
         self.late_tokens = self.max_step_tokens
-        if order.late and now - self._on_time_at <= ON_TIME_S:
-            self.late_tokens = late_step(model, self._start, self.max_step_tokens)
+        late = [prompt for prompt in prompts if order.is_late(prompt)] if order.late else ()
+        if late and now - self._on_time_at <= ON_TIME_S:
+            slack_s = min(self._slack_s(prompt, model) for prompt in late)
+            self.late_tokens = late_step(model, self._start, self.max_step_tokens, slack_s)
         admitted = self._admit(order, now, restore)
         ready = [sequence for sequence in order.prompts if sequence.blocks and self._is_ready(sequence)]
         running = PromptOrder(ready, order.elder, order.num_on_time, order.late)
@@ -274,6 +277,20 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
     def _step_size(self, prompts: Sequence[PrefillSequence], model: StepModel) -> Knob:
         has_goals = any(sequence.due_at < math.inf for sequence in prompts)
         return prefill_step(model, self._start, self.most_step_tokens, has_goals=has_goals)
+
+    def _completing(self, order: PromptOrder[PrefillSequence]) -> Knob:
+        """Return the step size, extended to the rest of the first prompt if that needs less than two steps.
+
+        Otherwise the rest would share a step with the next prompt, and its first token would wait for that one's chunk.
+        """
+        size, left = self.max_step_tokens, order.prompts[0].num_remaining if order.prompts else 0
+        is_near = size < left < 2 * size and left <= self.most_step_tokens
+        return Knob(left, self.step_tokens.reason) if is_near else self.step_tokens
+
+    def _slack_s(self, sequence: PrefillSequence, model: StepModel) -> float:
+        """Return how long a prompt like this may wait and meet its goal; 0 if it cannot."""
+        own_s = model.steps_s(StepShape.of_prompt(0, sequence.num_tokens), self.most_step_tokens)
+        return max(0.0, sequence.due_at - sequence.accepted_at - own_s)
 
     @property
     def _start(self) -> int:

@@ -254,7 +254,7 @@ class DispatchCore:
         except (OverflowError, TypeError) as error:
             raise InvalidRequest(f"Invalid token id in the prompt: {error}", param="prompt") from error
         request_class = self._admission.class_of(request)
-        held_s = self._held.before_s(request_class, request.key, state.num_tokens)
+        held_s = self._held.before_s(request_class, request.key, state.num_tokens, now)
         chosen = self._placement.choose(state, now, held_s=held_s)
         choice, shape = chosen or (None, None)
         num_cached = max(shape.hits.values(), default=0) if shape else 0

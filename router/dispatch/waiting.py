@@ -72,9 +72,13 @@ class _KeyQueue:
         if self.prompts_s.pop(state.request.request_id, None) is not None:
             self.held_s -= state.held_s or 0.0
 
-    def before(self, num_tokens: int) -> tuple[float, int]:
-        """Return the seconds and number of held prompts before a new one of `num_tokens` tokens without a goal."""
-        earlier = self.sort_keys[: bisect_left(self.sort_keys, (math.inf, num_tokens + 1))]
+    def before(self, num_tokens: int, now: float | None) -> tuple[float, int]:
+        """Return the seconds and number of held prompts before a new one: see `WaitingRequests.ahead`."""
+        if not num_tokens and now is None:
+            return self.held_s, self.num_held
+        first = bisect_left(self.sort_keys, (now,)) if now is not None else 0
+        end = bisect_left(self.sort_keys, (math.inf, num_tokens + 1)) if num_tokens else len(self.sort_keys)
+        earlier = self.sort_keys[first:end]
         found = [self.prompts_s[sort_key[-1]] for sort_key in earlier if sort_key[-1] in self.prompts_s]
         return sum(found), len(found)
 
@@ -91,10 +95,10 @@ class _Lane:
         """Iterate over the ids. The order may change with each placement."""
         return self.keys.in_order({key: queue.in_order(now) for key, queue in self.queues.items()})
 
-    def ahead(self, key: str, num_tokens: int) -> tuple[float, int]:
+    def ahead(self, key: str, num_tokens: int, now: float | None) -> tuple[float, int]:
         """Return the seconds and number of held prompts before a new request. Other keys get as much as its own."""
         mine = self.queues.get(key, _KeyQueue())
-        mine_s, num_mine = mine.before(num_tokens) if num_tokens else (mine.held_s, mine.num_held)
+        mine_s, num_mine = mine.before(num_tokens, now)
         others = [queue for other, queue in self.queues.items() if other != key]
         held_s = mine_s + sum(min(queue.held_s, mine_s) for queue in others)
         return held_s, num_mine + sum(min(queue.num_held, num_mine) for queue in others)
@@ -180,15 +184,16 @@ class WaitingRequests:
                 seen.add(request_id)
                 yield state
 
-    def ahead(self, one: RequestClass, key: str, num_tokens: int = 0) -> tuple[float, int]:
+    def ahead(self, one: RequestClass, key: str, num_tokens: int = 0, now: float | None = None) -> tuple[float, int]:
         """Return the seconds and number of held prompts before a new request of a class and a key.
 
         Other keys get as much as its own, and other lanes of its priority as much as their shares allow. With
-        `num_tokens`, the size of a prompt without a goal, longer prompts come after it. With 0, all come before.
+        `num_tokens`, the size of a prompt without a goal, longer prompts come after it. With 0, all come before. With
+        `now`, those come after it that are too late to meet their goal.
         """
         lanes = self._lanes.get(one.priority, {})
         own = lanes.get(one.lane)
-        before_s, num_before = own.ahead(key, num_tokens) if own is not None else (0.0, 0)
+        before_s, num_before = own.ahead(key, num_tokens, now) if own is not None else (0.0, 0)
         held_s, num_held = before_s, num_before
         for name, lane in lanes.items():
             if name != one.lane:
@@ -321,15 +326,16 @@ class HeldPrompts:
         )
         return min(spans_s, default=0.0)
 
-    def before_s(self, one: RequestClass, key: str, num_tokens: int) -> float:
+    def before_s(self, one: RequestClass, key: str, num_tokens: int, now: float) -> float:
         """Return the seconds of each prompt-computing worker before a new prompt of `num_tokens` tokens is placed.
 
-        Without goals, the shortest prompt comes first. With goals all held prompts count, because a prompt that passes
-        others uses up their slack.
+        Without goals, the shortest prompt comes first. With goals all held prompts count that can still meet theirs,
+        because a prompt that passes others uses up their slack.
         """
         if not self._waiting.num_held:
             return 0.0
-        return self._waiting.ahead(one, key, 0 if one.ttft_s > 0 else num_tokens)[0] / self._num_workers
+        ahead = self._waiting.ahead(one, key, now=now) if one.ttft_s > 0 else self._waiting.ahead(one, key, num_tokens)
+        return ahead[0] / self._num_workers
 
     def ahead(self, one: RequestClass, key: str) -> tuple[float, int]:
         """Return the cost of the held requests up to this class and key.

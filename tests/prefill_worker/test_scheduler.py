@@ -108,6 +108,13 @@ def test_prompts_that_miss_their_goal_leave_room_for_those_that_may_meet_it() ->
     assert sizes(plan, 6.0) == {"b": 100, "c": 380}, "nobody was on time for long: small steps would help nobody"
 
 
+def test_the_elder_has_its_share_though_it_is_late() -> None:
+    plan, now = scheduler(num_blocks=2000, budget=512), PATIENCE_S + 1.0
+    plan.add(prompt("elder", [9] * 500, ttft_s=0.1))
+    plan.add(prompt("new", [7] * 10, at=now, ttft_s=0.5))
+    assert sizes(plan, now) == {"elder": 490, "new": 10}
+
+
 def batch_of(plan: PrefillScheduler, count: int, priority: int = -5) -> None:
     """So many prompts of two blocks, computed as far as blocks go; no decode worker has room for their KV."""
     for number in range(count):

@@ -33,6 +33,8 @@ ELDER_SHARE = 1 / 8
 """Elder's share of each step's tokens: enough to bound every wait, with little impact on prompts with deadlines."""
 PASSING_SHARE = 1 / 4
 """Share of a prompt's slack that an overtaking prompt may use. The rest is reserved for later arrivals."""
+LATE_SHARE = 0.1
+"""A prompt is late if it is predicted to miss its goal by more than this share of it. Predictions have errors."""
 MAX_PASSING = 16
 """Maximum number of overtaking prompts per step, so that a long queue does not slow the step down."""
 
@@ -106,7 +108,7 @@ def prompt_order(
     seconds = _predictor(model, budget, decode_rows)
     if len(by_age) < 2:  # the common case at low load
         goals = [one for one in by_age if one.due_at < math.inf and not one.has_output]
-        late = frozenset(id(one) for one in goals if now + seconds(one) > one.due_at)
+        late = frozenset(id(one) for one in goals if _is_late(one, now + seconds(one)))
         new = [prompt for prompt in by_age if not prompt.has_output]
         return _with_elder(by_age, new, now, len(goals) - len(late), late)
     jobs = [_Job.of(prompt, seconds(prompt)) for prompt in by_age]
@@ -119,10 +121,17 @@ def prompt_order(
         on_time, late_jobs = _on_time([job for job in equal if job.due_at < math.inf], end)
         rest = [*late_jobs, *(job for job in equal if job.due_at == math.inf)]
         ordered += [*_with_passing(on_time, end, budget), *sorted(rest, key=lambda job: job.length)]
-        num_on_time, all_late = num_on_time + len(on_time), all_late + late_jobs
+        first_end = end + sum(job.seconds for job in on_time)
+        all_late += [job for job in late_jobs if _is_late(job.prompt, first_end + job.seconds)]
+        num_on_time += len(on_time)
         end += sum(job.seconds for job in equal)
     late = frozenset(id(job.prompt) for job in all_late)
     return _with_elder([job.prompt for job in ordered], [job.prompt for job in new], now, num_on_time, late)
+
+
+def _is_late(prompt: OrderedPrompt, end: float) -> bool:
+    """Return whether a prompt that ends at `end` misses its goal by more than predictions may err."""
+    return end > prompt.due_at + LATE_SHARE * (prompt.due_at - prompt.accepted_at)
 
 
 def _with_elder(in_turn: list[P], new: list[P], now: float, num_on_time: int, late: frozenset[int]) -> PromptOrder[P]:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from common.latency import StepModel, StepShape
+from common.latency import NOTHING, StepModel, StepShape
 from common.observe import Ewma
 
 STRETCH = 16
@@ -63,6 +63,8 @@ EFFICIENT_SHARE = 0.99
 """The smallest step size with at least this share of the maximum predicted throughput is used."""
 LATE_SHARE = 0.8
 """The same share for steps of late prompts, which should delay others little."""
+SLACK_SHARE = 0.5
+"""Share of a new prompt's slack that a step of late prompts may always take."""
 Reason = Literal["bound", "goal", "least", "missed", "efficiency", "gain", "cost"]
 """Reason for a value: limit of its flag; maximum for the goal; required minimum; limit, because no value meets the
 goal; smallest efficient value; draft tokens that pay off, or do not."""
@@ -170,12 +172,15 @@ def prefill_step(model: StepModel, start: int, most: int, *, has_goals: bool) ->
     return Knob(size, "bound" if size == most else "efficiency")
 
 
-def late_step(model: StepModel, start: int, most: int) -> int:
+def late_step(model: StepModel, start: int, most: int, slack_s: float) -> int:
     """Return the tokens of a prefill step in which all prompts have missed their goals, up to `most`.
 
-    A prompt that arrives during the step waits for its end, and may still meet its goal.
+    A prompt that arrives during the step waits for its end. `slack_s` is how long it may wait and still meet its goal.
     """
-    return most if not model.knows_prompts or most <= LEAST_STEP else _efficient_step(model, start, most, LATE_SHARE)
+    if not model.knows_prompts or most <= LEAST_STEP:
+        return most
+    fitting = model.most_tokens(start, NOTHING, SLACK_SHARE * slack_s)
+    return max(_efficient_step(model, start, most, LATE_SHARE), min(most, fitting))
 
 
 def _efficient_step(model: StepModel, start: int, most: int, share: float) -> int:

@@ -137,8 +137,11 @@ def test_attention_makes_no_step_small() -> None:
     whole = StepShape.of_prompt(0, 512)
     for share, size in ((EFFICIENT_SHARE, prefill_step(model, 0, 512, has_goals=True).value), (0.8, 64)):
         assert model.steps_s(whole, size) <= model.steps_s(whole, 512) / share * 1.02
-    assert late_step(model, 0, 512) == 64, "what is late anyway may take a fifth longer"
-    assert late_step(StepModel(fixed_s=4e-3, floor_s=8e-3, token_s=4e-5, num_steps=1), 0, 2048) in range(256, 513)
+    assert late_step(model, 0, 512, 0.0) == 64, "what is late anyway may take a fifth longer"
+    gpu = StepModel(fixed_s=4e-3, floor_s=8e-3, token_s=4e-5, num_steps=1)
+    assert late_step(gpu, 0, 2048, 0.0) in range(256, 513)
+    assert late_step(gpu, 0, 2048, 0.1) in range(1000, 1200), "50 ms are half of what a new prompt can spare"
+    assert late_step(gpu, 0, 2048, 1.0) == 2048
 
 
 def test_a_floor_is_filled() -> None:
