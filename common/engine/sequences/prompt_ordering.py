@@ -33,7 +33,7 @@ ELDER_SHARE = 1 / 8
 """Elder's share of each step's tokens: enough to bound every wait, with little impact on prompts with deadlines."""
 PASSING_SHARE = 1 / 4
 """Share of a prompt's slack that an overtaking prompt may use. The rest is reserved for later arrivals."""
-LATE_SHARE = 0.1
+LATE_MARGIN = 0.1
 """A prompt is late if it is predicted to miss its goal by more than this share of it. Predictions have errors."""
 MAX_PASSING = 16
 """Maximum number of overtaking prompts per step, so that a long queue does not slow the step down."""
@@ -109,8 +109,7 @@ def prompt_order(
     if len(by_age) < 2:  # the common case at low load
         goals = [one for one in by_age if one.due_at < math.inf and not one.has_output]
         late = frozenset(id(one) for one in goals if _is_late(one, now + seconds(one)))
-        new = [prompt for prompt in by_age if not prompt.has_output]
-        return _with_elder(by_age, new, now, len(goals) - len(late), late)
+        return _with_elder(by_age, [one for one in by_age if not one.has_output], now, len(goals) - len(late), late)
     jobs = [_Job.of(prompt, seconds(prompt)) for prompt in by_age]
     begun = [job for job in jobs if job.prompt.has_output]
     new = [job for job in jobs if not job.prompt.has_output]
@@ -131,7 +130,7 @@ def prompt_order(
 
 def _is_late(prompt: OrderedPrompt, end: float) -> bool:
     """Return whether a prompt that ends at `end` misses its goal by more than predictions may err."""
-    return end > prompt.due_at + LATE_SHARE * (prompt.due_at - prompt.accepted_at)
+    return end > prompt.due_at + LATE_MARGIN * (prompt.due_at - prompt.accepted_at)
 
 
 def _with_elder(in_turn: list[P], new: list[P], now: float, num_on_time: int, late: frozenset[int]) -> PromptOrder[P]:
