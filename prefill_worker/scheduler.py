@@ -3,7 +3,7 @@
 One order (`prompt_order`) determines which prompts are admitted, and which admitted ones share the token budget of a
 step: a long prompt is computed in chunks, and other prompts may overtake it between them. While prompts have goals,
 steps are as small as possible without losing throughput (`step_budget.py`), and prompts that will miss their goal are
-computed in still smaller ones, so that those that arrive meanwhile may meet theirs. An admitted prompt owns all blocks
+computed in still smaller ones, so that new arrivals may meet theirs. An admitted prompt owns all blocks
 that it needs, so overtaken prompts can always finish. Prompts are admitted only when they are about to be computed, so
 that waiting ones own no blocks that a more urgent one might need.
 

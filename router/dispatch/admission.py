@@ -143,8 +143,9 @@ class Admission:
             self._count_failure(refusal, one)
             raise refusal.error
         self._wait_limits[one.name].count(refused=False)
-        ttft_s = first.wait.seconds + first.own_s if first is not None and first.own_s and one.ttft_s > 0 else 0.0
-        return Prediction(ttft_s, token_s)
+        if choice is None or not choice.forecast.is_known or one.ttft_s <= 0:
+            return Prediction(0.0, token_s)
+        return Prediction(choice.forecast.ttft_s, token_s)
 
     def check_unread(self, is_longer: Callable[[int], bool], now: float, caller: Caller = ANYONE) -> None:
         """Raise Overloaded if `check` would reject the request whatever its content turns out to be.
@@ -305,7 +306,8 @@ class Admission:
         first = None if choice is None else choice.prefill or choice.decode
         if choice is None or first is None:
             return None
-        held_s, num_held = self._held.ahead(one, key) if self._held.concerns(choice) else (0.0, 0)
+        passes = now if one.refuses_misses and one.ttft_s > 0 else None  # the limit of the queue counts late prompts
+        held_s, num_held = self._held.ahead(one, key, passes) if self._held.concerns(choice) else (0.0, 0)
         meanwhile_s = 0.0
         if choice.prefill is not None:  # samples the first token, so a full decode batch delays only later tokens
             meanwhile_s = choice.forecast.prompt_s + _slack_s(choice, one, num_expected)

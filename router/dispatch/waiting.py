@@ -337,14 +337,14 @@ class HeldPrompts:
         ahead = self._waiting.ahead(one, key, now=now) if one.ttft_s > 0 else self._waiting.ahead(one, key, num_tokens)
         return ahead[0] / self._num_workers
 
-    def ahead(self, one: RequestClass, key: str) -> tuple[float, int]:
-        """Return the cost of the held requests up to this class and key.
+    def ahead(self, one: RequestClass, key: str, now: float | None = None) -> tuple[float, int]:
+        """Return the cost of the held requests up to this class and key. For `now` see `WaitingRequests.ahead`.
 
         That is seconds of each worker that computes prompts, and batch slots of each decode worker.
         """
         if not self._waiting.num_held:
             return 0.0, 0
-        seconds, num = self._waiting.ahead(one, key)
+        seconds, num = self._waiting.ahead(one, key, now=now)
         return seconds / self._num_workers, -(-num // max(1, len(self._registry.ready("decode"))))
 
     def waits(self, now: float) -> Iterator[tuple[RequestState, float]]:

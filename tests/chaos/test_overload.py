@@ -198,7 +198,9 @@ async def test_a_short_overload(stacks: Any, report: Any) -> None:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("bounds", [(), ("--slo-ttft-ms", "2000")], ids=["defaults", "slo"])
+@pytest.mark.parametrize(
+    "bounds", [(), ("--slo-ttft-ms", "2000", "--slo-refuse", "predicted")], ids=["defaults", "slo"]
+)
 async def test_a_minute_of_overload(stacks: Any, report: Any, bounds: tuple[str, ...]) -> None:
     stack = stacks(1, 1, router_flags=bounds)
     await overload(stack, report, 60.0, bounds=" ".join(bounds) or "defaults")
