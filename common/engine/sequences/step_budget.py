@@ -61,6 +61,10 @@ SIZES = 16
 """Number of prefill step sizes that are compared."""
 EFFICIENT_SHARE = 0.99
 """The smallest step size with at least this share of the maximum predicted throughput is used."""
+LEAST_STEP_S, LEAST_LATE_S = 0.1, 0.05
+"""Minimum duration of such a step, and of one of late prompts, in seconds. A shorter one hardly helps those that wait,
+and the fixed part of a step is poorly known: where all steps had one size, or other processes use the cores, a model
+without it would choose the smallest size."""
 LATE_SHARE = 0.8
 """The same share for steps of late prompts, which should delay others little."""
 SLACK_SHARE = 0.5
@@ -168,7 +172,7 @@ def prefill_step(model: StepModel, start: int, most: int, *, has_goals: bool) ->
     """Return the tokens of a prefill step for prompts that are computed up to `start`, up to `most`."""
     if not has_goals or not model.knows_prompts or most <= LEAST_STEP:
         return Knob(most, "bound")
-    size = _efficient_step(model, start, most, EFFICIENT_SHARE)
+    size = max(_efficient_step(model, start, most, EFFICIENT_SHARE), _tokens_in(LEAST_STEP_S, model, start, most))
     return Knob(size, "bound" if size == most else "efficiency")
 
 
@@ -179,8 +183,12 @@ def late_step(model: StepModel, start: int, most: int, slack_s: float) -> int:
     """
     if not model.knows_prompts or most <= LEAST_STEP:
         return most
-    fitting = model.most_tokens(start, NOTHING, SLACK_SHARE * slack_s)
-    return max(_efficient_step(model, start, most, LATE_SHARE), min(most, fitting))
+    fitting = _tokens_in(max(LEAST_LATE_S, SLACK_SHARE * slack_s), model, start, most)
+    return max(_efficient_step(model, start, most, LATE_SHARE), fitting)
+
+
+def _tokens_in(seconds: float, model: StepModel, start: int, most: int) -> int:
+    return min(most, model.most_tokens(start, NOTHING, seconds))
 
 
 def _efficient_step(model: StepModel, start: int, most: int, share: float) -> int:
