@@ -81,8 +81,8 @@ def scenario(load: Load, trace: Path, system: System, speedup: float, seed: int,
     if is_plain:
         unjudged = {"slo_ttft_ms": 0, "slo_tpot_ms": 0, "local_prefill_threshold": 0}
         values |= {"settings": unjudged | {"max_inflight": in_flight}, "reports_steps": False}
-    elif system.kind == "before":
-        values |= {"settings": {"slo_tpot_ms": 0}}
+    else:  # as a plain system is bounded, too
+        values |= {"settings": {"slo_refuse": "predicted"} | ({"slo_tpot_ms": 0} if system.kind == "before" else {})}
     if system.kind in ("whole", "before"):
         values |= {"prompt_order": "first-come"}
     return scenario_of(values)
