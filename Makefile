@@ -81,7 +81,7 @@ serve: $(VENV)/.serve
 	@exec $(BIN)/diptych serve --port $(PORT) --model $(MODEL) $(ARGS)
 
 fetch: $(VENV)/.serve
-	@exec $(BIN)/diptych fetch $(MODEL)
+	@exec $(BIN)/diptych pull $(MODEL)
 
 bench: $(VENV)/.bench
 	@exec $(BIN)/diptych bench $(ARGS)

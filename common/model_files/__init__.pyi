@@ -3,9 +3,11 @@ from common.model_files.files import ModelFiles
 from common.model_files.fingerprint import layout_fingerprint, weights_fingerprint
 from common.model_files.gguf_config import TensorFacts, from_gguf
 from common.model_files.json_file import read_json
+from common.model_files.library import LocalModel, find_model, hold_model, local_models, remove_model
 from common.model_files.quantization import Quantization
 from common.model_files.resolve import resolve_model
 from common.model_files.stamp import hash_weights
+from common.model_files.summary import ModelSummary, summary_of
 from common.model_files.task import GENERATES, ServedTask, Task, served_task
 from common.model_files.template import ChatTemplate, ContentForm
 from common.model_files.tokenizer import BYTE_TOKEN, Tokenizer
@@ -30,23 +32,30 @@ __all__ = [
     "HFReader",
     "INTEGER_BITS",
     "KVScheme",
+    "LocalModel",
     "ModelConfig",
     "ModelFiles",
+    "ModelSummary",
     "Quantization",
     "ServedTask",
     "Task",
     "TensorFacts",
     "Tokenizer",
     "WeightScheme",
+    "find_model",
     "from_gguf",
     "from_hf",
     "hash_weights",
+    "hold_model",
     "layout_fingerprint",
+    "local_models",
     "read_json",
     "read_kv_scheme",
     "read_weight_scheme",
+    "remove_model",
     "resolve_model",
     "served_task",
+    "summary_of",
     "weight_files",
     "weights_fingerprint",
 ]

@@ -70,3 +70,9 @@ def builtin_model(name: str) -> BuiltinModel:
         names = ", ".join([*BUILTIN_MODELS, *TINY_MODELS])
         raise ModelError(f"{name!r} is not a built-in model. Built-in models: {names}")
     return BUILTIN_MODELS[name]
+
+
+def builtin_name(name: str) -> str:
+    """Return the built-in name that is written as `name:tag` in `name`, or else `name` itself."""
+    short = name.removesuffix(":latest").replace(":", "-").lower()
+    return short if short in BUILTIN_MODELS or short in TINY_MODELS else name

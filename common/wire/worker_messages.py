@@ -79,6 +79,7 @@ class WorkerHello(Message, frozen=True, kw_only=True, tag=20):
     oldest_protocol: Protocol = UNSTATED_PROTOCOL_VERSION
     protocol: Protocol = UNSTATED_PROTOCOL_VERSION
     layout: Annotated[tuple[tuple[Name, Text], ...], Meta(max_length=MAX_LAYOUT), since(13)] = ()
+    memory_bytes: Annotated[Count, since(13)] = 0
 
 
 class WorkerHeartbeat(Message, frozen=True, tag=21):

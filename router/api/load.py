@@ -48,12 +48,17 @@ def own_load(router_state: RouterState, model: ServedModel | None = None) -> dic
 def _model(model: ServedModel) -> dict[str, object]:
     """Return one model with its goals, classes and plan."""
     outlook, goals = model.outlook(), goals_of(model.config)
+    load, ended_at = model.client.load(), model.metrics.traffic.ended_at
+    num_in_flight = sum(load.stages.values())
     return {
         "id": model.name,
+        "root": model.files.model_id,
         "max_model_len": model.max_model_len,
         "ready": model.availability[0],
         "goals": _tails(goals.ttft_s, goals.tpot_s),
-        "classes": model.client.load().classes,
+        "num_in_flight": num_in_flight,
+        "idle_s": None if num_in_flight or ended_at is None else time.monotonic() - ended_at,
+        "classes": load.classes,
         "plan": None if outlook is None else _plan(outlook, goals),
     }
 
@@ -164,7 +169,10 @@ def merged_load(loads: Sequence[Load], counts: Sequence[Mapping[str, Sequence[in
 
 def _merged_model(first: Load, loads: Sequence[Load], weights: Sequence[int]) -> dict[str, Any]:
     same = [next((one for one in load["models"] if one["id"] == first["id"]), first) for load in loads]
-    return {**first, "classes": _merged_classes([one["classes"] for one in same], weights)}
+    num_in_flight = sum(_each(same, "num_in_flight"))
+    idle_s = None if num_in_flight else min((one for one in _each(same, "idle_s") if one is not None), default=None)
+    merged = {"num_in_flight": num_in_flight, "idle_s": idle_s}
+    return {**first, **merged, "classes": _merged_classes([one["classes"] for one in same], weights)}
 
 
 def _merged_classes(per_process: Sequence[Sequence[Load]], weights: Sequence[int]) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ class WorkerStatus(BaseModel):
     `home`: the role with which it was started. `step_model`: coefficients of its step time, in seconds. `link_model`:
     coefficients of KV transfers to it, in seconds and bytes. `batch_cap` and `step_tokens`: its current limits per
     step, at most `max_num_seqs` and `max_step_tokens`. `window`: the maximum number of tokens that any layer looks
-    back; 0: unlimited.
+    back; 0: unlimited. `memory_bytes`: size of its weights and KV cache; 0: unknown.
     """
 
     worker_id: str
@@ -63,6 +63,7 @@ class WorkerStatus(BaseModel):
     max_num_seqs: int
     max_step_tokens: int
     window: int
+    memory_bytes: int
     num_dropped_frames: int
     num_unsent: int
     num_cuts: int
@@ -122,9 +123,16 @@ class PlanStatus(BaseModel):
 
 
 class ModelStatus(BaseModel):
-    """State of one model. `ready`: whether a worker would answer now. `goals` are those of its pools; 0: none."""
+    """State of one model. `ready`: whether a worker would answer now. `goals` are those of its pools; 0: none.
+
+    `root` is the `model` of its workers. `idle_s`: seconds since its last request; null while requests are in flight,
+    and before the first one.
+    """
 
     id: str
+    root: str
+    num_in_flight: int
+    idle_s: float | None
     max_model_len: int
     ready: bool
     goals: Tails

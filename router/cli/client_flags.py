@@ -25,6 +25,17 @@ def add_api_key(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_access(parser: argparse.ArgumentParser) -> None:
+    """Add the flags `--api-key` and `--ca-file`."""
+    add_api_key(parser)
+    parser.add_argument(
+        "--ca-file",
+        default="",
+        metavar="FILE",
+        help="PEM file with trusted certificates (default: system)",
+    )
+
+
 def top_parser() -> argparse.ArgumentParser:
     """Build the parser of `diptych top`."""
     parser = CommandParser(
@@ -47,13 +58,38 @@ def top_parser() -> argparse.ArgumentParser:
         metavar="X",
         help="refresh interval in seconds (default 1)",
     )
-    add_api_key(parser)
-    parser.add_argument(
-        "--ca-file",
-        default="",
-        metavar="FILE",
-        help="PEM file with trusted certificates (default: system)",
+    add_access(parser)
+    return parser
+
+
+def ps_parser() -> argparse.ArgumentParser:
+    """Build the parser of `diptych ps`."""
+    parser = CommandParser(
+        "diptych ps", description="List the models of a running service, with their workers, memory and requests."
     )
+    parser.add_argument("--url", default=DEFAULT_URL, help=f"URL of the router (default {DEFAULT_URL})")
+    parser.add_argument("--json", action="store_true", help="print the list as JSON")
+    add_access(parser)
+    return parser
+
+
+def run_parser() -> argparse.ArgumentParser:
+    """Build the parser of `diptych run`."""
+    parser = CommandParser(
+        "diptych run",
+        description="Chat with a model in the terminal. Without a service at the URL, starts one and stops it at the "
+        "end. With a prompt, or text from a pipe, prints the answer and exits.",
+        epilog='In the chat: /bye ends, /clear forgets the conversation, /set NAME VALUE sets a field of requests, """ '
+        "begins and ends text of several lines, Ctrl-C stops an answer. Options after -- are those of diptych serve.",
+    )
+    parser.usage = "%(prog)s [options] [MODEL [PROMPT]] [-- SERVE OPTIONS]"
+    parser.add_argument("model", nargs="?", default="", metavar="MODEL", help="as for diptych serve")
+    parser.add_argument("prompt", nargs="*", metavar="PROMPT", help="words of the prompt")
+    parser.add_argument("--url", default=DEFAULT_URL, help=f"URL of the service (default {DEFAULT_URL})")
+    parser.add_argument("--system", default="", metavar="TEXT", help="system prompt")
+    parser.add_argument("--no-think", action="store_true", help="ask the model not to think")
+    parser.add_argument("--verbose", action="store_true", help="show tokens, times and rates after each answer")
+    add_access(parser)
     return parser
 
 

@@ -62,6 +62,32 @@ COMMANDS = {
         "common.config:RankHostConfig",
         "worker",
     ),
+    "pull": Command(
+        "Models",
+        "download a model into the cache",
+        "common.model_files.pull",
+        "common.model_files.pull:build_parser",
+    ),
+    "ls": Command(
+        "Models", "list the models on this machine", "router.cli.models.ls", "router.cli.models.ls:build_parser"
+    ),
+    "show": Command(
+        "Models",
+        "describe a model on this machine",
+        "router.cli.models.show",
+        "router.cli.models.show:build_parser",
+    ),
+    "rm": Command(
+        "Models", "delete models from this machine", "router.cli.models.rm", "router.cli.models.rm:build_parser"
+    ),
+    "run": Command(
+        "Use",
+        "chat with a model in the terminal",
+        "router.cli.run",
+        "router.cli.client_flags:run_parser",
+        "router,worker",
+    ),
+    "ps": Command("Use", "list the models of a running service", "router.cli.ps", "router.cli.client_flags:ps_parser"),
     "top": Command(
         "Use",
         "show the load of a router in the terminal",
@@ -101,12 +127,6 @@ COMMANDS = {
         "router.cli.size",
         "router.cli.size:build_parser",
     ),
-    "fetch": Command(
-        "Set up",
-        "download a model into the cache",
-        "common.model_files.fetch",
-        "common.model_files.fetch:build_parser",
-    ),
     "api-key": Command(
         "Set up",
         "create an API key and its entry for the key file",
@@ -127,6 +147,9 @@ COMMANDS = {
         "completion",
     ),
 }
+
+ALIASES = {"fetch": "pull"}
+"""Former names of commands."""
 
 
 def usage() -> str:
@@ -163,6 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["help"] and len(arguments) > 1:
         arguments = [arguments[1], "--help"]
     command = arguments[0] if arguments else "--help"
+    command = ALIASES.get(command, command)
     if command in ("-h", "--help", "help"):
         print(usage())
         return 0

@@ -46,6 +46,14 @@ class ModelSize:
     def num_bytes(self) -> float:
         return self.parameters * self.weight_bytes
 
+    def kv_bytes_of(self, num_tokens: float) -> float:
+        """Return the bytes of KV of a sequence."""
+        return min(num_tokens, self.window) * self.kv_bytes
+
+    def memory_bytes(self, num_tokens: float) -> float:
+        """Return the memory of the weights and the KV of one sequence, in bytes."""
+        return self.num_bytes + self.kv_bytes_of(num_tokens)
+
 
 @dataclass(frozen=True)
 class Accelerator:
@@ -131,7 +139,7 @@ def _batch(model: ModelSize, accelerator: Accelerator, load: RequestLoad) -> tup
     weights_s = model.num_bytes / bandwidth
     goal_s = load.tpot_s * TPOT_SHARE
     room = accelerator.memory_bytes * MEMORY_SHARE - model.num_bytes
-    longest = min(load.prompt + load.output, model.window) * model.kv_bytes
+    longest = model.kv_bytes_of(load.prompt + load.output)
     if room < longest:
         raise Infeasible(
             f"memory of {accelerator.memory_bytes / 1e9:.0f} GB: weights take {model.num_bytes / 1e9:.1f} GB, "
@@ -139,7 +147,7 @@ def _batch(model: ModelSize, accelerator: Accelerator, load: RequestLoad) -> tup
         )
     if weights_s > goal_s:
         raise Infeasible(f"TPOT of {load.tpot_s * 1e3:.0f} ms: reading the weights takes {weights_s * 1e3:.1f} ms")
-    each_s = min(load.prompt + load.output / 2, model.window) * model.kv_bytes / bandwidth
+    each_s = model.kv_bytes_of(load.prompt + load.output / 2) / bandwidth
     compute_s = 2 * model.parameters / flops
     batch = max(1, int(min(room / longest, (goal_s - weights_s) / each_s, goal_s / compute_s)))
     return batch, max(weights_s + batch * each_s, batch * compute_s)

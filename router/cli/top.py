@@ -167,7 +167,7 @@ class LoadSource:
     def ask(self) -> Answer:
         """Request the load. Errors of the network or the server are returned as a problem."""
         try:
-            connection = self._connection()
+            connection = self.connect()
         except OSError as error:
             return Answer(problem=f"cannot use {self.ca_file}: {error.strerror or error}")
         try:
@@ -197,11 +197,12 @@ class LoadSource:
         thread.join(seconds)
         return answers[0] if answers else Answer(problem=f"the router does not answer within {seconds:g} s")
 
-    def _connection(self) -> http.client.HTTPConnection:
+    def connect(self, timeout_s: float = TIMEOUT_S) -> http.client.HTTPConnection:
+        """Return a connection that is opened by its first request. Raises OSError if `ca_file` cannot be read."""
         if not self.tls:
-            return http.client.HTTPConnection(self.host, self.port, timeout=TIMEOUT_S)
+            return http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
         trust = ssl.create_default_context(cafile=self.ca_file or None)
-        return http.client.HTTPSConnection(self.host, self.port, timeout=TIMEOUT_S, context=trust)
+        return http.client.HTTPSConnection(self.host, self.port, timeout=timeout_s, context=trust)
 
 
 def _read(status: int, body: bytes) -> Answer:

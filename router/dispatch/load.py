@@ -152,7 +152,8 @@ class WorkerLoad:
     the average excess of the first token's time over the prediction. `step_model` and `link_model` are fitted by
     the worker. `num_known_blocks` is the size of its prefix cache as known to this router. `batch_cap` is the
     maximum batch size and `step_tokens` the maximum prompt tokens per step, from flags or set by the worker itself;
-    0 if unknown. `block_size`, `max_num_seqs`, `max_step_tokens`, `window` and `model` come from its hello.
+    0 if unknown. `block_size`, `max_num_seqs`, `max_step_tokens`, `window`, `model` and `memory_bytes` come from its
+    hello.
     """
 
     address: str
@@ -183,6 +184,7 @@ class WorkerLoad:
     max_step_tokens: int = 0
     window: int = 0
     model: str = ""
+    memory_bytes: int = 0
 
     @classmethod
     def of(
@@ -217,6 +219,7 @@ class WorkerLoad:
             max_step_tokens=worker.hello.max_step_tokens if worker.hello else 0,
             window=worker.hello.window if worker.hello else 0,
             model=worker.hello.model if worker.hello else "",
+            memory_bytes=worker.hello.memory_bytes if worker.hello else 0,
         )
 
 

@@ -82,6 +82,8 @@ class RecentTraffic:
     def __init__(self) -> None:
         self._seconds = SlidingWindow(RATE_S + 1, RATE_S + 1, _Second)
         self._first_at: float | None = None
+        self.ended_at: float | None = None
+        """Time of the end of the latest request."""
         self._times = {kind: RecentQuantile(WINDOW_S) for kind in KINDS}
         self._ttft, self._tpot, self._itl, self._queue, self._transfer, self._exposed = self._times.values()
 
@@ -100,6 +102,7 @@ class RecentTraffic:
     def ended(self, record: RequestRecord, now: float) -> None:
         """Record the end of a request. If the client disconnected, it counts neither as served nor as failed."""
         second = self._now(now)
+        self.ended_at = now
         if record.error is not None:
             second.num_failed += 1
         elif not record.client_left:

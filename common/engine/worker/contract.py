@@ -62,6 +62,7 @@ class ModelFacts:
     - `layout`: names and values of settings in `fingerprint`. They explain to users why workers are not paired.
     - `block_size` in tokens, `block_bytes` in bytes on the wire. `num_blocks`: size of the KV cache.
     - `window`: maximum context of all layers in tokens; 0 if some layer has full attention.
+    - `memory_bytes`: size of weights and KV cache; 0 if unknown.
     - `max_num_seqs` and `max_step_tokens`: limits of a step; 0 for the values of the role's settings.
     - `precision`, `kv_dtype` and `resources` ("8 threads") are words for the log and metrics.
     - `changes_role`: whether the model can be served in either role, by the duties of both offers.
@@ -79,6 +80,7 @@ class ModelFacts:
     resources: str = ""
     layout: tuple[tuple[str, str], ...] = ()
     window: int = 0
+    memory_bytes: int = 0
     max_num_seqs: int = 0
     max_step_tokens: int = 0
     changes_role: bool = True

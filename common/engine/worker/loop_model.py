@@ -71,7 +71,7 @@ class LoopModel:
             log.info("%s", of_windows)
         if num_bytes := loaded.pinned_bytes():
             log.info("pinned %.1f MiB of host memory for step and KV copies", num_bytes / 2**20)
-        return cls(files, loaded, grammars, facts_of(loaded, config), times)
+        return cls(files, loaded, grammars, facts_of(loaded, config, files), times)
 
     @property
     def adapters(self) -> AdapterBank | None:
@@ -103,7 +103,7 @@ class LoopModel:
         self.grammars.close()
 
 
-def facts_of(loaded: LoadedModel, config: WorkerConfig) -> ModelFacts:
+def facts_of(loaded: LoadedModel, config: WorkerConfig, files: ModelFiles) -> ModelFacts:
     """Return the facts of a model that was loaded with these settings."""
     kv = loaded.kv
     return ModelFacts(
@@ -126,5 +126,6 @@ def facts_of(loaded: LoadedModel, config: WorkerConfig) -> ModelFacts:
             ("kv_scales", blake2b(repr(kv.scales).encode(), digest_size=4).hexdigest() if kv.is_scaled else "none"),
         ),
         window=loaded.window,
+        memory_bytes=kv.num_blocks * kv.wire_bytes + sum(path.stat().st_size for path in files.weights),
         changes_role=loaded.task.generates,
     )

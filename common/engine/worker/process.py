@@ -34,7 +34,7 @@ from common.engine.worker.probes import WorkerHTTP
 from common.engine.worker.vitals import WorkerIdentity, heartbeat_of, hello_of, probe_of
 from common.errors import ConfigError, DiptychError, ModelError
 from common.machine import NO_ROOM, keep_large_buffers, raise_file_limit
-from common.model_files import resolve_model
+from common.model_files import hold_model, resolve_model
 from common.wire import Curve, Gatekeeper, in_url, warn_if_readable
 from common.wire.messages import (
     AnyMessage,
@@ -183,7 +183,9 @@ class WorkerProcess:
 
     def _load(self) -> ServedModel:
         is_own = self.config.engine == "diptych"
-        model: ServedModel = self._load_model(resolve_model(self.config.model, progress=False, supported=is_own))
+        files = resolve_model(self.config.model, progress=False, supported=is_own)
+        hold_model(files.weights)
+        model: ServedModel = self._load_model(files)
         return model
 
     async def _watch_engine(self) -> None:

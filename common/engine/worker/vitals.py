@@ -81,6 +81,7 @@ def hello_of(
         oldest_protocol=OLDEST_PROTOCOL_VERSION,
         protocol=PROTOCOL_VERSION,
         layout=facts.layout if facts else (),
+        memory_bytes=facts.memory_bytes if facts else 0,
     )
 
 

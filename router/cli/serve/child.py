@@ -31,7 +31,7 @@ PATIENT_S = 1.0
 rejected immediately."""
 
 
-def _die_with(parent: int) -> Callable[[], None]:
+def die_with(parent: int) -> Callable[[], None]:
     """Return a function for the forked child that kills it when `parent` dies. It does nothing outside Linux."""
     if not sys.platform.startswith("linux"):
         return lambda: None
@@ -80,7 +80,7 @@ class Child(ChildProcess):
             self.command(),
             self.environment(),
             start_new_session=True,
-            preexec_fn=_die_with(os.getpid()),
+            preexec_fn=die_with(os.getpid()),
             **self.options(),
         )
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from common.config import RouterConfig, check_installed, exit_refused
 from common.errors import ConfigError, ModelError
-from common.model_files import GENERATES, ModelFiles, ServedTask, Task, resolve_model, served_task
+from common.model_files import GENERATES, ModelFiles, ServedTask, Task, hold_model, resolve_model, served_task
 from common.observe import setup_logging
 from router.access import check_access_files
 from router.cli.serve.keeper import StartFailed
@@ -75,10 +75,11 @@ def check_settings(config: RouterConfig) -> None:
 
 
 def model_files(model: str, engine: str) -> ModelFiles:
-    """Download a model that workers with `engine` can load. Raises ModelError."""
+    """Download and hold a model that workers with `engine` can load. Raises ModelError."""
     files = resolve_model(model, progress=sys.stderr.isatty(), supported=engine == "diptych")
     if engine == "vllm" and files.format == "gguf":
         raise ModelError(f"vLLM does not read GGUF files, such as those of {model}: use a folder or a Hugging Face ID")
+    hold_model(files.weights)
     return files
 
 

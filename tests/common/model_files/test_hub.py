@@ -100,7 +100,7 @@ def hub() -> Iterator[Hub]:
 def fetch(hub: Hub, cache: Path, *flags: str, name: str = MODEL) -> subprocess.CompletedProcess[str]:
     host = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "*"}
     environment = {**os.environ, **host, "HF_HOME": str(cache / "hub"), "DIPTYCH_CACHE": str(cache)}
-    command = [sys.executable, "-P", "-m", "common.model_files.fetch", name, *flags]
+    command = [sys.executable, "-P", "-m", "common.model_files.pull", name, *flags]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 

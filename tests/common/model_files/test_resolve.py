@@ -118,7 +118,7 @@ def test_a_damaged_cached_model_is_refused(smollm2_files: ModelFiles, cache: Pat
 
 
 def test_without_download_a_missing_model_is_an_error(cache: Path) -> None:
-    with pytest.raises(ModelError, match="diptych fetch smollm2-135m"):
+    with pytest.raises(ModelError, match="diptych pull smollm2-135m"):
         resolve_model("smollm2-135m", download=False)
 
 

@@ -33,7 +33,7 @@ async def test_two_processes(running: Any) -> None:
     assert (worker["num_booked_requests"], worker["num_available_blocks"]) == (5, 90)
     assert both["traffic"]["ttft"].num == 2 and both["traffic"]["itl"].num == 14
     (model,), (one,) = both["models"], own["load"]["models"]
-    assert {**model, "classes": []} == {**one, "classes": []}
+    assert {**model, "classes": []} == {**one, "classes": [], "num_in_flight": 2 * one["num_in_flight"]}
     assert model["classes"][0]["num_waiting"] == 6
 
 

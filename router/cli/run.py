@@ -1,0 +1,345 @@
+"""`diptych run [MODEL [PROMPT]]`: chat with a model in the terminal.
+
+run ──> service at --url? ──no──> download, diptych serve (dies with this process) ──/ready──> chat
+
+A service that already runs at the URL is used and left running.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ipaddress
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from http.client import HTTPException, HTTPResponse
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from common.errors import ModelError
+from common.machine import ChildProcess
+from common.model_files import find_model, local_models, resolve_model
+from router.cli.client_flags import run_parser
+from router.cli.serve.child import die_with
+from router.cli.top import LoadSource, WrongUrl
+from router.request import CHAT_PATH, MODELS_PATH
+
+PROG = "diptych run"
+ANSWER_S = 120.0
+"""Maximum time without data from the service, which sends a comment every few seconds while an answer waits."""
+STOP_S = 15.0
+"""Time for the service to stop."""
+POLL_S = 0.2
+MARK = '"""'
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+HELP = f"""\
+  /bye            end (also Ctrl-D)
+  /clear          forget the conversation
+  /set NAME VALUE set a field of requests, such as /set temperature 0.2; without a value, remove it
+  {MARK}             begin and end text of several lines
+  Ctrl-C          stop an answer"""
+
+
+class RunError(Exception):
+    """The chat cannot start, or a request failed. The message is a sentence."""
+
+
+@dataclass
+class Service:
+    """A running service. `model` is the name of the model at the service; "" selects its default."""
+
+    source: LoadSource
+    model: str = ""
+
+    def models(self) -> list[dict[str, Any]] | None:
+        """Return the models of the service, or None if nothing answers. Raises RunError for another answer."""
+        try:
+            with self._ask("GET", MODELS_PATH, None, 5.0) as reply:
+                listed = json.loads(reply.read()).get("data")
+        except ConnectionError:
+            return None
+        except (OSError, HTTPException, ValueError, AttributeError) as error:
+            raise RunError(f"{self.source.url} does not answer: {error or type(error).__name__}") from error
+        if not isinstance(listed, list):
+            raise RunError(f"{self.source.url} is not an OpenAI-compatible service")
+        return listed
+
+    def is_ready(self) -> bool:
+        """Whether the service would answer a request."""
+        path = f"/ready?model={quote(self.model)}" if self.model else "/ready"
+        try:
+            with self._ask("GET", path, None, 5.0):
+                return True
+        except (RunError, OSError, HTTPException):
+            return False
+
+    def answer(self, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the chunks of an answer. Raises RunError."""
+        named = {"model": self.model} if self.model else {}
+        request = {**named, "stream": True, "stream_options": {"include_usage": True}, **body}
+        try:
+            with self._ask("POST", CHAT_PATH, request, ANSWER_S) as reply:
+                for line in reply:
+                    data = line.removeprefix(b"data: ").strip()
+                    if line.startswith(b"data: ") and data != b"[DONE]":
+                        chunk = json.loads(data)
+                        if error := chunk.get("error"):
+                            raise RunError(str(error.get("message", error)))
+                        yield chunk
+        except (OSError, HTTPException, ValueError) as error:
+            raise RunError(f"{self.source.url}: the answer broke off: {error or type(error).__name__}") from error
+
+    @contextlib.contextmanager
+    def _ask(self, method: str, path: str, body: object, timeout_s: float) -> Iterator[HTTPResponse]:
+        connection = self.source.connect(timeout_s)
+        headers = {"Authorization": f"Bearer {self.source.key}"} if self.source.key else {}
+        data = None if body is None else json.dumps(body)
+        if data is not None:
+            headers["Content-Type"] = "application/json"
+        try:
+            connection.request(method, self.source.path + path, data, headers)
+            reply = connection.getresponse()
+            if reply.status != 200:
+                raise RunError(_refusal(reply.status, reply.read()))
+            yield reply
+        finally:
+            connection.close()
+
+
+def _refusal(status: int, body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the service answers HTTP {status}"
+
+
+def select(service: Service, wanted: str, listed: Sequence[Mapping[str, Any]]) -> str:
+    """Return the name at the service of the model `wanted`; "" selects the first. Raises RunError."""
+    if not listed:
+        raise RunError(f"{service.source.url} serves no model that this key may use")
+    if not wanted:
+        return str(listed[0]["id"])
+    names = {str(one["id"]) for one in listed}
+    last = wanted.rpartition("/")[2]
+    for name in (wanted, wanted.replace(":", "-"), last, Path(last).stem):
+        if found := [one for one in listed if name in (one["id"], one.get("root"))]:
+            return str(found[0]["id"])
+    raise RunError(
+        f"{service.source.url} serves {', '.join(sorted(names))}, not {wanted}: stop it, or start another service with "
+        "--url http://127.0.0.1:8001"
+    )
+
+
+def start(service: Service, model: str, arguments: Sequence[str], folder: Path) -> ChildProcess:
+    """Start a service for a model and wait until it is ready. Raises RunError."""
+    source = service.source
+    if source.tls or source.path or not _is_this_machine(source.host):
+        raise RunError(f"no service answers at {source.url}")
+    log = folder / "serve.log"
+    child = ChildProcess("diptych serve", log, group=True)
+    command = [sys.executable, "-P", "-m", "common.cli", "serve", *([model] if model else [])]
+    command += ["--host", source.host, "--port", str(source.port), *arguments]
+    environment = {**os.environ, "DIPTYCH_API_KEY": source.key} if source.key else None
+    child.launch(command, environment, preexec_fn=die_with(os.getpid()))
+    began, spinner = time.monotonic(), sys.stderr.isatty()
+    try:
+        while not service.is_ready():
+            if not child.alive:
+                lines = child.log_tail().splitlines()
+                raise RunError("\n".join(("the service did not start:", *lines[-5:])))
+            if spinner:
+                waited_s = time.monotonic() - began
+                print(f"\rstarting {model or 'the default model'} ... {waited_s:.0f} s ", end="", file=sys.stderr)
+            time.sleep(POLL_S)
+    except BaseException:
+        child.stop(STOP_S)
+        raise
+    finally:
+        if spinner:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    return child
+
+
+def _is_this_machine(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+@dataclass
+class Chat:
+    """A conversation. `fields` are further fields of each request."""
+
+    service: Service
+    fields: dict[str, Any]
+    messages: list[dict[str, str]] = field(default_factory=list)
+    verbose: bool = False
+    """Whether numbers follow each answer."""
+
+    def say(self, text: str, *, thoughts: bool) -> None:
+        """Send a message and print the answer as it arrives. Ctrl-C ends the answer and keeps its text."""
+        self.messages.append({"role": "user", "content": text})
+        began, first_at, parts = time.monotonic(), 0.0, list[str]()
+        usage: dict[str, int] = {}
+        is_thinking = False
+        chunks = self.service.answer({"messages": self.messages, **self.fields})
+        try:
+            for chunk in chunks:
+                usage = chunk.get("usage") or usage
+                for choice in chunk.get("choices", ()):
+                    delta = choice.get("delta", {})
+                    thought, content = delta.get("reasoning_content") or "", delta.get("content") or ""
+                    first_at = first_at or (time.monotonic() if thought or content else 0.0)
+                    if thought and thoughts:
+                        print(f"{DIM if not is_thinking else ''}{thought}", end="", flush=True)
+                        is_thinking = True
+                    if content:
+                        print(f"{PLAIN + chr(10) if is_thinking else ''}{content}", end="", flush=True)
+                        is_thinking = False
+                        parts.append(content)
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+        except RunError:
+            self.messages.pop()
+            raise
+        finally:
+            chunks.close()  # type: ignore[attr-defined]  # a generator
+            print(PLAIN if is_thinking else "")
+        self.messages.append({"role": "assistant", "content": "".join(parts)})
+        if self.verbose and usage:
+            ended = time.monotonic()
+            rate = (usage["completion_tokens"] - 1) / (ended - first_at) if first_at and ended > first_at else 0.0
+            print(
+                f"{usage['prompt_tokens']:,} prompt tokens, first token after {(first_at or ended) - began:.2f} s, "
+                f"{usage['completion_tokens']:,} tokens at {rate:.1f}/s",
+                file=sys.stderr,
+            )
+
+    def clear(self) -> None:
+        """Forget all messages except for the system prompt."""
+        self.messages = [message for message in self.messages if message["role"] == "system"]
+
+    def set(self, text: str) -> None:
+        """Set or remove a field: "NAME VALUE", whose value is JSON or a string."""
+        name, _, value = text.partition(" ")
+        if not name:
+            print(json.dumps(self.fields))
+        elif not value.strip():
+            self.fields.pop(name, None)
+        else:
+            try:
+                self.fields[name] = json.loads(value)
+            except ValueError:
+                self.fields[name] = value.strip()
+
+
+def converse(chat: Chat) -> None:
+    """Read messages and print answers until /bye or the end of the input."""
+    print(f"{chat.service.model}: /? for help, /bye to end")
+    while True:
+        try:
+            text = _read_message()
+        except KeyboardInterrupt:
+            print("\n/bye or Ctrl-D ends")
+            continue
+        except EOFError:
+            print()
+            return
+        command, _, rest = text.strip().partition(" ")
+        if command == "/bye":
+            return
+        if command in ("/?", "/help"):
+            print(HELP)
+        elif command == "/clear":
+            chat.clear()
+        elif command == "/set":
+            chat.set(rest.strip())
+        elif text.strip():
+            try:
+                chat.say(text, thoughts=True)
+            except RunError as error:
+                print(f"{PROG}: {error}", file=sys.stderr)
+
+
+def _read_message() -> str:
+    """Read a line, or several between marks. Raises EOFError at the end of the input."""
+    text = input(">>> ")
+    if not text.lstrip().startswith(MARK):
+        return text
+    lines = [text.lstrip().removeprefix(MARK)]
+    while not lines[-1].rstrip().endswith(MARK):
+        lines.append(input("... "))
+    lines[-1] = lines[-1].rstrip().removesuffix(MARK)
+    return "\n".join(lines).strip("\n")
+
+
+def _local_name(model: str) -> str:
+    """Download a model, with progress, and return its value for `--model`. Raises ModelError."""
+    if not model:
+        return model
+    try:
+        resolve_model(model, supported=False)
+        return model
+    except ModelError as error:
+        try:
+            return find_model(model, local_models()).name
+        except ModelError:
+            raise error from None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Returns exit status 0, 1 if there is no answer, 2 for invalid arguments, 130 after Ctrl-C."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    own, serve = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
+    options = run_parser().parse_args(own)
+    try:
+        source = LoadSource.of(options.url, options.api_key, options.ca_file)
+    except WrongUrl as error:
+        print(f"{PROG}: {error}", file=sys.stderr)
+        return 2
+    words = [" ".join(options.prompt)] if options.prompt else []
+    piped = "" if sys.stdin.isatty() else sys.stdin.read().strip()
+    prompt = "\n\n".join([*words, *([piped] if piped else [])])
+    child = None
+    with tempfile.TemporaryDirectory(prefix="diptych-run-") as folder:
+        try:
+            service = Service(source)
+            listed = service.models()
+            if listed is None:
+                child = start(service, _local_name(options.model), serve, Path(folder))
+                listed = service.models()
+            service.model = select(service, "" if child is not None else options.model, listed or ())
+            _chat(service, options, prompt)
+        except (RunError, ModelError) as error:
+            print(f"{PROG}: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            return 130
+        finally:
+            if child is not None:
+                child.stop(STOP_S)
+    return 0
+
+
+def _chat(service: Service, options: argparse.Namespace, prompt: str) -> None:
+    fields: dict[str, Any] = {"reasoning_effort": "none"} if options.no_think else {}
+    system = [{"role": "system", "content": options.system}] if options.system else []
+    chat = Chat(service, fields, system, options.verbose)
+    if prompt or not sys.stdin.isatty():
+        chat.say(prompt, thoughts=False)
+        return
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 (editing and history of input())
+    converse(chat)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

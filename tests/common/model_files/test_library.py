@@ -1,0 +1,131 @@
+"""Models on this machine: both caches, a folder of models, and the lock of a service."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from common.errors import ModelError
+from common.model_files import library
+from common.model_files.builtin import builtin_name
+from common.model_files.library import find_model, hold_model, local_models, remove_model, tiny_folder
+from common.model_files.resolve import resolve_model
+from common.model_files.summary import summary_of
+
+
+@pytest.fixture(autouse=True)
+def released() -> object:
+    """Locks that a test takes end with it."""
+    yield
+    for file in library.HELD.values():
+        file.close()
+    library.HELD.clear()
+
+
+def put(path: Path, num_bytes: int = 10) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(bytes(num_bytes))
+    return path
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache in the layout of `huggingface_hub`: files are links to blobs."""
+    hub = tmp_path / "hf" / "hub"
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+
+    def link(repository: str, name: str, num_bytes: int) -> None:
+        blob = put(hub / repository / "blobs" / name.replace("/", "-"), num_bytes)
+        (snapshot := hub / repository / "snapshots" / "c0ffee" / name).parent.mkdir(parents=True, exist_ok=True)
+        snapshot.symlink_to(blob)
+        put(hub / repository / "refs" / "main").write_text("c0ffee")
+
+    for name in ("config.json", "model.safetensors"):
+        link("models--org--chat", name, 100)
+    for name in ("chat-Q4_K_M.gguf", "chat-q8_0.gguf", "mmproj-F16.gguf", "bf16/chat-bf16-00001-of-00002.gguf"):
+        link("models--org--chat-GGUF", name, 1000)
+    link("datasets--org--texts", "model.safetensors", 1)
+    return hub
+
+
+def test_models_of_every_place_are_listed(cache: Path, hub: Path, tmp_path: Path) -> None:
+    put(tiny_folder("tiny-random") / "model.safetensors")
+    put(cache / "models" / "smollm2-135m" / ".download" / "part.whl")  # an interrupted download is no model
+    put(tmp_path / "own" / "large" / "config.json")
+    put(tmp_path / "own" / "large" / "model-00001-of-00002.safetensors", 5)
+    put(tmp_path / "own" / "large" / "model-00002-of-00002.safetensors", 6)
+    put(tmp_path / "own" / "one.Q4_1.gguf")
+    found = {model.name: model for model in local_models(tmp_path / "own")}
+    own = str(tmp_path / "own")
+    of_hub = ["org/chat", "org/chat-GGUF:Q4_K_M", "org/chat-GGUF:bf16", "org/chat-GGUF:q8_0"]
+    assert list(found) == ["tiny-random", *of_hub, f"{own}/large", f"{own}/one.Q4_1.gguf"]
+    assert [found[name].num_bytes for name in (of_hub[0], of_hub[1], f"{own}/large")] == [100, 1000, 11]
+    with pytest.raises(ModelError, match="the models folder .* does not exist"):
+        local_models(tmp_path / "absent")
+
+
+def test_a_model_is_found_by_its_last_part(cache: Path, hub: Path) -> None:
+    put(cache / "models" / "smollm2-135m" / "model.gguf")
+    models = local_models()
+    assert find_model("smollm2:135m", models).place == "cache"
+    assert find_model("Chat", models).name == "org/chat"
+    assert find_model("chat-GGUF:q8_0", models).name == "org/chat-GGUF:q8_0"
+    with pytest.raises(ModelError, match=r"'org/chatt' is not on this machine. Did you mean org/chat\?"):
+        find_model("org/chatt", models)
+    with pytest.raises(ModelError, match="'chat' is ambiguous: use one of a/chat, org/chat"):
+        find_model("chat", [library.LocalModel("a/chat", "hub", "gguf", (hub,), None, 0, 0.0), *models])
+
+
+def test_deleting_frees_the_content_of_one_model_only(cache: Path, hub: Path) -> None:
+    models = local_models()
+    assert remove_model(find_model("org/chat-GGUF:Q4_K_M", models)) == 1000
+    blobs = {path.name for path in (hub / "models--org--chat-GGUF" / "blobs").iterdir()}
+    assert blobs == {"chat-q8_0.gguf", "mmproj-F16.gguf", "bf16-chat-bf16-00001-of-00002.gguf"}
+    remove_model(find_model("org/chat", models))
+    assert not (hub / "models--org--chat").exists()
+    assert [model.name for model in local_models()] == ["org/chat-GGUF:bf16", "org/chat-GGUF:q8_0"]
+
+
+def test_a_model_in_use_is_not_deleted_and_remembers_its_use(cache: Path) -> None:
+    files = resolve_model("tiny-random")
+    assert [model.used for model in local_models()] == [0.0]
+    hold_model(files.weights)
+    (model,) = local_models()
+    assert model.in_use and model.used > 0
+    with pytest.raises(ModelError, match="tiny-random is used by a running service: stop it first"):
+        remove_model(model)
+    library.HELD.popitem()[1].close()  # as when the process ends
+    assert not model.in_use and remove_model(model) == model.num_bytes and local_models() == []
+
+
+def test_conversions_of_a_file_are_deleted_with_it(cache: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    shutil.copytree(resolve_model("tiny-random").weights[0].parent, folder / "mine")
+    resolve_model(str(folder / "mine"))
+    assert any((cache / "local").glob("mine-*"))
+    remove_model(find_model("mine", local_models(folder)))
+    assert not any((cache / "local").glob("mine-*")) and not (folder / "mine").exists()
+
+
+@pytest.mark.parametrize("name", ["smollm2:135m", "SmolLM2:135M", "smollm2-135m:latest", "smollm2-135m"])
+def test_built_in_models_may_be_named_as_in_ollama(name: str) -> None:
+    assert builtin_name(name) == "smollm2-135m"
+    assert builtin_name("org/name:Q4_K_M") == "org/name:Q4_K_M"
+
+
+def test_a_summary_counts_parameters_and_kv(cache: Path) -> None:
+    files = resolve_model("tiny-random", weights=False)  # as a router resolves it
+    summary = summary_of(files)
+    assert (summary.architecture, summary.quantisation, summary.licence) == ("llama", "F32", "")
+    assert 0 < summary.num_bytes - 4 * summary.num_parameters < 8192 and summary.kv_numbers == 256
+    assert files.config is not None
+    files.config.with_name("README.md").write_text("---\ntags: []\nlicense: mit\n---\n# Tiny\n")
+    assert summary_of(files).licence == "mit"
+
+
+def test_a_summary_of_a_gguf_file(smollm2_files: object) -> None:
+    summary = summary_of(resolve_model("smollm2-135m"))
+    assert (summary.num_parameters, summary.quantisation, summary.licence) == (134_515_008, "Q4_1", "apache-2.0")
