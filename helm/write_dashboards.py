@@ -15,7 +15,10 @@ ONE = 'namespace="$namespace",diptych_release="$release"'
 MODEL = ONE + ',diptych_model=~"$model"'
 DECODE = MODEL + ',diptych_role="decode"'
 ROUTER = MODEL + ',diptych_role="router"'
-GENERATION = 'path=~"/v1/(chat/completions|completions|responses|messages|embeddings|score|rerank)|/invocations"'
+GENERATION = (
+    'path=~"/v1/(chat/completions|completions|responses|messages|embeddings|score|rerank)'
+    '|/api/(chat|generate|embed|embeddings)|/invocations"'
+)
 KV_USE = f'vllm:kv_cache_usage_perc{{{MODEL},diptych_role=~"prefill|decode"}}'
 WIDTH, HEIGHT = 24, 8
 

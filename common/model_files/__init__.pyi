@@ -1,9 +1,10 @@
+from common.model_files.builtin import builtin_name
 from common.model_files.config import HFReader, ModelConfig, from_hf
 from common.model_files.files import ModelFiles
 from common.model_files.fingerprint import layout_fingerprint, weights_fingerprint
 from common.model_files.gguf_config import TensorFacts, from_gguf
 from common.model_files.json_file import read_json
-from common.model_files.library import LocalModel, find_model, hold_model, local_models, remove_model
+from common.model_files.library import LocalModel, download_place, find_model, hold_model, local_models, remove_model
 from common.model_files.quantization import Quantization
 from common.model_files.resolve import resolve_model
 from common.model_files.stamp import hash_weights
@@ -42,6 +43,8 @@ __all__ = [
     "TensorFacts",
     "Tokenizer",
     "WeightScheme",
+    "builtin_name",
+    "download_place",
     "find_model",
     "from_gguf",
     "from_hf",

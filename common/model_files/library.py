@@ -27,6 +27,8 @@ from common.model_files.gguf.parts import PART, gguf_name
 Place = Literal["cache", "hub", "folder"]
 QUANTISATION = re.compile(r"(?i)(?:.*[-._])?((?:IQ|TQ|Q)\d\w*|BF16|F16|F32|MXFP4\w*)")
 """Quantisation at the end of the name of a GGUF file."""
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_GGUF = re.compile(rf"({HUB_ID.pattern}):(\w[\w.-]*)")
 HELD: dict[Path, IO[bytes]] = {}
 """Usage files whose locks this process holds until it ends."""
 
@@ -179,11 +181,30 @@ def _cached() -> Iterator[LocalModel]:
             yield _model(tiny.get(folder.name, folder.name if is_builtin else str(folder)), "cache", files, folder)
 
 
+def hub_cache() -> Path:
+    """Return the folder of the Hugging Face cache."""
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+
+
+def download_place(name: str) -> tuple[Path, int] | None:
+    """Return the folder that a download of a model fills, and its bytes (0: unknown). None: not a downloadable model.
+
+    Only the syntax of a Hugging Face id is checked.
+    """
+    if name in BUILTIN_MODELS:
+        return cache_folder() / "models" / name, sum(part.num_bytes for part in BUILTIN_MODELS[name].parts)
+    if name in TINY_MODELS:
+        return tiny_folder(name), 0
+    found = HUB_ID.fullmatch(name) or HUB_GGUF.fullmatch(name)
+    if found is None:
+        return None
+    return hub_cache() / f"models--{name.partition(':')[0].replace('/', '--')}" / "blobs", 0
+
+
 def _on_hub() -> Iterator[LocalModel]:
     """Find models in the layout of `huggingface_hub`: models--ORG--NAME with blobs/, refs/main and snapshots/COMMIT."""
-    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
-    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
-    for folder in _folders(hub):
+    for folder in _folders(hub_cache()):
         kind, *names = folder.name.split("--", 2)
         snapshot = _snapshot(folder)
         if kind != "models" or len(names) != 2 or snapshot is None:

@@ -7,7 +7,6 @@ milliseconds: it neither parses the vocabulary nor hashes the weights again.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,7 +19,7 @@ from common.model_files.cache_folder import cache_folder, locked, make_folder, w
 from common.model_files.files import TOOL_TEMPLATE, ModelFiles
 from common.model_files.gguf.parts import gguf_name, gguf_parts
 from common.model_files.json_file import read_json
-from common.model_files.library import local_folder, tiny_folder
+from common.model_files.library import HUB_GGUF, HUB_ID, local_folder, tiny_folder
 from common.model_files.stamp import FileStamp, stamp_file, stamp_files
 from common.model_files.weight_paths import weight_files
 from common.observe import in_bytes
@@ -33,8 +32,6 @@ DESCRIBED = (
     *("chat_template.jinja", "chat_template.json", "hf_quant_config.json"),
 )
 """Files other than weights that the description of a folder depends on."""
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-HUB_GGUF = re.compile(rf"({HUB_ID.pattern}):(\w[\w.-]*)")
 
 
 class _Description(msgspec.Struct, frozen=True, kw_only=True):

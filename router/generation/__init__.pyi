@@ -4,10 +4,16 @@ from router.generation.chat_plan import chat_of, conversation_tokens, plan_chat,
 from router.generation.choice import AnswerChoice, Piece, TokenWithLogprobs
 from router.generation.completion_plan import plan_completion
 from router.generation.context import RequestContext
-from router.generation.generation_response import KEEP_ALIVE, SEND_GRACE_S, STREAM_HEADERS, GenerationResponse
+from router.generation.generation_response import (
+    KEEP_ALIVE,
+    SEND_GRACE_S,
+    STREAM_HEADERS,
+    GenerationResponse,
+    StreamFormat,
+)
 from router.generation.logprobs import LogprobFormatter
 from router.generation.models import Models, ShownModel
-from router.generation.parts import AnswerParts
+from router.generation.parts import AnswerParts, arguments_of
 from router.generation.plan import (
     AnswerPlan,
     PlannedPrompt,
@@ -23,6 +29,7 @@ __all__ = [
     "AnswerChoice",
     "AnswerParts",
     "AnswerPlan",
+    "arguments_of",
     "GenerationResponse",
     "RouterState",
     "GenerationCall",
@@ -40,6 +47,7 @@ __all__ = [
     "ServedModel",
     "ServingClient",
     "ShownModel",
+    "StreamFormat",
     "TokenWithLogprobs",
     "Tracing",
     "chat_of",

@@ -14,7 +14,7 @@ from common.model_files import Task
 from router.access import HEADER, ClientRequest, class_of
 from router.generation.answer_serializer import AnswerSerializer
 from router.generation.context import RequestContext
-from router.generation.generation_response import GenerationResponse
+from router.generation.generation_response import EVENT_STREAM, GenerationResponse, StreamFormat
 from router.generation.models import Plan, SelectionFields, choose_model
 from router.generation.plan import AnswerPlan
 from router.generation.router_state import router_state_of
@@ -76,10 +76,13 @@ class GenerationCall:
         plan: AnswerPlan,
         serializer: AnswerSerializer,
         before_end: Callable[[], Awaitable[None]] | None = None,
+        stream_format: StreamFormat = EVENT_STREAM,
     ) -> GenerationResponse:
-        """Return the response that generates the answer. `before_end`: see `GenerationResponse`.
+        """Return the response that generates the answer. `before_end`, `stream_format`: see `GenerationResponse`.
 
         The response takes ownership of the body's memory and keeps only the fields without the prompt.
         """
         self.lease.keep_rest()
-        return GenerationResponse(self.router_state, model, plan, serializer, self.log, self.lease, before_end)
+        return GenerationResponse(
+            self.router_state, model, plan, serializer, self.log, self.lease, before_end, stream_format
+        )

@@ -22,19 +22,29 @@ DEFAULT_MAX_TOKENS = 16
 """The default of OpenAI's completions API."""
 
 
-async def plan_completion(model: ServedModel, fields: CompletionRequest, context: RequestContext) -> AnswerPlan:
-    """Tokenise the prompts and plan the answer. Raises RequestError."""
+async def plan_completion(
+    model: ServedModel,
+    fields: CompletionRequest,
+    context: RequestContext,
+    *,
+    prefix: str = "cmpl-",
+    default: int | None = DEFAULT_MAX_TOKENS,
+) -> AnswerPlan:
+    """Tokenise the prompts and plan the answer. Raises RequestError.
+
+    `default` is the maximum number of output tokens without `max_tokens`, None for all that fit.
+    """
     fields.check()
     sources = _sources(fields.prompt)
     check_num_sequences(model, len(sources), max(fields.num_sampled, fields.num_beams))
     grammar = await answer_grammar(model, fields, context)
-    prompts = [await _prompt(model, fields, source, param) for source, param in sources]
+    prompts = [await _prompt(model, fields, source, param, default) for source, param in sources]
     return make_plan(
         model,
         fields,
         context,
         prompts,
-        prefix="cmpl-",
+        prefix=prefix,
         num_prompt_logprobs=num_prompt_logprobs(model, fields, fields.echo_logprobs),
         echo=bool(fields.echo),
         grammar=grammar,
@@ -53,7 +63,9 @@ def _sources(prompt: str | list[int] | list[str] | list[list[int]]) -> list[tupl
     return [(part, f"prompt[{i}]") for i, part in enumerate(prompt) if isinstance(part, str | list)]
 
 
-async def _prompt(model: ServedModel, fields: CompletionRequest, source: str | list[int], param: str) -> PlannedPrompt:
+async def _prompt(
+    model: ServedModel, fields: CompletionRequest, source: str | list[int], param: str, default: int | None
+) -> PlannedPrompt:
     limit, text = model.max_model_len, model.text
     echo = ""
     if isinstance(source, str):
@@ -65,7 +77,7 @@ async def _prompt(model: ServedModel, fields: CompletionRequest, source: str | l
         token_ids = await _around_middle(model, fields, token_ids)
     wanted = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
     token_ids = truncated(token_ids, fields, limit, max(1, wanted)) or _begin_of_text(model, param)
-    max_tokens = fit(len(token_ids), fields.max_tokens, limit, default=DEFAULT_MAX_TOKENS, param=param)
+    max_tokens = fit(len(token_ids), fields.max_tokens, limit, default=default, param=param)
     if not isinstance(source, str):
         text.check_ids(token_ids, param=param)  # after `fit`, which bounds their number
         if fields.echo:

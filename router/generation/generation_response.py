@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 
 import orjson
@@ -34,23 +35,34 @@ from router.request.errors import CLIENT_CLOSED, error_response
 
 SEND_GRACE_S = 30.0
 """Additional time, in seconds after its deadline, for a request whose client reads slowly."""
-STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+KEEP_ALIVE = b": keep-alive\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class StreamFormat:
+    """Format of a stream: its content type, and the bytes that keep an idle stream open without changing it."""
+
+    content_type: bytes = b"text/event-stream; charset=utf-8"
+    keep_alive: bytes = KEEP_ALIVE
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        return [(b"content-type", self.content_type), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+
+
+EVENT_STREAM = StreamFormat()
+STREAM_HEADERS = EVENT_STREAM.headers
 # Larger answers take milliseconds to write, so a thread writes them. An answer can have millions of tokens.
 MANY_LOGPROBS, MANY_TOKENS = 2000, 20_000
 MANY_PIECES = 64
 """AnswerWriter of one stream that are written before yielding to other tasks."""
-KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class GenerationResponse(Response):
     """Response to one generation request. Owns the request's generations while it is sent.
 
     Also owns `lease`, the memory of the request's body. `before_end` is awaited after the end of the answer is known
-    and before it is sent.
+    and before it is sent. `stream_format` is that of a streamed answer.
     """
 
     def __init__(
@@ -62,8 +74,10 @@ class GenerationResponse(Response):
         log: RequestLog,
         lease: BodyLease,
         before_end: Callable[[], Awaitable[None]] | None = None,
+        stream_format: StreamFormat = EVENT_STREAM,
     ) -> None:
         super().__init__()
+        self._format = stream_format
         self._router_state, self._model = router_state, model
         self._plan, self._serializer, self._log = plan, serializer, log
         self._lease, self._before_end = lease, before_end
@@ -157,13 +171,13 @@ class GenerationResponse(Response):
         if refused is not None:
             await self._refuse(refused, scope, receive, send)
             return
-        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        await send({"type": "http.response.start", "status": 200, "headers": self._format.headers})
         opened = False
         # A token without text, such as part of a character, counts as activity: it needs no keep-alive comment.
         self._next_comment = time.perf_counter() + (keepalive_s if arrivals else 0.0)
         self._writer = answer_writer_of(scope)
         if self._writer is not None:
-            self._writer.comment = KEEP_ALIVE
+            self._writer.comment = self._format.keep_alive
         while True:
             chunks: list[bytes] = []
             if arrivals and not opened:
@@ -185,7 +199,7 @@ class GenerationResponse(Response):
                 return
             data = b"".join(chunks)
             if data or time.perf_counter() >= self._next_comment:
-                await send(_body(data or KEEP_ALIVE, more=True))
+                await send(_body(data or self._format.keep_alive, more=True))
                 self._next_comment = time.perf_counter() + keepalive_s
             if opened and self._writer is not None:
                 generations.sink = self._pass_on

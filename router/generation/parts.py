@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+
+import orjson
 
 from router.generation.choice import AnswerChoice, Piece
 from router.generation.served_model import ServedModel
@@ -173,3 +177,17 @@ def _without_thought(scanner: ThinkingScanner | None, piece: Piece) -> tuple[str
         more_thought, more_text = scanner.flush(cut=piece.finish_reason == "length")
         thought, text = thought + more_thought, text + more_text
     return thought, text
+
+
+def arguments_of(arguments: str) -> object:
+    """Return the arguments of a tool call as an object for `orjson`; {} for a call that `max_tokens` cut off.
+
+    Arguments with numbers that exceed a double, which streams contain as written, stay text.
+    """
+    try:
+        return orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        with suppress(ValueError, RecursionError):
+            json.loads(arguments, parse_constant=int)  # raises for NaN and Infinity, which are not JSON
+            return orjson.Fragment(arguments)
+        return {}

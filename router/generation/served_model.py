@@ -141,6 +141,16 @@ class ServedModel:
         return self.config.served_model_name or self.files.model_id
 
     @property
+    def capabilities(self) -> list[str]:
+        """What the model can do, in Ollama's words."""
+        if not self.task.generates:
+            return ["embedding"] if self.task.name == "embed" else []
+        if self.text.chat_template is None:
+            return ["completion"]
+        thinks = self.thoughts is not None or self.dialect.format.has_channels
+        return ["completion", *(["tools"] if self.dialect.is_known else []), *(["thinking"] if thinks else [])]
+
+    @property
     def availability(self) -> tuple[bool, str]:
         """Whether workers would answer a request now, and what is missing otherwise."""
         return self.client.ready

@@ -1,4 +1,4 @@
-"""Error responses, in OpenAI's format or, for requests of Anthropic's API, in Anthropic's.
+"""Error responses, in OpenAI's format or, for requests of Anthropic's or Ollama's API, in theirs.
 
     {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 
@@ -26,7 +26,7 @@ from common.errors import (
     ModelNotFound,
     RequestError,
 )
-from router.request.paths import MESSAGES_PATH, MODELS_PATH
+from router.request.paths import MESSAGES_PATH, MODELS_PATH, OLLAMA
 
 ANTHROPIC_HEADER = "anthropic-version"
 ANTHROPIC_TYPES = {
@@ -147,6 +147,16 @@ def speaks_anthropic(scope: Scope) -> bool:
     return bool(path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/"))
 
 
+def ollama_error(error: RequestError) -> dict[str, object]:
+    """Return the error in Ollama's format."""
+    return {"error": error.message}
+
+
+def speaks_ollama(scope: Scope) -> bool:
+    """Whether a request uses Ollama's API."""
+    return bool(scope.get("path", "").startswith(OLLAMA))
+
+
 class ErrorResponse(Response):
     """An error response whose format is selected when it is sent, by the request's API."""
 
@@ -157,8 +167,9 @@ class ErrorResponse(Response):
         self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if speaks_anthropic(scope):
-            self.body = orjson.dumps(anthropic_error(self._error))
+        write = anthropic_error if speaks_anthropic(scope) else ollama_error if speaks_ollama(scope) else None
+        if write is not None:
+            self.body = orjson.dumps(write(self._error))
             self.headers["content-length"] = str(len(self.body))
         await super().__call__(scope, receive, send)
 

@@ -28,6 +28,17 @@ from router.api import (
 from router.api.anthropic import AnthropicErrorBody, CountTokensRequest, MessagesRequest, message_routes
 from router.api.batches import NewBatch, batch_routes, file_routes
 from router.api.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest, embedding_routes
+from router.api.ollama import (
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaError,
+    OllamaGenerateRequest,
+    OllamaModelRequest,
+    OllamaPullRequest,
+    ollama_generate_routes,
+    ollama_model_routes,
+)
 from router.api.openai import ErrorBody, chat_routes, completion_routes
 from router.api.responses import ResponseService, ResponsesRequest, response_routes
 from router.generation import Models, RouterState, Tracing
@@ -48,7 +59,7 @@ MAX_SHOWN_PATH = 200
 """Maximum length, in characters, of a path quoted in an error."""
 ROUTERS = (
     *(chat_routes, completion_routes, message_routes, response_routes, embedding_routes, file_routes, batch_routes),
-    *(model_routes, token_routes, probe_routes, adapter_routes),
+    *(ollama_generate_routes, ollama_model_routes, model_routes, token_routes, probe_routes, adapter_routes),
 )
 ROUTES = [route for router in ROUTERS for route in router.routes]
 """Shared by all applications of a process, because FastAPI takes long to create routes."""
@@ -99,8 +110,10 @@ def build_app(
     bodies = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, NewBatch)
     pooling = (EmbeddingRequest, ScoreRequest, RerankRequest)
     adapters = (LoadAdapterRequest, UnloadAdapterRequest)
-    asked = (*bodies, *pooling, *adapters, CountTokensRequest, TokenizeRequest, DetokenizeRequest)
-    install_openapi(app, (*asked, ErrorBody, AnthropicErrorBody))
+    ollama = (OllamaChatRequest, OllamaGenerateRequest, OllamaEmbedRequest, OllamaEmbeddingsRequest)
+    managed = (OllamaModelRequest, OllamaPullRequest)
+    asked = (*bodies, *pooling, *adapters, *ollama, *managed, CountTokensRequest, TokenizeRequest, DetokenizeRequest)
+    install_openapi(app, (*asked, ErrorBody, AnthropicErrorBody, OllamaError))
     return app
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 
-from router.request import CHAT_PATH, COMPLETION_PATH
+from router.request import COMPLETION_PATH
 
 PREFIX = "/v1"
 OTHER_SERVERS = {
-    "/api/chat": CHAT_PATH,
-    "/api/generate": COMPLETION_PATH,
     "/generate": COMPLETION_PATH,
     "/redoc": "/docs",
     "/swagger": "/docs",

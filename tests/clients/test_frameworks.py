@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -122,3 +123,17 @@ def test_the_anthropic_sdk(scripted: Service, client_of: Callable[..., Client]) 
     assert found["seen"] > 0, "the prompt of the next turn lacks the thought"
     assert found["asked"] == ["Paris"]
     assert found["counted"] == found["input_tokens"] > len(QUESTION)
+
+
+def test_the_ollama_client(scripted: Service, client_of: Callable[..., Client]) -> None:
+    found = client_of("ollama").ask("ollama_chat.py", scripted.url, scripted.model)
+    calls = [["get_weather", {"city": "Paris"}]]
+    assert found["whole"] == found["streamed"] == [THOUGHT, "", calls] and found["reasons"] == ["stop", "stop"]
+    assert found["plain"] == ["", "", calls] and found["after"] == [THOUGHT_AFTER, ANSWER, []]
+    assert set(json.loads(found["schema"])) == {"city"}
+    assert found["said"] == found["generated"] == GREETING and found["took"] > 0
+    assert found["tokens"][0] == found["tokens"][2] == GREETING_TOKENS - 3 and found["tokens"][1] > 0
+    assert found["models"] == found["running"] == [scripted.model] and found["family"] == "llama"
+    assert found["capabilities"] == ["completion", "tools", "thinking"]
+    assert found["missing"][0] == 404 and "'absent' does not exist" in found["missing"][1]
+    assert found["asked"] == ["Paris"]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import groupby
 
-import orjson
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -26,6 +23,7 @@ from router.generation import (
     RequestContext,
     RequestLog,
     ServedModel,
+    arguments_of,
     chat_of,
     conversation_tokens,
     event,
@@ -145,7 +143,7 @@ class MessagesSerializer:
         if isinstance(part, TextPart):
             return {"type": "text", "text": part.text}
         call_id = self._parts.id_of(choice, part.index)
-        return {"type": "tool_use", "id": call_id, "name": part.name, "input": _input(part.arguments)}
+        return {"type": "tool_use", "id": call_id, "name": part.name, "input": arguments_of(part.arguments)}
 
     def _begin(self, block: Object) -> bytes:
         """Close the open block and open another."""
@@ -178,20 +176,6 @@ class MessagesSerializer:
             "cache_read_input_tokens": cached,
             "cache_creation_input_tokens": 0,
         }
-
-
-def _input(arguments: str) -> object:
-    """Return the arguments as an object; {} for a call that `max_tokens` cut off.
-
-    Arguments with numbers that exceed a double, which streams contain as written, stay text.
-    """
-    try:
-        return orjson.loads(arguments)
-    except orjson.JSONDecodeError:
-        with suppress(ValueError, RecursionError):
-            json.loads(arguments, parse_constant=int)  # raises for NaN and Infinity, which are not JSON
-            return orjson.Fragment(arguments)
-        return {}
 
 
 def _event(kind: str, members: Object) -> bytes:

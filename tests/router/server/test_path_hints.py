@@ -13,7 +13,6 @@ HINTS = {
     "/v1/chat/completions/": CHAT,
     "/openai//v1/chat/completions": CHAT,
     "/v1/chat/completion": CHAT,
-    "/api/chat": CHAT,
     "/completions": COMPLETIONS,
     "/v1/engines/davinci/completions": COMPLETIONS,
     "/generate": COMPLETIONS,
