@@ -133,7 +133,7 @@ def test_the_ollama_client(scripted: Service, client_of: Callable[..., Client]) 
     assert set(json.loads(found["schema"])) == {"city"}
     assert found["said"] == found["generated"] == GREETING and found["took"] > 0
     assert found["tokens"][0] == found["tokens"][2] == GREETING_TOKENS - 3 and found["tokens"][1] > 0
-    assert found["models"] == found["running"] == [scripted.model] and found["family"] == "llama"
+    assert found["models"] == found["running"] == [f"{scripted.model}:latest"] and found["family"] == "llama"
     assert found["capabilities"] == ["completion", "tools", "thinking"]
     assert found["missing"][0] == 404 and "'absent' does not exist" in found["missing"][1]
     assert found["asked"] == ["Paris"]

@@ -32,6 +32,8 @@ from router.request.fields import (
 
 TEMPERATURE, TOP_P, TOP_K = 0.8, 0.9, 40
 """Ollama's default sampling."""
+LATEST = ":latest"
+"""Tag of a model without another one."""
 NAMES: Mapping[str, str] = {
     "max_tokens": "options.num_predict",
     "repetition_penalty": "options.repeat_penalty",
@@ -44,7 +46,12 @@ NAMES: Mapping[str, str] = {
 
 def served_name(name: str) -> str:
     """Return the name at this router of a model that Ollama calls `name`."""
-    return builtin_name(name.removesuffix(":latest"))
+    return builtin_name(name.removesuffix(LATEST))
+
+
+def tagged_name(name: str) -> str:
+    """Return the name in lists of models. Clients add the tag to names without one, and look them up there."""
+    return name if ":" in name else f"{name}{LATEST}"
 
 
 ModelName = Annotated[str, Field(max_length=1024), AfterValidator(served_name)]

@@ -35,7 +35,7 @@ from router.api.ollama.answers import (
     OllamaRunningModels,
     OllamaVersion,
 )
-from router.api.ollama.fields import OllamaModelRequest, OllamaPullRequest
+from router.api.ollama.fields import OllamaModelRequest, OllamaPullRequest, tagged_name
 from router.api.openapi import documented
 from router.api.query import json_answer
 from router.generation import Object, RouterState, ServedModel, ShownModel, key_of, router_state_of
@@ -231,7 +231,8 @@ def _progress(name: str) -> Object:
 
 async def _model(router_state: RouterState, one: ShownModel) -> Object:
     """Return an entry of the list of models. That of a split has no details."""
-    head: Object = {"name": one.name, "model": one.name, "modified_at": _created(router_state)}
+    name = tagged_name(one.name)
+    head: Object = {"name": name, "model": name, "modified_at": _created(router_state)}
     if one.model is None:
         return head | {"size": 0, "digest": _digest(one.name), "details": _details(None, None)}
     files, summary = one.model.files, await _summary(one.model)

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from common.errors import InternalError, Overloaded
 from common.model_files.files import ModelFiles
-from router.api.ollama.fields import OllamaChatRequest, served_name
+from router.api.ollama.fields import OllamaChatRequest, served_name, tagged_name
 from router.text.text_pipeline import TextPipeline
 
 ARGUMENTS = '{"city": "Paris", "days": [1, 2]}'
@@ -32,6 +32,13 @@ async def chat(running: Any, **fields: Any) -> list[Any]:
     streams = fields.get("stream", True)
     assert reply.headers["content-type"] == ("application/x-ndjson" if streams else "application/json")
     return [json.loads(line) for line in reply.text.splitlines()]
+
+
+async def test_the_names_of_the_list_may_be_used(running: Any) -> None:
+    """Open WebUI looks up NAME:latest in the list, and sends it."""
+    (model,) = (await running.http.get("/api/tags")).json()["models"]
+    (answer,) = await chat(running, model=model["name"], stream=False, keep_alive=-1, options={"num_predict": 1})
+    assert answer["model"] == "tiny-random"
 
 
 async def test_a_stream_ends_with_its_numbers(running: Any) -> None:
@@ -185,13 +192,13 @@ async def test_an_idle_stream_is_kept_open_by_lines(start: Any, tools: Any) -> N
 
 async def test_models(running: Any) -> None:
     (model,) = (await running.http.get("/api/tags")).json()["models"]
-    assert (model["name"], model["model"], len(model["digest"])) == ("tiny-random", "tiny-random", 64)
+    assert (model["name"], model["model"], len(model["digest"])) == ("tiny-random:latest", "tiny-random:latest", 64)
     assert model["details"]["family"] == "llama" and model["details"]["parameter_size"] == "0.21M" and model["size"] > 0
     shown = (await running.http.post("/api/show", json={"model": "tiny:random"})).json()
     assert shown["capabilities"] == ["completion"] or "completion" in shown["capabilities"]
     assert shown["model_info"]["llama.context_length"] == 4096 and "message" in shown["template"]
     (loaded,) = (await running.http.get("/api/ps")).json()["models"]
-    assert loaded["name"] == "tiny-random" and loaded["context_length"] == 4096
+    assert loaded["name"] == "tiny-random:latest" and loaded["context_length"] == 4096
     assert (await running.http.get("/api/version")).json()["version"].count(".") == 2
     missing = await running.http.post("/api/show", json={"name": "absent"})
     assert missing.status_code == 404 and "'absent' does not exist" in missing.json()["error"]
@@ -200,6 +207,7 @@ async def test_models(running: Any) -> None:
 
 
 def test_names_are_those_of_ollama() -> None:
+    assert [tagged_name(name) for name in ("mine", "a:b")] == ["mine:latest", "a:b"]
     assert [served_name(name) for name in ("smollm2:135m", "mine:latest", "org/x-GGUF:Q4_K_M")] == [
         "smollm2-135m", "mine", "org/x-GGUF:Q4_K_M",
     ]  # fmt: skip
