@@ -36,9 +36,12 @@ def documented(
     response: type[BaseModel] | UnionType,
     *,
     streams: bool = False,
+    lines: bool = False,
     errors: Sequence[type[BaseModel]] = (ErrorBody,),
 ) -> dict[str, Any]:
     """Return a route's arguments, for one of `request` as its body and `response` or one of `errors` as its answer.
+
+    With `streams`, the answer may also be server-sent events; with `lines`, one JSON object per line.
 
     Errors are referenced by name, because FastAPI would build a serializer for each status of each route.
     """
@@ -51,6 +54,9 @@ def documented(
         event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
         events = {"text/event-stream": {"schema": {**event, "description": "One event of the stream."}}}
         answers[200] = {"content": events, "description": "The answer. With `stream: true`, as server-sent events."}
+    if lines:
+        text = {"application/x-ndjson": {"schema": {"type": "string", "description": "One such object per line."}}}
+        answers[200] = {"content": text, "description": "The answer. Unless `stream` is false, as lines of JSON."}
     extra: dict[str, Any] = {}
     if request is not None:
         models = get_args(request) or (request,)

@@ -6,6 +6,7 @@ import argparse
 import os
 
 from common.arguments import CommandParser, number
+from router.cli.models.flags import complete_models
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "DIPTYCH_API_KEY"
@@ -89,6 +90,7 @@ def run_parser() -> argparse.ArgumentParser:
     parser.add_argument("--system", default="", metavar="TEXT", help="system prompt")
     parser.add_argument("--no-think", action="store_true", help="ask the model not to think")
     parser.add_argument("--verbose", action="store_true", help="show tokens, times and rates after each answer")
+    complete_models(parser)
     add_access(parser)
     return parser
 

@@ -16,6 +16,8 @@ from router.cli.main import COMMANDS, parser_of
 def completions(line: str, folder: Path) -> list[str]:
     answer = folder / "answer"
     environment = os.environ | {
+        "DIPTYCH_CACHE": str(folder),
+        "HF_HOME": str(folder),
         "_ARGCOMPLETE": "1",
         "_ARGCOMPLETE_IFS": "\n",
         "_ARGCOMPLETE_SHELL": "bash",
@@ -38,6 +40,12 @@ def test_commands_options_and_values_are_completed(tmp_path: Path) -> None:
     )
     assert completions("diptych top --onc", tmp_path) == ["--once"]
     assert completions("diptych help comp", tmp_path) == ["completion"]
+
+
+def test_models_on_this_machine_are_completed(tmp_path: Path) -> None:
+    (folder := tmp_path / "models" / "smollm2-135m").mkdir(parents=True)
+    (folder / "model.gguf").write_bytes(b"")
+    assert completions("diptych show smol", tmp_path) == ["smollm2-135m"]
 
 
 def test_an_unfinished_quote_is_no_error(tmp_path: Path) -> None:

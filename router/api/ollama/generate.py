@@ -63,7 +63,9 @@ ollama_generate_routes = APIRouter(tags=["generate"])
 """`/api/chat`, `/api/generate`, `/api/embed` and `/api/embeddings`."""
 
 
-@ollama_generate_routes.post(OLLAMA_CHAT_PATH, **documented(OllamaChatRequest, OllamaChatAnswer, errors=(OllamaError,)))
+@ollama_generate_routes.post(
+    OLLAMA_CHAT_PATH, **documented(OllamaChatRequest, OllamaChatAnswer, lines=True, errors=(OllamaError,))
+)
 async def ollama_chat(request: Request) -> Response:
     """Generate the next message of a conversation (Ollama's API). Streams JSON lines unless `stream` is false."""
     async with generation_call(request, OllamaChatRequest) as (call, fields):
@@ -74,7 +76,7 @@ async def ollama_chat(request: Request) -> Response:
 
 
 @ollama_generate_routes.post(
-    OLLAMA_GENERATE_PATH, **documented(OllamaGenerateRequest, OllamaGenerateAnswer, errors=(OllamaError,))
+    OLLAMA_GENERATE_PATH, **documented(OllamaGenerateRequest, OllamaGenerateAnswer, lines=True, errors=(OllamaError,))
 )
 async def ollama_generate(request: Request) -> Response:
     """Generate the answer to a prompt (Ollama's API). Streams JSON lines unless `stream` is false."""

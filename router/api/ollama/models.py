@@ -114,7 +114,9 @@ async def ollama_show(request: Request) -> Response:
     )
 
 
-@ollama_model_routes.post("/api/pull", **documented(OllamaPullRequest, OllamaProgress, errors=(OllamaError,)))
+@ollama_model_routes.post(
+    "/api/pull", **documented(OllamaPullRequest, OllamaProgress, lines=True, errors=(OllamaError,))
+)
 async def ollama_pull(request: Request) -> Response:
     """Download a model into the cache of this machine (Ollama's API). Streams JSON lines unless `stream` is false."""
     router_state = router_state_of(request)

@@ -9,6 +9,19 @@ from pathlib import Path
 MODELS_DIR = "DIPTYCH_MODELS_DIR"
 
 
+def complete_models(parser: argparse.ArgumentParser, dest: str = "model") -> None:
+    """Complete an argument in shells with the names of the models on this machine."""
+
+    def names(**_: object) -> list[str]:
+        from common.model_files import local_models  # a shell asks for it, not `--help`
+
+        return [model.name for model in local_models()]
+
+    for action in parser._actions:
+        if action.dest == dest:
+            action.completer = names  # type: ignore[attr-defined]  # as argcomplete documents it
+
+
 def add_models_dir(parser: argparse.ArgumentParser) -> None:
     """Add the flag `--models-dir`, with the environment variable as its default."""
     given = os.environ.get(MODELS_DIR)

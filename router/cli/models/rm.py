@@ -10,7 +10,7 @@ from common.arguments import CommandParser
 from common.errors import ModelError
 from common.model_files import LocalModel, find_model, local_models, remove_model
 from common.observe import in_bytes
-from router.cli.models.flags import add_models_dir
+from router.cli.models.flags import add_models_dir, complete_models
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -22,6 +22,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("model", nargs="+", metavar="MODEL", help="name as in `diptych ls`, or its last part")
     parser.add_argument("-y", "--yes", action="store_true", help="do not ask")
     add_models_dir(parser)
+    complete_models(parser)
     return parser
 
 

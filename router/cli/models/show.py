@@ -21,7 +21,7 @@ from common.model_files import (
     summary_of,
 )
 from common.observe import in_bytes
-from router.cli.models.flags import add_models_dir
+from router.cli.models.flags import add_models_dir, complete_models
 from router.cli.size import ModelSize
 
 KV_BYTES = 2
@@ -33,6 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = CommandParser("diptych show", description="Describe a model on this machine.")
     parser.add_argument("model", metavar="MODEL", help="name as in `diptych ls` or its last part, folder or GGUF file")
     add_models_dir(parser)
+    complete_models(parser)
     parser.add_argument("--template", action="store_true", help="print only the chat template")
     parser.add_argument("--json", action="store_true", help="print the description as JSON")
     return parser
