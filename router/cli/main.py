@@ -16,6 +16,8 @@ from common.arguments import suggestion
 from common.packages import PACKAGES, install_command
 
 PROG = "diptych"
+CLOSED_PIPE = 128 + 13
+"""Exit status of a command whose output is no longer read, as after SIGPIPE."""
 
 
 @dataclass(frozen=True)
@@ -202,12 +204,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         for flag in ("-h", "--help", "--help-all"):
             if flag in own:  # answered without the optional packages of the command
                 parser_of(command).parse_args([flag])
-        runpy.run_module(COMMANDS[command].module, run_name="__main__", alter_sys=True)
+        try:
+            runpy.run_module(COMMANDS[command].module, run_name="__main__", alter_sys=True)
+        finally:
+            sys.stdout.flush()
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] in PACKAGES:
             raise
         print(missing_package(command, str(error.name).partition(".")[0]), file=sys.stderr)
         return 1
+    except BrokenPipeError:  # such as `diptych ls | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the flush at exit
+        return CLOSED_PIPE
     return 0
 
 

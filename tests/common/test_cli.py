@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
 import subprocess
 import sys
@@ -31,6 +32,16 @@ def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> No
     assert "unknown command served; did you mean serve?; the commands are serve, router" in capsys.readouterr().err
     assert main(["--port", "3"]) == 2
     assert "unknown option --port; options follow the command" in capsys.readouterr().err
+
+
+def test_a_reader_that_stops_is_no_error() -> None:
+    """As in `diptych ls | head -1`."""
+    command = [sys.executable, "-P", "-m", "common.cli", "ls", "--json"]
+    buffered = {name: text for name, text in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=buffered) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait(60) == 141
 
 
 @pytest.mark.parametrize("command", COMMANDS)
