@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 CONNECTOR = "DiptychConnector"
 CONNECTOR_MODULE = "common.engine.vllm.connector"
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
-"""Environment variable with the size of the KV cache on a CPU, in GiB."""
+"""Environment variable of vLLM with the size of the KV cache on a CPU, in whole GiB."""
 RULES_MODULE = "common.engine.vllm.token_rules"
 START_S = 3600.0
 """Maximum time, in seconds, to load a model. A large one compiles for many minutes."""
@@ -59,8 +59,8 @@ def prepare_logging(config: WorkerConfig, files: CoreFiles) -> None:
     """Set the variables of vLLM's processes that this start needs. Must precede the first import of vLLM."""
     write_logging_config(files.logging, files.errors, config.log_level)
     os.environ.update({"VLLM_LOGGING_CONFIG_PATH": str(files.logging), WORKER_PID: str(os.getpid())})
-    if not config.on_gpu and (config.kv_memory_gib or KV_SPACE not in os.environ):
-        os.environ[KV_SPACE] = f"{config.kv_gib:g}"
+    if config.kv_memory_gib:
+        os.environ.pop(KV_SPACE, None)  # overrides the argument
 
 
 def engine_arguments(config: WorkerConfig, files: ModelFiles) -> list[str]:
@@ -89,12 +89,10 @@ def engine_arguments(config: WorkerConfig, files: ModelFiles) -> list[str]:
     }
     for name, value in values.items():
         arguments += [name, str(value)] if value else []
-    if config.on_gpu:
-        arguments += (
-            ["--kv-cache-memory-bytes", str(int(config.kv_memory_gib * 2**30))]
-            if config.kv_memory_gib
-            else ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
-        )
+    if config.kv_gib:
+        arguments += ["--kv-cache-memory-bytes", str(int(config.kv_gib * 2**30))]
+    else:
+        arguments += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
     if config.lora_places:
         arguments.append("--enable-lora")
     if not config.enable_prefix_caching:

@@ -182,8 +182,6 @@ class VllmModel:
             self.thread.call(_cancelled(self._llm.output_handler), 1.0)
             self._llm.shutdown(timeout=SHUTDOWN_S)
         end_processes(self._processes & process_tree())
-        with contextlib.suppress(Exception):
-            self.thread.call(_closed(self.link), 1.0)
         self.thread.close()
         shutil.rmtree(self._files.folder, ignore_errors=True)
 
@@ -193,10 +191,6 @@ async def _cancelled(task: asyncio.Task[Any] | None) -> None:
     if task is not None:
         task.cancel()
         await asyncio.wait({task}, timeout=0.5)
-
-
-async def _closed(link: RankLink) -> None:
-    link.close()
 
 
 def load_vllm(files: ModelFiles, config: WorkerConfig, parts: WorkerParts, block_log: BlockLog) -> VllmModel:
@@ -319,8 +313,16 @@ class _Ranks:
 
 async def _linked(thread: CoreThread, context: zmq.asyncio.Context, ranks: _Ranks) -> RankLink:
     link = RankLink(context, ranks.on_message)
-    thread.keep(link.run(), "rank link")
+    thread.keep(_running(link), "rank link")
     return link
+
+
+async def _running(link: RankLink) -> None:
+    """Run a link until cancelled, and close its socket, without which the process could not end."""
+    try:
+        await link.run()
+    finally:
+        link.close()
 
 
 async def _reading(thread: CoreThread, context: zmq.asyncio.Context, address: str, cached: CachedBlocks) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig
 from common.engine.vllm.core_log import first_error, last_error, write_logging_config
 from common.engine.vllm.duty import advertised
-from common.engine.vllm.launch import CoreFiles, engine_arguments, start_problem
+from common.engine.vllm.launch import KV_SPACE, CoreFiles, engine_arguments, prepare_logging, start_problem
 from common.errors import ModelError
 from common.model_files import ModelFiles
 
@@ -63,6 +64,16 @@ def test_what_is_not_set_is_left_to_vllm() -> None:
     found = given(DecodeWorkerConfig(engine="vllm", device="cpu"))
     assert not {"--dtype", "--max-model-len", "--max-num-seqs", "--block-size", "--gpu-memory-utilization"} & set(found)
     assert given(PrefillWorkerConfig(engine="vllm", max_num_batched_tokens=512))["--max-num-batched-tokens"] == "512"
+
+
+def test_the_kv_cache_may_have_a_fraction_of_a_gibibyte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.environ", {KV_SPACE: "3"})
+    own, ours = (DecodeWorkerConfig(engine="vllm", device="cpu", kv_memory_gib=size) for size in (0.0, 0.25))
+    prepare_logging(own, CoreFiles(tmp_path))
+    assert os.environ[KV_SPACE] == "3", "the variable counts unless our setting is given"
+    prepare_logging(ours, CoreFiles(tmp_path))
+    assert KV_SPACE not in os.environ
+    assert given(ours)["--kv-cache-memory-bytes"] == str(2**28)
 
 
 def test_own_arguments_of_vllm_come_last() -> None:
