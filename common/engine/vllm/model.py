@@ -78,6 +78,11 @@ WARM_UP_S = 300.0
 """Maximum time, in seconds, of the first request."""
 BLOCK_SIZES = re.compile(r"heads=(\d+) head_bytes=(\d+)")
 """Sizes of a block's parts in the description of a layout."""
+ROLE_SETTINGS = {
+    **{"kv_port": "kv_port", "grant_timeout_s": "grant_timeout_s", "transfer_timeout_s": "transfer_timeout_s"},
+    **{"kv_streams": "num_streams", "kv_lease_s": "lease_s"},
+}
+"""Settings of one role, and their names in `ConnectorSettings`."""
 EVENTS_HWM = 100_000
 """Batches of block events that ZeroMQ queues."""
 
@@ -222,22 +227,7 @@ def _load(
     ranks = _Ranks()
     context = zmq.asyncio.Context(parts.context)  # on the sockets' threads of this process
     link = thread.call(_linked(thread, context, ranks), CALL_S)
-    identity = parts.identity
-    settings = ConnectorSettings(
-        link_address=link.address,
-        link_key=link.key.hex(),
-        silence_s=LINK_SILENCE_S,
-        worker_id=identity.worker_id,
-        epoch=identity.epoch,
-        weights="",
-        kv_host=config.host,
-        kv_port=getattr(config, "kv_port", 0),
-        num_streams=getattr(config, "kv_streams", 1),
-        kv_transport=config.kv_transport,
-        lease_s=getattr(config, "kv_lease_s", 10.0),
-        curve_key=config.curve_key,
-        curve_authorized=config.curve_authorized,
-    )
+    settings = connector_settings(config, parts, link)
     vllm_config = engine_config(engine_arguments(config, files), core_files, settings.extra_config())
     weights = weights_of(files, vllm_config)
     settings = msgspec.structs.replace(settings, weights=weights)
@@ -265,6 +255,28 @@ def _load(
     if config.enable_prefix_caching:
         thread.call(_reading(thread, context, core_files.events_address, cached), CALL_S)
     return model
+
+
+def connector_settings(config: WorkerConfig, parts: WorkerParts, link: RankLink) -> ConnectorSettings:
+    """Return the settings of the connectors, before the weights are known."""
+    of_role = {
+        setting: getattr(config, name)
+        for name, setting in ROLE_SETTINGS.items()
+        if hasattr(config, name)  # of the other role
+    }
+    return ConnectorSettings(
+        link_address=link.address,
+        link_key=link.key.hex(),
+        silence_s=LINK_SILENCE_S,
+        worker_id=parts.identity.worker_id,
+        epoch=parts.identity.epoch,
+        weights="",
+        kv_host=config.host,
+        kv_transport=config.kv_transport,
+        curve_key=config.curve_key,
+        curve_authorized=config.curve_authorized,
+        **of_role,
+    )
 
 
 def _ends(files: ModelFiles, llm: AsyncLLM) -> tuple[int, ...]:

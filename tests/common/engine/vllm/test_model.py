@@ -13,11 +13,11 @@ import pytest
 import zmq
 from prometheus_client import REGISTRY, Counter, Gauge
 
-from common.config import DecodeWorkerConfig
+from common.config import DecodeWorkerConfig, PrefillWorkerConfig
 from common.engine.kv import BlockLog
 from common.engine.vllm import model as model_module
 from common.engine.vllm.adapters import VllmAdapters, describe_adapter
-from common.engine.vllm.model import COMMON_SERIES, VllmCollector, facts_of, load_vllm
+from common.engine.vllm.model import COMMON_SERIES, VllmCollector, connector_settings, facts_of, load_vllm
 from common.engine.worker import EngineStatus, WorkerMetrics, WorkerParts
 from common.engine.worker.vitals import WorkerIdentity
 from common.errors import ModelError
@@ -73,6 +73,17 @@ def test_a_start_that_failed_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -
     ending.start()
     ending.join(10.0)
     assert not ending.is_alive(), "a socket is open"
+
+
+def test_timeouts_and_streams_reach_the_connectors() -> None:
+    link: Any = SimpleNamespace(address="ipc:///x", key=b"key")
+    parts: Any = SimpleNamespace(identity=SimpleNamespace(worker_id="w", epoch=1))
+    decode = DecodeWorkerConfig(engine="vllm", grant_timeout_s=7.0, transfer_timeout_s=8.0, kv_port=9)
+    found = connector_settings(decode, parts, link)
+    assert (found.grant_timeout_s, found.transfer_timeout_s, found.kv_port) == (7, 8, 9)
+    prefill = PrefillWorkerConfig(engine="vllm", kv_lease_s=3.0, kv_streams=2)
+    found = connector_settings(prefill, parts, link)
+    assert (found.lease_s, found.num_streams, found.kv_port) == (3, 2, 0)
 
 
 def test_vllms_own_series_have_the_labels_of_the_worker() -> None:
