@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig
+from common.engine.vllm import core_log
 from common.engine.vllm.core_log import first_error, last_error, write_logging_config
 from common.engine.vllm.duty import advertised
 from common.engine.vllm.launch import KV_SPACE, CoreFiles, engine_arguments, prepare_logging, start_problem
@@ -146,3 +149,16 @@ def test_vllm_logs_less_than_we_do(
 )
 def test_all_ranks_are_advertised(joined: str, host: str, expected: str) -> None:
     assert advertised(joined, host) == expected
+
+
+def test_a_process_whose_parent_ended_before_the_watch_began_exits(monkeypatch: pytest.MonkeyPatch) -> None:
+    parents: list[Any] = [SimpleNamespace(pid=77), None, None]  # known once the process has been unpickled
+    found: list[str] = []
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: parents.pop() if len(parents) > 1 else parents[0])
+    monkeypatch.setattr("os.getppid", lambda: 1)
+    monkeypatch.setattr(core_log, "WATCH_S", 0.001)
+    monkeypatch.setattr("common.engine.vllm.link.exit_orphaned", found.append)
+    watch = threading.Thread(target=core_log._watch_parent, args=(os.getppid(),), daemon=True)
+    watch.start()
+    watch.join(10.0)
+    assert found == ["its parent process has ended"]
