@@ -384,7 +384,7 @@ def facts_of(files: ModelFiles, config: VllmConfig, weights: str, layout: str) -
         weights=weights,
         max_model_len=int(model.max_model_len),
         block_size=int(cache.block_size),
-        num_blocks=int(cache.num_gpu_blocks or 0),
+        num_blocks=max(0, int(cache.num_gpu_blocks or 0) - 1),  # without the null block, which no request gets
         block_bytes=sum(int(heads) * int(size) for heads, size in BLOCK_SIZES.findall(layout)),
         precision=f"{precision} with vLLM",
         kv_dtype=kv_dtype,
