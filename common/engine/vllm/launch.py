@@ -6,6 +6,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
@@ -15,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from common.config import WorkerConfig
-from common.engine.vllm.core_log import WORKER_PID, first_error, write_logging_config
-from common.errors import ConfigError, ModelError, UsageError
+from common.engine.vllm.core_log import MAX_REASON_CHARS, WORKER_PID, first_error, write_logging_config
+from common.errors import MAX_SHOWN_CHARS, ConfigError, ModelError, UsageError
 from common.model_files import ModelFiles
 
 if TYPE_CHECKING:
@@ -35,6 +36,11 @@ PROGRESS_S = 10.0
 """Interval, in seconds, of log lines during the start."""
 STOP_S = 5.0
 """Time, in seconds, that vLLM's processes get to end after SIGTERM."""
+ADDITIONS = re.compile(
+    r"For further information visit \S+|\[type=\w+, input_value=.*?\]|Supported architectures: dict_keys.*", re.DOTALL
+)
+"""Parts of messages that help only developers of vLLM, and the list of all architectures."""
+JSON_PARSER = re.compile(r"<function loads at 0x\w+>")
 OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "No available memory for the cache blocks", "Cannot allocate")
 
 
@@ -110,7 +116,7 @@ def engine_config(arguments: Sequence[str], files: CoreFiles, extra_config: Mapp
 
     class Parser(FlexibleArgumentParser):  # type: ignore[misc]
         def error(self, message: str) -> NoReturn:
-            raise UsageError("engine_args", f"invalid arguments for vLLM: {message}")
+            raise UsageError("engine_args", f"invalid arguments for vLLM: {shortened(message)}")
 
     transfer = {
         "kv_connector": CONNECTOR,
@@ -144,9 +150,24 @@ def one_line(error: BaseException) -> str:
     """Return an error's message in one line. pydantic's errors have a heading, and a footer with a link."""
     errors = getattr(error, "errors", None)
     if callable(errors):
-        messages = [str(each.get("msg", "")) for each in errors()]
-        return "; ".join(message.removeprefix("Value error, ") for message in messages if message)
-    return " ".join(str(error).split()) or type(error).__name__
+        messages = dict.fromkeys(_message_of(each) for each in errors())
+        return shortened("; ".join(message for message in messages if message))
+    return shortened(str(error)) or type(error).__name__
+
+
+def _message_of(error: Mapping[str, Any]) -> str:
+    """Return a message of pydantic, with the name of the field and its value, which most do not mention."""
+    message = str(error.get("msg", "")).removeprefix("Value error, ")
+    names = [str(each) for each in error.get("loc", ()) if isinstance(each, str)]
+    if not names or names[-1] in message:
+        return message
+    return f"{names[-1]}={str(error.get('input'))[:MAX_SHOWN_CHARS]}: {message}"
+
+
+def shortened(message: str) -> str:
+    """Return a message of vLLM in one line of limited length, without Python's and pydantic's additions."""
+    text = " ".join(ADDITIONS.sub("", JSON_PARSER.sub("JSON", message)).split())
+    return text if len(text) <= MAX_REASON_CHARS else f"{text[:MAX_REASON_CHARS]}..."
 
 
 def start_core(config: VllmConfig, files: CoreFiles, *, deadline_s: float = START_S) -> AsyncLLM:

@@ -15,7 +15,15 @@ from common.config import DecodeWorkerConfig, PrefillWorkerConfig
 from common.engine.vllm import core_log
 from common.engine.vllm.core_log import first_error, last_error, write_logging_config
 from common.engine.vllm.duty import advertised
-from common.engine.vllm.launch import KV_SPACE, CoreFiles, engine_arguments, prepare_logging, start_problem
+from common.engine.vllm.launch import (
+    KV_SPACE,
+    CoreFiles,
+    engine_arguments,
+    one_line,
+    prepare_logging,
+    shortened,
+    start_problem,
+)
 from common.errors import ModelError
 from common.model_files import ModelFiles
 
@@ -162,3 +170,33 @@ def test_a_process_whose_parent_ended_before_the_watch_began_exits(monkeypatch: 
     watch.start()
     watch.join(10.0)
     assert found == ["its parent process has ended"]
+
+
+class FieldErrors(Exception):
+    """An error of pydantic."""
+
+    def errors(self) -> list[dict[str, Any]]:
+        low = {"loc": ("max_num_seqs",), "input": 0, "msg": "Input should be greater than or equal to 1"}
+        return [low, low, {"loc": (), "input": {}, "msg": "Value error, the heads do not fit"}]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (FieldErrors(), "max_num_seqs=0: Input should be greater than or equal to 1; the heads do not fit"),
+        (ValueError("Value {bad cannot be converted to <function loads at 0x7fcc98c20>."),
+         "Value {bad cannot be converted to JSON."),
+        (ValueError("1 error for C\n  Should be an object [type=t, input_value=5, input_type=int]\n"
+         "    For further information visit https://errors.pydantic.dev/2/v/t"),
+         "1 error for C Should be an object"),
+        (ValueError("['No'] are not supported for now. Supported architectures: dict_keys(['A', 'B'])"),
+         "['No'] are not supported for now."),
+        (ValueError(), "ValueError"),
+    ],
+)  # fmt: skip
+def test_messages_of_vllm_are_one_line_that_names_the_field(error: Exception, expected: str) -> None:
+    assert one_line(error) == expected
+
+
+def test_messages_of_vllm_have_a_limit() -> None:
+    assert len(shortened("word " * 10_000)) <= core_log.MAX_REASON_CHARS + 3
