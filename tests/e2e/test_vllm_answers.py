@@ -18,6 +18,9 @@ import pytest
 
 from common.model_files.resolve import resolve_model
 
+from ..common.engine.vllm.engines import write_model
+from ..common.engine.vllm.test_models import COMMON
+from ..common.engine.vllm.test_models import MODELS as KINDS
 from ..rig import ENGINE_SETTINGS, System, make_stack, samples
 from ..vllm_alone import NUM_TOKENS
 
@@ -31,42 +34,20 @@ pytestmark = [
 BLOCK = 128
 NUM_BLOCKS = 24
 """Enough for the longest prompt, and too few for all requests at once."""
-COMMON: Mapping[str, Any] = {
-    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096, "initializer_range": 0.25,
-    "tie_word_embeddings": False, "eos_token_id": 257, "bos_token_id": 256, "pad_token_id": 260,
-}  # fmt: skip
-EXPERTS = {"moe_intermediate_size": 64, "num_experts_per_tok": 2, "norm_topk_prob": True}
-LATENT = {
-    "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
-    "v_head_dim": 128, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
-    "first_k_dense_replace": 1, "topk_method": "noaux_tc",
-}  # fmt: skip
-LINEAR = {
-    "head_dim": 64, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4, "num_experts": 4, "shared_expert_intermediate_size": 64,
-}  # fmt: skip
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("Llama", {}),
-    "qwen3": ("Qwen3", {}),
-    "gemma3": ("Gemma3Text", {"sliding_window": 160, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}),
-    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "deepseek-v3": ("DeepseekV3", {**EXPERTS, **LATENT}),
-    "qwen3-next": ("Qwen3Next", {**EXPERTS, **LINEAR}),
+    **{name: KINDS[name][:2] for name in ("qwen3", "gemma3", "mixtral", "deepseek-v3", "qwen3-next")},
 }
+TOKENS = {"eos_token_id": 257, "bos_token_id": 256, "pad_token_id": 260}
+"""Of the tokenizer of the tiny model."""
 RECURRENT = ("qwen3-next",)
 """Models whose recurrent state vLLM does not cache, and whose kernels for CPUs need bfloat16."""
 
 
-def write_model(folder: Path, name: str) -> Path:
+def write_served_model(folder: Path, name: str) -> Path:
     """Write a random model with the tokenizer of the tiny one."""
-    import torch
-    import transformers
-
     kind, fields = MODELS[name]
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**{**COMMON, **fields})
-    transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
+    write_model(folder, kind, {**COMMON, **TOKENS, **fields})
     for file in resolve_model("tiny-random").tokenizer.parent.glob("tokenizer*.json"):
         shutil.copy(file, folder)
     return folder
@@ -99,7 +80,7 @@ def answers_of(system: System, cases: Mapping[str, list[list[int]]]) -> dict[str
 @pytest.fixture
 def model(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     given = os.environ.get("VLLM_TEST_MODEL")
-    return Path(given) if given else write_model(tmp_path / request.param, request.param)
+    return Path(given) if given else write_served_model(tmp_path / request.param, request.param)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +125,7 @@ def test_answers_equal_those_of_vllm_alone(tmp_path: Path, model: Path, dtype: s
             answers = answers_of(system, cases)
             again = answers_of(system, cases)
             system.settle()
-            received = system.transfers("tcp")
+            received = system.metric("diptych_kv_transfers", "decode")
             preempted = sum(value for each in stack.workers() for value in samples(each, "vllm:num_preemptions"))
         assert alone.wait(300) == 0, log.read_text()[-3000:]
     finally:
