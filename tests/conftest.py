@@ -46,6 +46,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     session.config.stash[BEGAN] = time.monotonic()
     os.environ.setdefault("DIPTYCH_DEVICE", "cpu")  # of whole systems, on a machine with a GPU too
+    if os.environ.get("TEST_ENGINE") == "vllm" and "PYTEST_XDIST_WORKER" not in os.environ:
+        from .rig import make_tiny_models_for_vllm
+
+        make_tiny_models_for_vllm()
     gc.disable()  # next to nothing of what is collected is garbage: searching for it was a quarter of the time
 
 
@@ -219,6 +223,9 @@ def pytest_configure_node(node: Any) -> None:
 @pytest.fixture(scope="session")
 def forge(request: pytest.FixtureRequest) -> Iterator[None]:
     """Stacks fork their workers and routers from processes that have imported what these need."""
+    if os.environ.get("TEST_ENGINE") == "vllm":  # it must be imported after its environment is prepared
+        yield
+        return
     if (given := getattr(request.config, "workerinput", None)) is not None:
         with forged_processes(given["forges"]):
             yield

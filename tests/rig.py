@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +34,13 @@ READY_S = 300.0
 """The first workers on a machine compile their kernels."""
 REQUEST_TIMEOUT_S = 900.0
 WORKER_FLAGS = ("--kv-memory-gib", "0.1", "--threads", "1")
+ENGINE = os.environ.get("TEST_ENGINE", "diptych")
+"""Engine of the workers of all stacks. `TEST_ENGINE=vllm pytest ...` runs tests with vLLM, in its environment."""
+ENGINE_SETTINGS: dict[str, dict[str, Any]] = {
+    "diptych": {},
+    "vllm": {"quantization": "auto", "env": {"DIPTYCH_ENGINE": "vllm", "DIPTYCH_ENGINE_ARGS": "--enforce-eager"}},
+}
+"""Settings of stacks by engine."""
 
 
 class Program(ChildProcess):
@@ -74,8 +83,20 @@ def make_stack(
     `settings` are those of `StackSettings`.
     """
     flags = (*WORKER_FLAGS, *worker_flags)
-    settings = {"ready_timeout_s": READY_S, **settings}
+    settings = {"ready_timeout_s": READY_S, **ENGINE_SETTINGS[ENGINE], **settings}
     return Stack(StackSettings(prefill, decode, model=model, worker_flags=flags, log_dir=folder, **settings))
+
+
+def make_tiny_models_for_vllm() -> None:
+    """Write the tiny random models with larger heads, because vLLM's kernels for CPUs need them, and use these."""
+    from common.model_files import tiny
+    from common.model_files.resolve import resolve_model
+
+    os.environ["DIPTYCH_CACHE"] = tempfile.mkdtemp(prefix="diptych-tests-")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny, "HEAD_DIM", 32)
+        for name in ("tiny-random", "tiny-random-gemma3"):
+            resolve_model(name)
 
 
 # ---------------------------------------------------------------- requests and probes

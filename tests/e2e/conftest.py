@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import pytest
 import torch
 
-from benchmarks.stack import Stack
+from benchmarks.stack import Stack, StackProcess
 from common.model_files.resolve import resolve_model
 from common.model_files.tiny import make_tiny_model
 
-from ..rig import System, make_stack
+from ..rig import ENGINE, READY_S, System, make_stack
 
 
 def prompts_of(lengths: Sequence[int], *, vocab_size: int, seed: int) -> list[list[int]]:
@@ -43,17 +45,58 @@ def closing() -> Iterator[ExitStack]:
 Systems = Callable[..., System]
 
 
-@pytest.fixture(scope="module")
+def scope_of_systems(**_: object) -> Literal["session", "module"]:
+    """Modules share workers that take a minute to start."""
+    return "session" if ENGINE == "vllm" else "module"
+
+
+class WorkerPool:
+    """Running workers of vLLM, which stacks with the same settings of workers share. Each stack has its own routers."""
+
+    MOST = 4
+
+    def __init__(self) -> None:
+        self._workers: dict[tuple[str, ...], StackProcess] = {}
+
+    def start(self, stack: Stack) -> None:
+        """Start a stack, with workers of the pool where it has them."""
+        wanted: dict[tuple[str, ...], StackProcess] = {}
+        for worker in stack.processes:
+            at = worker.command.index("--address-file")
+            key = (*worker.command[:at], *worker.command[at + 2 :])
+            found = self._workers.pop(key, None)
+            wanted[key] = found if found is not None and found.alive else worker
+        while self._workers and len(self._workers) + len(wanted) > self.MOST:
+            self._workers.pop(next(iter(self._workers))).kill()
+        self._workers.update(wanted)
+        stack.processes = list(wanted.values())
+        new = [worker for worker in stack.processes if not worker.alive]
+        with ThreadPoolExecutor() as starters:
+            list(starters.map(lambda worker: stack.restart(worker, same_ports=False), new))
+        for router in stack.routers:
+            stack.restart(router)
+        stack.wait_ready(time.monotonic() + READY_S)
+
+    def stop(self) -> None:
+        for worker in self._workers.values():
+            worker.kill()
+
+
+@pytest.fixture(scope=scope_of_systems)
 def systems(tmp_path_factory: pytest.TempPathFactory, forge: None) -> Iterator[Systems]:
     """Start a system, or return the module's running one with the same shape; at most one runs at a time.
 
     `prepare`, a function of a module, changes the stack before it starts.
     """
     running: dict[str, System] = {}
+    pool = WorkerPool()
 
     def stop_all() -> None:
         for system in running.values():
-            system.stack.stop()
+            for process in system.stack.routers if ENGINE == "vllm" else ():
+                process.kill()
+            if ENGINE == "diptych":
+                system.stack.stop()
         running.clear()
 
     def start(
@@ -70,13 +113,17 @@ def systems(tmp_path_factory: pytest.TempPathFactory, forge: None) -> Iterator[S
             stack = make_stack(tmp_path_factory.mktemp("stack"), prefill, decode, model=model, **options)
             if prepare is not None:
                 prepare(stack)
-            stack.start()
+            if ENGINE == "vllm":
+                pool.start(stack)
+            else:
+                stack.start()
             running[key] = System(stack)
             running[key].wait_for_workers()
         return running[key]
 
     yield start
     stop_all()
+    pool.stop()
 
 
 @pytest.fixture(autouse=True)

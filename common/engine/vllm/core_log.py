@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
 import re
 import threading
@@ -42,8 +43,15 @@ class CoreLogHandler(logging.FileHandler):
             threading.Thread(target=_watch_parent, args=(os.getppid(),), name="watch-parent", daemon=True).start()
 
 
+def started_by() -> int:
+    """Return the id of the process that started this one, which may have ended already."""
+    parent = multiprocessing.parent_process()
+    return (parent.pid if parent is not None else None) or os.getppid()
+
+
 def _watch_parent(parent: int) -> None:
-    while os.getppid() == parent:
+    """Exit when the parent has ended. `parent` is wrong if that was before this call, while modules were imported."""
+    while os.getppid() == parent and (multiprocessing.parent_process() is None or started_by() == parent):
         time.sleep(WATCH_S)
     from common.engine.vllm.link import exit_orphaned  # imported late: vLLM configures logging at its first import
 

@@ -65,8 +65,12 @@ from common.wire.messages import (
 log = logging.getLogger(__name__)
 TICK_S = 0.1
 """Interval, in seconds, of deadlines, status and liveness."""
+RESET_S = 1.0
+"""Interval, in seconds, of attempts to reset the prefix cache."""
 STALE_TICK_S = 10.0
 """Time, in seconds, without a tick after which the engine thread counts as stuck."""
+SETTLE_S = 2.0
+"""Time, in seconds, until vLLM has reported that the blocks of the last request are free."""
 FLOOR_S = 20.0
 """Minimum limit of a step, in seconds: vLLM may compile kernels during any step."""
 FINISHED = {"stop": "stop", "length": "length", "repetition": "stop"}
@@ -105,7 +109,7 @@ class VllmEngine:
         self._rate, self._step_fit = StepRate(), StepFit()
         self._step_times = StepTimes(fixed_s=stall_timeout_s, floor_s=FLOOR_S)
         self._step: StepDone | None = None
-        self._step_at = 0.0
+        self._step_at = self._emptied_at = 0.0
         self._worked_at = self._ticked_at = time.monotonic()
         self._limit_s = self._step_times.idle_limit_s
         self._progress_told_at, self._has_stepped = 0.0, False
@@ -189,6 +193,8 @@ class VllmEngine:
                 self._hand_over(router, order)
             case RequestReceived(_, ResetPrefixCache()):
                 self._reset_is_due = True
+                if self._sequences:
+                    log.info("the prefix cache is reset once no request runs: %d do", len(self._sequences))
             case RequestReceived(router, message):
                 why = f"a {self.role} worker does not accept {type(message).__name__}"
                 self._refuse(router, message, why, retryable=False)
@@ -538,6 +544,8 @@ class VllmEngine:
     def _remove(self, sequence: VllmSequence) -> None:
         sequence.is_dropped = True
         del self._sequences[sequence.request_id]
+        if not self._sequences:
+            self._emptied_at = time.monotonic()
 
     def _abort_soon(self, sequence: VllmSequence) -> None:
         """Abort a request in vLLM. One that is just being added is aborted afterwards."""
@@ -593,7 +601,7 @@ class VllmEngine:
             self._progress_told_at, self._has_stepped = now, False
         if self._model.adapters is not None and self._model.adapters.has_retired:
             self._model.adapters.free(frozenset(each.request.adapter for each in self._sequences.values()))
-        if self._reset_is_due:
+        if self._reset_is_due and not self._sequences:  # vLLM keeps its cache while requests use it
             self._reset_is_due = False
             self._spawn(self._reset_cache(), "reset prefix cache")
 
@@ -614,8 +622,9 @@ class VllmEngine:
     async def _reset_cache(self) -> None:
         if await self._model.client.reset_prefix_cache():
             self._model.cached.clear()
-        else:
-            self._reset_is_due = bool(self._sequences)  # vLLM keeps its cache while requests use it
+        else:  # the last request has just ended, or the next has begun
+            await asyncio.sleep(RESET_S)
+            self._reset_is_due = True
 
     def _watch(self, now: float) -> None:
         """Detect that vLLM has died, and set the limit of the current step."""
@@ -679,7 +688,8 @@ class VllmEngine:
         """Return the blocks by state. vLLM counts cached blocks without an owner as free."""
         total = self._model.facts.num_blocks
         available = total
-        if self._sequences and self._step is not None:
+        # Without requests nothing owns blocks; blocks that are not free after a while have been lost.
+        if self._step is not None and (self._sequences or time.monotonic() - self._emptied_at > SETTLE_S):
             available = max(0, min(total, self._step.num_free_blocks))
         cached = min(available, len(self._model.cached))
         return BlockCounts(available - cached, cached, total - available)

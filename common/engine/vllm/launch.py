@@ -6,6 +6,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
@@ -15,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from common.config import WorkerConfig
-from common.engine.vllm.core_log import WORKER_PID, first_error, write_logging_config
-from common.errors import ConfigError, ModelError, UsageError
+from common.engine.vllm.core_log import MAX_REASON_CHARS, WORKER_PID, first_error, write_logging_config
+from common.errors import MAX_SHOWN_CHARS, ConfigError, ModelError, UsageError
 from common.model_files import ModelFiles
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 CONNECTOR = "DiptychConnector"
 CONNECTOR_MODULE = "common.engine.vllm.connector"
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
-"""Environment variable with the size of the KV cache on a CPU, in GiB."""
+"""Environment variable of vLLM with the size of the KV cache on a CPU, in whole GiB."""
 RULES_MODULE = "common.engine.vllm.token_rules"
 START_S = 3600.0
 """Maximum time, in seconds, to load a model. A large one compiles for many minutes."""
@@ -35,6 +36,11 @@ PROGRESS_S = 10.0
 """Interval, in seconds, of log lines during the start."""
 STOP_S = 5.0
 """Time, in seconds, that vLLM's processes get to end after SIGTERM."""
+ADDITIONS = re.compile(
+    r"For further information visit \S+|\[type=\w+, input_value=.*?\]|Supported architectures: dict_keys.*", re.DOTALL
+)
+"""Parts of messages that help only developers of vLLM, and the list of all architectures."""
+JSON_PARSER = re.compile(r"<function loads at 0x\w+>")
 OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "No available memory for the cache blocks", "Cannot allocate")
 
 
@@ -59,8 +65,8 @@ def prepare_logging(config: WorkerConfig, files: CoreFiles) -> None:
     """Set the variables of vLLM's processes that this start needs. Must precede the first import of vLLM."""
     write_logging_config(files.logging, files.errors, config.log_level)
     os.environ.update({"VLLM_LOGGING_CONFIG_PATH": str(files.logging), WORKER_PID: str(os.getpid())})
-    if not config.on_gpu and (config.kv_memory_gib or KV_SPACE not in os.environ):
-        os.environ[KV_SPACE] = f"{config.kv_gib:g}"
+    if config.kv_memory_gib:
+        os.environ.pop(KV_SPACE, None)  # overrides the argument
 
 
 def engine_arguments(config: WorkerConfig, files: ModelFiles) -> list[str]:
@@ -89,12 +95,10 @@ def engine_arguments(config: WorkerConfig, files: ModelFiles) -> list[str]:
     }
     for name, value in values.items():
         arguments += [name, str(value)] if value else []
-    if config.on_gpu:
-        arguments += (
-            ["--kv-cache-memory-bytes", str(int(config.kv_memory_gib * 2**30))]
-            if config.kv_memory_gib
-            else ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
-        )
+    if config.kv_gib:
+        arguments += ["--kv-cache-memory-bytes", str(int(config.kv_gib * 2**30))]
+    else:
+        arguments += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
     if config.lora_places:
         arguments.append("--enable-lora")
     if not config.enable_prefix_caching:
@@ -112,7 +116,7 @@ def engine_config(arguments: Sequence[str], files: CoreFiles, extra_config: Mapp
 
     class Parser(FlexibleArgumentParser):  # type: ignore[misc]
         def error(self, message: str) -> NoReturn:
-            raise UsageError("engine_args", f"invalid arguments for vLLM: {message}")
+            raise UsageError("engine_args", f"invalid arguments for vLLM: {shortened(message)}")
 
     transfer = {
         "kv_connector": CONNECTOR,
@@ -146,9 +150,24 @@ def one_line(error: BaseException) -> str:
     """Return an error's message in one line. pydantic's errors have a heading, and a footer with a link."""
     errors = getattr(error, "errors", None)
     if callable(errors):
-        messages = [str(each.get("msg", "")) for each in errors()]
-        return "; ".join(message.removeprefix("Value error, ") for message in messages if message)
-    return " ".join(str(error).split()) or type(error).__name__
+        messages = dict.fromkeys(_message_of(each) for each in errors())
+        return shortened("; ".join(message for message in messages if message))
+    return shortened(str(error)) or type(error).__name__
+
+
+def _message_of(error: Mapping[str, Any]) -> str:
+    """Return a message of pydantic, with the name of the field and its value, which most do not mention."""
+    message = str(error.get("msg", "")).removeprefix("Value error, ")
+    names = [str(each) for each in error.get("loc", ()) if isinstance(each, str)]
+    if not names or names[-1] in message:
+        return message
+    return f"{names[-1]}={str(error.get('input'))[:MAX_SHOWN_CHARS]}: {message}"
+
+
+def shortened(message: str) -> str:
+    """Return a message of vLLM in one line of limited length, without Python's and pydantic's additions."""
+    text = " ".join(ADDITIONS.sub("", JSON_PARSER.sub("JSON", message)).split())
+    return text if len(text) <= MAX_REASON_CHARS else f"{text[:MAX_REASON_CHARS]}..."
 
 
 def start_core(config: VllmConfig, files: CoreFiles, *, deadline_s: float = START_S) -> AsyncLLM:

@@ -34,6 +34,7 @@ import zmq
 import zmq.asyncio
 
 from common.engine.transfer import KVConnection, Mailbox
+from common.engine.vllm.core_log import started_by
 from common.errors import ConfigError, WireError
 from common.wire import MAX_MESSAGE_BYTES, MAX_MESSAGES_PER_TURN, Curve, DropLog, bind
 from common.wire.messages import KVDone, KVTarget
@@ -450,7 +451,7 @@ class WorkerLink:
         self._on_message, self._on_orphaned = on_message, on_orphaned
         self._context = context
         self._curve = Curve.load(settings.curve_key, settings.curve_authorized)
-        self._parent = os.getppid()
+        self._parent = started_by()
         self._lock = threading.Lock()  # a mailbox has one sending thread
         self._outbox: Mailbox[bytes | None] = Mailbox(context)
         self._queued: deque[bytes] = deque()

@@ -78,6 +78,11 @@ WARM_UP_S = 300.0
 """Maximum time, in seconds, of the first request."""
 BLOCK_SIZES = re.compile(r"heads=(\d+) head_bytes=(\d+)")
 """Sizes of a block's parts in the description of a layout."""
+ROLE_SETTINGS = {
+    **{"kv_port": "kv_port", "grant_timeout_s": "grant_timeout_s", "transfer_timeout_s": "transfer_timeout_s"},
+    **{"kv_streams": "num_streams", "kv_lease_s": "lease_s"},
+}
+"""Settings of one role, and their names in `ConnectorSettings`."""
 EVENTS_HWM = 100_000
 """Batches of block events that ZeroMQ queues."""
 
@@ -182,8 +187,6 @@ class VllmModel:
             self.thread.call(_cancelled(self._llm.output_handler), 1.0)
             self._llm.shutdown(timeout=SHUTDOWN_S)
         end_processes(self._processes & process_tree())
-        with contextlib.suppress(Exception):
-            self.thread.call(_closed(self.link), 1.0)
         self.thread.close()
         shutil.rmtree(self._files.folder, ignore_errors=True)
 
@@ -193,10 +196,6 @@ async def _cancelled(task: asyncio.Task[Any] | None) -> None:
     if task is not None:
         task.cancel()
         await asyncio.wait({task}, timeout=0.5)
-
-
-async def _closed(link: RankLink) -> None:
-    link.close()
 
 
 def load_vllm(files: ModelFiles, config: WorkerConfig, parts: WorkerParts, block_log: BlockLog) -> VllmModel:
@@ -228,22 +227,7 @@ def _load(
     ranks = _Ranks()
     context = zmq.asyncio.Context(parts.context)  # on the sockets' threads of this process
     link = thread.call(_linked(thread, context, ranks), CALL_S)
-    identity = parts.identity
-    settings = ConnectorSettings(
-        link_address=link.address,
-        link_key=link.key.hex(),
-        silence_s=LINK_SILENCE_S,
-        worker_id=identity.worker_id,
-        epoch=identity.epoch,
-        weights="",
-        kv_host=config.host,
-        kv_port=getattr(config, "kv_port", 0),
-        num_streams=getattr(config, "kv_streams", 1),
-        kv_transport=config.kv_transport,
-        lease_s=getattr(config, "kv_lease_s", 10.0),
-        curve_key=config.curve_key,
-        curve_authorized=config.curve_authorized,
-    )
+    settings = connector_settings(config, parts, link)
     vllm_config = engine_config(engine_arguments(config, files), core_files, settings.extra_config())
     weights = weights_of(files, vllm_config)
     settings = msgspec.structs.replace(settings, weights=weights)
@@ -271,6 +255,28 @@ def _load(
     if config.enable_prefix_caching:
         thread.call(_reading(thread, context, core_files.events_address, cached), CALL_S)
     return model
+
+
+def connector_settings(config: WorkerConfig, parts: WorkerParts, link: RankLink) -> ConnectorSettings:
+    """Return the settings of the connectors, before the weights are known."""
+    of_role = {
+        setting: getattr(config, name)
+        for name, setting in ROLE_SETTINGS.items()
+        if hasattr(config, name)  # of the other role
+    }
+    return ConnectorSettings(
+        link_address=link.address,
+        link_key=link.key.hex(),
+        silence_s=LINK_SILENCE_S,
+        worker_id=parts.identity.worker_id,
+        epoch=parts.identity.epoch,
+        weights="",
+        kv_host=config.host,
+        kv_transport=config.kv_transport,
+        curve_key=config.curve_key,
+        curve_authorized=config.curve_authorized,
+        **of_role,
+    )
 
 
 def _ends(files: ModelFiles, llm: AsyncLLM) -> tuple[int, ...]:
@@ -319,8 +325,16 @@ class _Ranks:
 
 async def _linked(thread: CoreThread, context: zmq.asyncio.Context, ranks: _Ranks) -> RankLink:
     link = RankLink(context, ranks.on_message)
-    thread.keep(link.run(), "rank link")
+    thread.keep(_running(link), "rank link")
     return link
+
+
+async def _running(link: RankLink) -> None:
+    """Run a link until cancelled, and close its socket, without which the process could not end."""
+    try:
+        await link.run()
+    finally:
+        link.close()
 
 
 async def _reading(thread: CoreThread, context: zmq.asyncio.Context, address: str, cached: CachedBlocks) -> None:
@@ -370,7 +384,7 @@ def facts_of(files: ModelFiles, config: VllmConfig, weights: str, layout: str) -
         weights=weights,
         max_model_len=int(model.max_model_len),
         block_size=int(cache.block_size),
-        num_blocks=int(cache.num_gpu_blocks or 0),
+        num_blocks=max(0, int(cache.num_gpu_blocks or 0) - 1),  # without the null block, which no request gets
         block_bytes=sum(int(heads) * int(size) for heads, size in BLOCK_SIZES.findall(layout)),
         precision=f"{precision} with vLLM",
         kv_dtype=kv_dtype,

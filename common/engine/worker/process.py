@@ -8,14 +8,15 @@ While it is ready, a router may change its role (`duties.py`).
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any, NoReturn
 import zmq
 import zmq.asyncio
 
-from common.config import with_flag
+from common.config import WorkerConfig, with_flag
 from common.engine.worker.adapters import WorkerAdapters
 from common.engine.worker.contract import DutyOffer, EngineStatus, RequestReceived, RouterLost, ServedModel
 from common.engine.worker.control import ControlServer, bind_control
@@ -48,6 +49,7 @@ from common.wire.messages import (
 )
 
 log = logging.getLogger(__name__)
+CANNOT_BIND = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES)
 ADDRESS_RETRY_S = 2.0
 """Interval, in seconds, between attempts to write the address file while the disk is full."""
 LAST_WORDS_MS = 500
@@ -112,15 +114,18 @@ class WorkerProcess:
             warn_if_readable(config.curve_key)
             self.gatekeeper = Gatekeeper(self.blocking_context, self.curve)
             self.gatekeeper.start()
-        control_socket, address = bind_control(self.context, config.host, config.port, self.curve)
-        self.duties.bind()
+        with _refusing(config, "port"):
+            control_socket, address = bind_control(self.context, config.host, config.port, self.curve)
+        with _refusing(config, "kv_port", "lend_port"):
+            self.duties.bind()
         http = WorkerHTTP(
             config.host,
             config.http_port,
             lambda: probe_of(self.duties.identity, self.duties.engine, draining=self.duties.is_draining),
             self.metrics.registry,
         )
-        http_port = await http.start()
+        with _refusing(config, "http_port"):
+            http_port = await http.start()
         self._write_address_file(self._advertised(address), http_port)
         self.control = ControlServer(
             control_socket,
@@ -320,6 +325,21 @@ def _write_whole(path: Path, text: str) -> None:
     new = path.with_name(f"{path.name}.{os.getpid()}")
     new.write_text(text)
     new.replace(path)
+
+
+@contextmanager
+def _refusing(config: WorkerConfig, *names: str) -> Iterator[None]:
+    """Turn a failure to bind one of these ports into a ConfigError that names it, or the host."""
+    try:
+        yield
+    except (zmq.ZMQError, OSError) as error:
+        if error.errno not in CANNOT_BIND:
+            raise
+        reason = os.strerror(error.errno).lower()
+        given = {name: port for name in names if (port := getattr(config, name, 0))}
+        name = next((name for name, port in given.items() if f":{port}'" in str(error)), next(iter(given), "host"))
+        allowed = f"a port that is free on {config.host}" if name in given else "an address of this machine"
+        raise ConfigError(name, getattr(config, name), f"{allowed} ({reason})") from error
 
 
 def run_worker(process: Callable[[], WorkerProcess]) -> int:

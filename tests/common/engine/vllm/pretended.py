@@ -86,6 +86,7 @@ class PretendedVllm:
         self.thread, self.link, self.client = CoreThread(), PretendedLink(), self
         self.cached = CachedBlocks(facts.block_size, BlockLog(1))
         self.answers: list[PretendedAnswer] = []
+        self.num_resets = 0
         self.all_added: list[Added] = []
         self.has_died = False
         self._numbers = itertools.count()
@@ -119,6 +120,7 @@ class PretendedVllm:
         return self.answers[-1]
 
     async def reset_prefix_cache(self) -> bool:
+        self.num_resets += 1
         if self.answers:
             return False
         self._known.clear()
@@ -127,10 +129,13 @@ class PretendedVllm:
     # ------------------------------------------------------------ steps
 
     async def _run(self) -> None:
-        number = 0
+        number, had_some = 0, False
         while True:
             await asyncio.sleep(STEP_S + self.faults.pace_s)
             running = self.answers[: self.facts.max_num_seqs]
+            if had_some and not running:  # vLLM runs a step without tokens after the last abort
+                self.on_event(-1, self._step(number, [], time.monotonic()))
+            had_some = bool(running)
             if not running:
                 continue
             number, began = number + 1, time.monotonic()
@@ -200,7 +205,7 @@ class PretendedVllm:
             num_waiting=len(self.answers) - len([each for each in running if each in self.answers]),
             num_waiting_tokens=sum(len(each.token_ids) for each in self.answers if not each.is_running),
             num_context_tokens=context,
-            num_free_blocks=total - sum(-(-len(each.token_ids) // size) for each in running),
+            num_free_blocks=total - sum(-(-len(each.token_ids) // size) for each in running if each in self.answers),
             num_total_blocks=total,
         )
 

@@ -7,10 +7,12 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig
+from common.engine.vllm import engine as engine_module
 from common.engine.vllm.link import Arrived, Cancel, Done, Expect, Forget, Sent, TransferLost
 from common.engine.worker import EngineStatus, RequestReceived, WorkerMetrics, WorkerParts
 from common.engine.worker.vitals import WorkerIdentity
@@ -24,6 +26,7 @@ from common.wire.messages import (
     Message,
     PrefillRequest,
     RequestFailed,
+    ResetPrefixCache,
     TokenDelta,
     TokenOutput,
 )
@@ -261,3 +264,26 @@ async def test_a_core_without_steps_is_stuck() -> None:
         assert rig.engine.num_steps <= num_steps + 4, "routers see that it makes no progress"
         assert rig.engine.stop()
         rig.context.term()
+
+
+async def test_the_prefix_cache_is_reset_after_the_last_request(decode: Rig, model: PretendedVllm) -> None:
+    model.faults.pace_s, before = PACE_S, model.num_resets
+    decode.decode(num_tokens=8, prefill_worker="")
+    await until(decode.deltas)
+    decode.tell(ResetPrefixCache(request_id=""))
+    await until(lambda: decode.engine.is_empty)
+    await until(lambda: model.num_resets > before and not len(model.cached))
+    assert model.num_resets <= before + 2, "vLLM was asked while the request was running"
+
+
+async def test_blocks_that_vllm_does_not_free_are_owned(
+    decode: Rig, model: PretendedVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "SETTLE_S", 0.1)
+    decode.decode(prefill_worker="")
+    await until(lambda: decode.deltas() and decode.engine.is_empty)
+    last = decode.engine._step
+    await until(lambda: decode.engine._step.num_free_blocks == last.num_total_blocks)
+    assert decode.engine.status.blocks.owned == 0
+    model.event(-1, msgspec.structs.replace(last, num_free_blocks=last.num_total_blocks - 3))
+    await until(lambda: decode.engine.status.blocks.owned == 3)

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig
+from common.engine.vllm import core_log
 from common.engine.vllm.core_log import first_error, last_error, write_logging_config
 from common.engine.vllm.duty import advertised
-from common.engine.vllm.launch import CoreFiles, engine_arguments, start_problem
+from common.engine.vllm.launch import (
+    KV_SPACE,
+    CoreFiles,
+    engine_arguments,
+    one_line,
+    prepare_logging,
+    shortened,
+    start_problem,
+)
 from common.errors import ModelError
 from common.model_files import ModelFiles
 
@@ -63,6 +75,16 @@ def test_what_is_not_set_is_left_to_vllm() -> None:
     found = given(DecodeWorkerConfig(engine="vllm", device="cpu"))
     assert not {"--dtype", "--max-model-len", "--max-num-seqs", "--block-size", "--gpu-memory-utilization"} & set(found)
     assert given(PrefillWorkerConfig(engine="vllm", max_num_batched_tokens=512))["--max-num-batched-tokens"] == "512"
+
+
+def test_the_kv_cache_may_have_a_fraction_of_a_gibibyte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.environ", {KV_SPACE: "3"})
+    own, ours = (DecodeWorkerConfig(engine="vllm", device="cpu", kv_memory_gib=size) for size in (0.0, 0.25))
+    prepare_logging(own, CoreFiles(tmp_path))
+    assert os.environ[KV_SPACE] == "3", "the variable counts unless our setting is given"
+    prepare_logging(ours, CoreFiles(tmp_path))
+    assert KV_SPACE not in os.environ
+    assert given(ours)["--kv-cache-memory-bytes"] == str(2**28)
 
 
 def test_own_arguments_of_vllm_come_last() -> None:
@@ -135,3 +157,46 @@ def test_vllm_logs_less_than_we_do(
 )
 def test_all_ranks_are_advertised(joined: str, host: str, expected: str) -> None:
     assert advertised(joined, host) == expected
+
+
+def test_a_process_whose_parent_ended_before_the_watch_began_exits(monkeypatch: pytest.MonkeyPatch) -> None:
+    parents: list[Any] = [SimpleNamespace(pid=77), None, None]  # known once the process has been unpickled
+    found: list[str] = []
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: parents.pop() if len(parents) > 1 else parents[0])
+    monkeypatch.setattr("os.getppid", lambda: 1)
+    monkeypatch.setattr(core_log, "WATCH_S", 0.001)
+    monkeypatch.setattr("common.engine.vllm.link.exit_orphaned", found.append)
+    watch = threading.Thread(target=core_log._watch_parent, args=(os.getppid(),), daemon=True)
+    watch.start()
+    watch.join(10.0)
+    assert found == ["its parent process has ended"]
+
+
+class FieldErrors(Exception):
+    """An error of pydantic."""
+
+    def errors(self) -> list[dict[str, Any]]:
+        low = {"loc": ("max_num_seqs",), "input": 0, "msg": "Input should be greater than or equal to 1"}
+        return [low, low, {"loc": (), "input": {}, "msg": "Value error, the heads do not fit"}]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (FieldErrors(), "max_num_seqs=0: Input should be greater than or equal to 1; the heads do not fit"),
+        (ValueError("Value {bad cannot be converted to <function loads at 0x7fcc98c20>."),
+         "Value {bad cannot be converted to JSON."),
+        (ValueError("1 error for C\n  Should be an object [type=t, input_value=5, input_type=int]\n"
+         "    For further information visit https://errors.pydantic.dev/2/v/t"),
+         "1 error for C Should be an object"),
+        (ValueError("['No'] are not supported for now. Supported architectures: dict_keys(['A', 'B'])"),
+         "['No'] are not supported for now."),
+        (ValueError(), "ValueError"),
+    ],
+)  # fmt: skip
+def test_messages_of_vllm_are_one_line_that_names_the_field(error: Exception, expected: str) -> None:
+    assert one_line(error) == expected
+
+
+def test_messages_of_vllm_have_a_limit() -> None:
+    assert len(shortened("word " * 10_000)) <= core_log.MAX_REASON_CHARS + 3

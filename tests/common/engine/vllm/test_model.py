@@ -4,22 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import zmq
 from prometheus_client import REGISTRY, Counter, Gauge
 
+from common.config import DecodeWorkerConfig, PrefillWorkerConfig
+from common.engine.kv import BlockLog
+from common.engine.vllm import model as model_module
 from common.engine.vllm.adapters import VllmAdapters, describe_adapter
-from common.engine.vllm.model import COMMON_SERIES, VllmCollector, facts_of
-from common.engine.worker import EngineStatus, WorkerMetrics
+from common.engine.vllm.model import COMMON_SERIES, VllmCollector, connector_settings, facts_of, load_vllm
+from common.engine.worker import EngineStatus, WorkerMetrics, WorkerParts
+from common.engine.worker.vitals import WorkerIdentity
 from common.errors import ModelError
 from common.model_files import ModelFiles
 
 LAYOUT = (
     "dtype=float32 stages=1 full(block_size=128 heads=2 head_bytes=100) window(block_size=128 heads=2 head_bytes=50)"
 )
+
+
+def files() -> ModelFiles:
+    return ModelFiles(
+        model_id="m", format="hf", weights=(), tokenizer=Path("/t"), config=Path("/m/config.json"), eos_token_ids=(1,),
+        max_model_len=64, vocab_size=9, weights_hash="0",
+    )  # fmt: skip
 
 
 def config(**model: Any) -> Any:
@@ -32,16 +45,45 @@ def config(**model: Any) -> Any:
 
 
 def test_facts_are_those_of_vllm() -> None:
-    files = ModelFiles(
-        model_id="m", format="hf", weights=(), tokenizer=Path("/t"), eos_token_ids=(1,), max_model_len=64,
-        vocab_size=9, weights_hash="0",
-    )  # fmt: skip
-    facts = facts_of(files, config(), "w", LAYOUT)
-    assert (facts.max_model_len, facts.block_size, facts.num_blocks, facts.block_bytes) == (99, 128, 7, 300)
+    facts = facts_of(files(), config(), "w", LAYOUT)
+    assert (facts.max_model_len, facts.block_size, facts.num_blocks, facts.block_bytes) == (99, 128, 6, 300)
     assert (facts.max_num_seqs, facts.max_step_tokens, facts.changes_role) == (5, 64, False)
-    assert facts.fingerprint != facts_of(files, config(), "w", LAYOUT + " ").fingerprint
-    assert facts.fingerprint != facts_of(files, config(), "other", LAYOUT).fingerprint
+    assert facts.fingerprint != facts_of(files(), config(), "w", LAYOUT + " ").fingerprint
+    assert facts.fingerprint != facts_of(files(), config(), "other", LAYOUT).fingerprint
     assert dict(facts.layout)["dtype"] == "bfloat16" and facts.resources == "2 ranks"
+
+
+def test_a_start_that_failed_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ModelError("vLLM refuses the model")
+
+    for name, replacement in (
+        ("engine_config", refuse),
+        ("prepare_logging", lambda *_: None),
+        ("process_tree", frozenset),
+        ("served_task", lambda *_: SimpleNamespace(generates=True)),
+    ):
+        monkeypatch.setattr(model_module, name, replacement)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    metrics = WorkerMetrics("m", "d", EngineStatus, role="decode")
+    parts = WorkerParts(WorkerIdentity("d", "decode", "decode", 1), context, None, metrics)
+    with pytest.raises(ModelError, match="refuses the model"):
+        load_vllm(files(), DecodeWorkerConfig(engine="vllm", device="cpu"), parts, BlockLog(1))
+    ending = threading.Thread(target=context.term, daemon=True)
+    ending.start()
+    ending.join(10.0)
+    assert not ending.is_alive(), "a socket is open"
+
+
+def test_timeouts_and_streams_reach_the_connectors() -> None:
+    link: Any = SimpleNamespace(address="ipc:///x", key=b"key")
+    parts: Any = SimpleNamespace(identity=SimpleNamespace(worker_id="w", epoch=1))
+    decode = DecodeWorkerConfig(engine="vllm", grant_timeout_s=7.0, transfer_timeout_s=8.0, kv_port=9)
+    found = connector_settings(decode, parts, link)
+    assert (found.grant_timeout_s, found.transfer_timeout_s, found.kv_port) == (7, 8, 9)
+    prefill = PrefillWorkerConfig(engine="vllm", kv_lease_s=3.0, kv_streams=2)
+    found = connector_settings(prefill, parts, link)
+    assert (found.lease_s, found.num_streams, found.kv_port) == (3, 2, 0)
 
 
 def test_vllms_own_series_have_the_labels_of_the_worker() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import zmq
 from triton.runtime.errors import OutOfResources
 
 from common.config import DecodeWorkerConfig
@@ -17,6 +21,7 @@ from common.engine.worker.loop_model import LoopModel
 from common.errors import ConfigError, ModelError, Unavailable
 from common.machine.memory import Available
 from common.model_files.resolve import resolve_model
+from common.wire import bind
 
 LIMITED = """
 import sys
@@ -55,6 +60,36 @@ def test_a_model_that_does_not_fit_is_refused_before_weights_are_read(monkeypatc
     files, config = resolve_model("tiny-random"), DecodeWorkerConfig(model="tiny-random", quantization="int8")
     with pytest.raises(ModelError, match=r"in total at least 1\.25 GiB; 0\.29 GiB available on cpu \(a limit of"):
         LoadedModel.load(files, config)
+
+
+@pytest.fixture
+def busy_port() -> Iterator[int]:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        yield other.getsockname()[1]
+
+
+@pytest.mark.parametrize("name", ["kv_port", "lend_port"])
+def test_a_port_in_use_is_named(busy_port: int, name: str) -> None:
+    ports: dict[str, Any] = {"kv_port": 1, "lend_port": 2, name: busy_port}
+    config = DecodeWorkerConfig(model="tiny-random", **ports)
+    free = r"must be a port that is free on 127\.0\.0\.1 \(address already in use\)"
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as bound:
+        refused = pytest.raises(ConfigError, match=f"{name}={busy_port}: {free}")
+        with refused, process._refusing(config, "kv_port", "lend_port"):
+            bind(bound, "127.0.0.1", busy_port)
+        refused = pytest.raises(ConfigError, match="host=.*: must be an address of this machine")
+        with refused, process._refusing(DecodeWorkerConfig(model="tiny-random"), "port"):
+            bind(bound, "192.0.2.1", 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", ["--port", "--kv-port", "--http-port"])
+def test_a_worker_whose_port_is_in_use_ends_with_2(busy_port: int, flag: str) -> None:
+    ended = start(flag, str(busy_port))
+    assert ended.returncode == 2
+    assert f"cannot start: invalid {flag} {busy_port}: must be a port that is free" in ended.stderr
 
 
 @pytest.mark.slow
