@@ -450,7 +450,8 @@ class WorkerLink:
         self._settings, self._rank, self._key = settings, rank, bytes.fromhex(settings.link_key)
         self._on_message, self._on_orphaned = on_message, on_orphaned
         self._context = context
-        self._curve = Curve.load(settings.curve_key, settings.curve_authorized)
+        is_remote = settings.link_address.startswith("tcp://")  # an ipc socket is in a private directory
+        self._curve = Curve.load(settings.curve_key, settings.curve_authorized) if is_remote else None
         self._parent = started_by()
         self._lock = threading.Lock()  # a mailbox has one sending thread
         self._outbox: Mailbox[bytes | None] = Mailbox(context)

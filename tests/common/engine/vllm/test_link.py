@@ -228,6 +228,13 @@ async def test_ranks_on_other_hosts_connect_with_the_keys_of_their_worker(tmp_pa
     assert got == [(0, READY)]
 
 
+async def test_ranks_of_this_host_connect_though_their_worker_has_keys(rig: Rig, tmp_path: Path) -> None:
+    """The ipc socket in a private directory is not encrypted."""
+    write_key_pair(str(tmp_path / "key"), KeyPair.generate())
+    rig.end(0, curve_key=str(tmp_path / "key")).send(READY)
+    await until(lambda: rig.got == [(0, READY)])
+
+
 async def test_an_engine_ends_with_its_parent(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "BEAT_S", 0.01)
     rig.end(0)
