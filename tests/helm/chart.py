@@ -34,6 +34,8 @@ NEEDED: Object = {
 """The values without which nothing renders."""
 RELEASE, NAMESPACE = "demo", "llm"
 CONTROL, KV, HTTP, LEND = 7001, 7002, 7003, 7004
+RANKS_KV = 7010
+"""First of the ports on which the ranks of a worker receive KV, one each."""
 """Ports of workers."""
 
 
@@ -111,6 +113,14 @@ def containers(pod: Object) -> list[Object]:
 
 def selects(selector: dict[str, str], labels: dict[str, str]) -> bool:
     return selector.items() <= labels.items()
+
+
+def fits(selector: Object, labels: dict[str, str]) -> bool:
+    """Whether a label selector, with expressions of `In`, selects a pod with these labels."""
+    expressions = selector.get("matchExpressions", ())
+    return selects(selector["matchLabels"], labels) and all(
+        each["operator"] == "In" and labels.get(each["key"]) in each["values"] for each in expressions
+    )
 
 
 def matched(rendered: Rendered, selector: dict[str, str]) -> list[Object]:

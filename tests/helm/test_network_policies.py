@@ -10,12 +10,9 @@ import pytest
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig
 from common.config.sources import Sources, counterpart
 
-from .chart import CONTROL, HTTP, KV, LEND, Rendered, ports_of, render, selects
+from .chart import CONTROL, HTTP, KV, LEND, RANKS_KV, Rendered, fits, ports_of, render
 
 pytestmark = [pytest.mark.helm, pytest.mark.slow]
-
-RANKS_KV = 7010
-"""First of the ports on which the ranks of a worker receive KV, one each."""
 
 
 def allowed(rendered: Rendered, source: dict[str, str], target: dict[str, str], port: int) -> bool:
@@ -23,20 +20,17 @@ def allowed(rendered: Rendered, source: dict[str, str], target: dict[str, str], 
 
     def lets(direction: str, here: dict[str, str], peer: dict[str, str]) -> bool:
         side = "from" if direction == "ingress" else "to"
-        policies = [
-            p["spec"] for p in rendered.of("NetworkPolicy") if selects(p["spec"]["podSelector"]["matchLabels"], here)
-        ]
+        policies = [p["spec"] for p in rendered.of("NetworkPolicy") if fits(p["spec"]["podSelector"], here)]
         if not policies:
             return True
         for rule in (rule for policy in policies for rule in policy[direction]):
             peers = rule.get(side)
             named = peers is None or any(
-                "podSelector" in each
-                and "namespaceSelector" not in each
-                and selects(each["podSelector"]["matchLabels"], peer)
+                "podSelector" in each and "namespaceSelector" not in each and fits(each["podSelector"], peer)
                 for each in peers
             )
-            if named and any(each["port"] <= port <= each.get("endPort", each["port"]) for each in rule["ports"]):
+            ports = rule.get("ports", [{"port": 1, "endPort": 65535}])
+            if named and any(each["port"] <= port <= each.get("endPort", each["port"]) for each in ports):
                 return True
         return False
 

@@ -12,7 +12,20 @@ from common.config import CONFIG_CLASSES, RouterConfig
 from common.config.field import fields_of
 from common.config.sources import Sources
 
-from .chart import CONTROL, HTTP, KV, LAYOUT, LEND, Rendered, containers, matched, ports_of, render, settings_of
+from .chart import (
+    CONTROL,
+    HTTP,
+    KV,
+    LAYOUT,
+    LEND,
+    RANKS_KV,
+    Rendered,
+    containers,
+    matched,
+    ports_of,
+    render,
+    settings_of,
+)
 
 pytestmark = pytest.mark.helm
 
@@ -56,7 +69,9 @@ def test_worker_services_name_their_ports_as_discovery_wants_them(rendered: Rend
         if role == "router":
             assert list(ports) == ["http"]
             continue
-        assert ports == {"control": CONTROL, "http": HTTP, "lend": LEND} | ({"kv": KV} if role == "decode" else {})
+        pod = ports_of(deployment["spec"]["template"])
+        kv = {"kv": RANKS_KV if pod["kv"] == RANKS_KV else KV} if role == "decode" else {}
+        assert ports == {"control": CONTROL, "http": HTTP, "lend": LEND} | kv
         assert service["spec"]["publishNotReadyAddresses"] is True
 
 
