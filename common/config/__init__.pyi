@@ -19,7 +19,7 @@ from common.config.sources import (
     located,
     with_flag,
 )
-from common.config.vllm import check_installed, pipeline_argument
+from common.config.vllm import check_installed, pipeline_argument, vllm_version
 from common.config.worker import ADAPTER_NAME, WorkerConfig, is_loopback, parse_cores
 
 __all__ = [
@@ -62,5 +62,6 @@ __all__ = [
     "pipeline_argument",
     "to_argv",
     "to_env",
+    "vllm_version",
     "with_flag",
 ]

@@ -28,8 +28,6 @@ MEANINGLESS: Mapping[str, str] = {
     "draft_model": "empty with --engine vllm; use -- --speculative-config JSON",
     "draft_quantization": "auto with --engine vllm; use -- --speculative-config JSON",
     "max_draft_tokens": "omitted with --engine vllm; use -- --speculative-config JSON",
-    "rank_hosts": "1 with --engine vllm, because its ranks run on one host",
-    "rank_port": "0 with --engine vllm, because its ranks run on one host",
     "batch_invariant": "omitted with --engine vllm; set VLLM_BATCH_INVARIANT=1 in the environment",
     "kernel_check": "omitted with --engine vllm, which has its own kernels",
     "kv_cache_dtype": "auto with --engine vllm; use -- --kv-cache-dtype TYPE",
@@ -47,7 +45,7 @@ MEANINGLESS: Mapping[str, str] = {
 TRANSPORTS = ("auto", "tcp", "shm", "nixl")
 
 _ONE_ENGINE = "Each worker is one engine: start more workers instead"
-_RANKS = "The ranks of a worker run on one host"
+_HOSTS = "Use --rank-hosts before the --"
 _TRANSFER = "Diptych transfers KV between workers"
 _ROUTER = "Requests arrive at the router, which has its own options"
 OWNED: Mapping[str, str] = {
@@ -71,11 +69,11 @@ OWNED: Mapping[str, str] = {
     "--max-loras": "Use --max-loras before the --",
     "--max-lora-rank": "Use --max-lora-rank before the --",
     "--data-parallel-*": _ONE_ENGINE,
-    "--nnodes": _RANKS,
-    "--node-rank": _RANKS,
-    "--master-addr": _RANKS,
-    "--master-port": _RANKS,
-    "--headless": _RANKS,
+    "--nnodes": _HOSTS,
+    "--node-rank": _HOSTS,
+    "--master-addr": _HOSTS,
+    "--master-port": _HOSTS,
+    "--headless": _HOSTS,
     "--host": _ROUTER,
     "--port": _ROUTER,
     "--uds": _ROUTER,
@@ -100,7 +98,7 @@ SHORT: Mapping[str, str] = {
 
 def check_installed() -> None:
     """Raise ConfigError if vLLM is not installed in a tested version."""
-    if found := _installed():
+    if found := vllm_version():
         if found.split("+")[0].split(".")[:2] == TESTED.split("."):
             return
         problem = f"vLLM {found} is installed, but only {TESTED} is supported"
@@ -116,7 +114,7 @@ def check_nixl() -> None:
         raise ConfigError("kv_transport", "nixl", allowed)
 
 
-def _installed() -> str:
+def vllm_version() -> str:
     """Return the version of the installed vLLM, or ""."""
     for name in DISTRIBUTIONS:
         try:

@@ -13,11 +13,13 @@ from __future__ import annotations
 import hmac
 import importlib.metadata
 import secrets
+from collections.abc import Sequence
 from typing import Literal, TypeVar
 
 import msgspec
 
 from common import __version__
+from common.config import vllm_version
 from common.engine.ranks.channel import Channel
 from common.errors import DiptychError, RankLost
 from common.wire import read_key_pair
@@ -29,7 +31,9 @@ ADMISSION_S = 10.0
 """Timeout per message, in seconds, after which a silent connection is closed."""
 KEYS_DIFFER = "its --curve-key differs or is missing on one side: use the same file on every host of the worker"
 
-Purpose = Literal["host", "steps", "adapters", "blocks"]
+Purpose = Literal["host", "steps", "adapters", "blocks", "engine"]
+Link = tuple[int, Purpose]
+"""Rank and purpose of a connection."""
 LINKS: tuple[Purpose, ...] = ("steps", "adapters", "blocks")
 """Connections of a rank, in the order of its process's descriptors."""
 Message = TypeVar("Message", bound=msgspec.Struct)
@@ -44,10 +48,14 @@ class Versions(msgspec.Struct, frozen=True):
 
     diptych: str
     torch: str
+    vllm: str = ""
 
     @classmethod
     def of_this_host(cls) -> Versions:
-        return cls(__version__, importlib.metadata.version("torch"))
+        return cls(__version__, importlib.metadata.version("torch"), vllm_version())
+
+    def __str__(self) -> str:
+        return f"Diptych {self.diptych} with torch {self.torch}" + (f" and vLLM {self.vllm}" if self.vllm else "")
 
 
 class JoinRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,13 +70,21 @@ class JoinRequest(msgspec.Struct, frozen=True, kw_only=True):
 class JoinResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Answer to a request. A host gets its `ranks`, and the `session` that identifies their connections.
 
-    With a `problem`, the connection is closed. With `again`, the host may retry.
+    `engine` is the setting of the worker. With a `problem`, the connection is closed. With `again`, the host may retry.
     """
 
     problem: str = ""
     again: bool = False
     session: bytes = b""
     ranks: tuple[int, ...] = ()
+    engine: str = "diptych"
+
+    @property
+    def links(self) -> Sequence[Link]:
+        """Connections that the host opens: `LINKS` for each rank, or one for a vLLM that starts its ranks itself."""
+        if self.engine == "vllm":
+            return ((self.ranks[0], "engine"),)
+        return tuple((rank, purpose) for rank in self.ranks for purpose in LINKS)
 
 
 def key_of(curve_key: str) -> bytes:

@@ -15,13 +15,12 @@ from common.engine.adapters import AdapterSlots
 from common.engine.kv import KVCache, ShardedCache
 from common.engine.models import kv_form
 from common.engine.ranks.adapters import AllPlaces
-from common.engine.ranks.admission import key_of
 from common.engine.ranks.connection import normalized_address
 from common.engine.ranks.group import COLLECTIVE_S, RankGroup
 from common.engine.ranks.kv_memory import RemoteKVHeads, map_kv_memory
 from common.engine.ranks.liveness import WaitDeadline
-from common.engine.ranks.processes import START_S, RankPlan, RankProcesses, Rendezvous
-from common.engine.ranks.rank_hosts import JoinedHost, RankHosts
+from common.engine.ranks.processes import RankPlan, RankProcesses, Rendezvous
+from common.engine.ranks.rank_hosts import BACKLOG, JoinedHost, wait_for_hosts
 from common.engine.ranks.shard import load_shard, open_for_ranks
 from common.engine.ranks.steps import RankedGraphRunner, RankedRunner
 from common.engine.run import (
@@ -49,10 +48,9 @@ from common.engine.run import (
 from common.engine.weights.formats import KVCacheFormat
 from common.model_files import ModelConfig, ModelFiles, ServedTask
 from common.model_files.architecture import Shard
-from common.wire import in_url, listen
+from common.wire import listen
 
 log = logging.getLogger(__name__)
-BACKLOG = 128
 
 
 def load_ranked(files: ModelFiles, config: WorkerConfig) -> LoadedModel:
@@ -166,24 +164,6 @@ def plans(
         )
         for rank in range(1, config.tensor_parallel_size)
     ]
-
-
-def wait_for_hosts(config: WorkerConfig) -> Sequence[JoinedHost]:
-    """Wait for all other hosts to join. Raises OSError, ConfigError, and RankLost at the deadline."""
-    if config.rank_hosts == 1:
-        return ()
-    key = key_of(config.curve_key)
-    listener = listen(config.host, config.rank_port, BACKLOG)
-    where = f"{in_url(config.host)}:{config.rank_port}"
-    log.info(
-        "rank 0 waits up to %d s for %d other hosts with %d ranks each at %s: start `diptych rank-host` on them",
-        START_S,
-        config.rank_hosts - 1,
-        config.ranks_per_host,
-        where,
-    )
-    hosts = RankHosts(listener, key, num_others=config.rank_hosts - 1, ranks_per_host=config.ranks_per_host)
-    return hosts.wait(START_S)
 
 
 def rendezvous_of(hosts: Sequence[JoinedHost]) -> tuple[socket.socket, Rendezvous]:

@@ -2,6 +2,8 @@
 
     join rank 0 ─> a process per rank, with three connections to rank 0 ─> until rank 0 or a rank is gone ─> join ...
 
+With `--engine vllm`, one process with one connection starts the ranks, which are vLLM's.
+
 Ranks communicate with rank 0 directly. This process starts them and ensures that none of them is left running. At
 SIGTERM it asks rank 0 to drain, and exits when rank 0 has.
 """
@@ -21,10 +23,10 @@ from types import FrameType
 
 from common.config import RankHostConfig, load
 from common.engine.ranks.admission import (
-    LINKS,
     Handshake,
     JoinRequest,
     JoinResponse,
+    Link,
     NotAdmitted,
     Purpose,
     Versions,
@@ -41,6 +43,8 @@ log = logging.getLogger("common.engine.ranks.rank_host")
 RETRY_S = 1.0
 POLL_S = 0.2
 SEND_S = 10.0
+OWN_RANKS, VLLM_RANKS = "common.engine.ranks", "common.engine.vllm.follower"
+"""Programs that run ranks. Their last arguments are descriptors of connections to rank 0."""
 LEAVING = b"leaving"
 """Message to rank 0, on the control connection, when the host wants to leave."""
 
@@ -128,23 +132,30 @@ class RankHost:
             control, answer = self._ask("host")
             stack.callback(control.close)
             ranks: list[ChildProcess] = []
-            for rank in answer.ranks:
-                ranks.append(self._start(rank, answer.session))
-                stack.callback(ranks[-1].kill)
+            for child, program, links in self._programs(answer):
+                self._start(child, program, links, answer.session)
+                ranks.append(child)
+                stack.callback(child.kill)
             stack.pop_all()
         return JoinedRanks(control, ranks)
 
-    def _start(self, rank: int, session: bytes) -> ChildProcess:
-        """Start the process of a rank, which takes over its connections."""
+    def _programs(self, answer: JoinResponse) -> Iterator[tuple[ChildProcess, Sequence[str], Sequence[Link]]]:
+        """Iterate over the processes of this host: each with its module, arguments and connections."""
+        if answer.engine == "vllm":
+            yield ChildProcess("vLLM", group=True), (VLLM_RANKS, self._config.curve_key), answer.links
+            return
+        for rank in answer.ranks:
+            yield ChildProcess(f"rank {rank}"), (OWN_RANKS,), [link for link in answer.links if link[0] == rank]
+
+    def _start(self, child: ChildProcess, program: Sequence[str], links: Sequence[Link], session: bytes) -> None:
+        """Start a process, which takes over its connections."""
         with contextlib.ExitStack() as stack:
             given = []
-            for purpose in LINKS:
+            for rank, purpose in links:
                 channel, _ = self._ask(purpose, session, rank)
                 stack.callback(channel.close)
                 given.append(channel.descriptor)
-            child = ChildProcess(f"rank {rank}")
-            child.launch([sys.executable, "-P", "-m", "common.engine.ranks", *map(str, given)], pass_fds=given)
-        return child
+            child.launch([sys.executable, "-P", "-m", *program, *map(str, given)], pass_fds=given)
 
     def _ask(self, purpose: Purpose, session: bytes = b"", rank: int = 0) -> tuple[Channel, JoinResponse]:
         """Open a connection to rank 0, on which both sides have proven to have the same key."""

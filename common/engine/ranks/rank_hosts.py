@@ -15,26 +15,32 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
+from common.config import WorkerConfig
 from common.engine.ranks.admission import (
     KEYS_DIFFER,
-    LINKS,
     Handshake,
     JoinRequest,
     JoinResponse,
     NotAdmitted,
     Purpose,
     Versions,
+    key_of,
 )
 from common.engine.ranks.channel import Channel
 from common.engine.ranks.connection import configured, normalized_address
 from common.errors import RankLost
-from common.wire import DropLog, in_url
+from common.wire import DropLog, in_url, listen
 
 log = logging.getLogger(__name__)
 MOST_HANDSHAKES = 64
 """Maximum number of unauthenticated connections. Further ones are closed at once."""
 ACCEPT_POLL_S = 0.5
 SESSION_BYTES = 16
+JOIN_S = 900.0
+"""Maximum time, in seconds, until all hosts have joined."""
+BACKLOG = 128
 
 
 @dataclass(slots=True)
@@ -45,11 +51,12 @@ class JoinedHost:
     control: Channel
     ranks: range
     session: bytes
+    num_links: int
     links: dict[tuple[int, Purpose], Channel] = field(default_factory=dict)
 
     @property
     def is_complete(self) -> bool:
-        return len(self.links) == len(self.ranks) * len(LINKS)
+        return len(self.links) == self.num_links
 
     def close(self) -> None:
         for channel in (self.control, *self.links.values()):
@@ -59,12 +66,14 @@ class JoinedHost:
 class RankHosts:
     """Admits hosts until all have joined. Hosts without the key get no information."""
 
-    def __init__(self, listener: socket.socket, key: bytes, *, num_others: int, ranks_per_host: int) -> None:
+    def __init__(
+        self, listener: socket.socket, key: bytes, *, num_others: int, ranks_per_host: int, engine: str = "diptych"
+    ) -> None:
         """Takes ownership of `listener`. `num_others` excludes this host, which has the first ranks."""
         self._listener, self._key = listener, key
         self._hosts: list[JoinedHost | None] = [None] * num_others
         self._ranks_per_host = ranks_per_host
-        self._versions = Versions.of_this_host()
+        self._versions, self._engine = Versions.of_this_host(), engine
         self._lock = threading.Lock()  # for the fields below, which connection threads change
         self._is_over = False
         self._num_handshakes = 0
@@ -138,11 +147,12 @@ class RankHosts:
         """Return the answer to a request, without side effects."""
         if self._is_over:
             return JoinResponse(problem="the ranks of this worker are already running", again=True)
-        if request.versions != self._versions:
-            theirs, ours = request.versions, self._versions
+        theirs, ours = request.versions, self._versions
+        if self._engine != "vllm":
+            theirs, ours = (msgspec.structs.replace(each, vllm="") for each in (theirs, ours))
+        if theirs != ours:
             return JoinResponse(
-                problem=f"it has Diptych {theirs.diptych} with torch {theirs.torch}, rank 0 has Diptych {ours.diptych} "
-                f"with torch {ours.torch}: install the same versions on every host of the worker"
+                problem=f"it has {theirs}, rank 0 has {ours}: install the same versions on every host of the worker"
             )
         if request.purpose != "host":
             host = self._host_of(request)
@@ -158,19 +168,23 @@ class RankHosts:
             return JoinResponse(problem=problem, again=True)
         first = (free[0] + 1) * self._ranks_per_host
         ranks = tuple(range(first, first + self._ranks_per_host))
-        return JoinResponse(session=secrets.token_bytes(SESSION_BYTES), ranks=ranks)
+        return JoinResponse(session=secrets.token_bytes(SESSION_BYTES), ranks=ranks, engine=self._engine)
 
     def _keep(self, request: JoinRequest, answer: JoinResponse, channel: Channel, name: str) -> bool:
         if request.purpose == "host":
             ranks = range(answer.ranks[0], answer.ranks[-1] + 1)
             theirs = f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
             channel.peer = f"the host of {theirs} at {name}"
-            self._hosts[ranks.start // self._ranks_per_host - 1] = JoinedHost(name, channel, ranks, answer.session)
+            joined = JoinedHost(name, channel, ranks, answer.session, len(answer.links))
+            self._hosts[ranks.start // self._ranks_per_host - 1] = joined
             log.info("%s has joined", channel.peer)
             return True
         if (host := self._host_of(request)) is None:
             return False
-        channel.peer = f"rank {request.rank} at {name}"
+        if request.purpose != "engine":
+            channel.peer = f"rank {request.rank} at {name}"
+        else:
+            channel.peer = host.control.peer
         host.links[request.rank, request.purpose] = channel
         return True
 
@@ -210,6 +224,25 @@ class RankHosts:
     def _refuse(self, why: str) -> None:
         with self._lock:
             self._refusals.add(why, time.monotonic())
+
+
+def wait_for_hosts(config: WorkerConfig) -> Sequence[JoinedHost]:
+    """Wait for all other hosts to join. Raises OSError, ConfigError, and RankLost at the deadline."""
+    if config.rank_hosts == 1:
+        return ()
+    key = key_of(config.curve_key)
+    listener = listen(config.host, config.rank_port, BACKLOG)
+    where = f"{in_url(config.host)}:{config.rank_port}"
+    num_others, num_each = config.rank_hosts - 1, config.ranks_per_host
+    log.info(
+        "rank 0 waits up to %d s for %d other hosts with %d ranks each at %s: start `diptych rank-host` on them",
+        JOIN_S,
+        num_others,
+        num_each,
+        where,
+    )
+    hosts = RankHosts(listener, key, num_others=num_others, ranks_per_host=num_each, engine=config.engine)
+    return hosts.wait(JOIN_S)
 
 
 def links_of(hosts: Sequence[JoinedHost]) -> Mapping[tuple[int, Purpose], Channel]:

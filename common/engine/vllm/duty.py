@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 from common.config import WorkerConfig
 from common.engine.kv import BlockLog
-from common.engine.vllm.link import joined_addresses, split_addresses
 from common.engine.worker import DutyOffer, Engine, Send, WorkerParts
 from common.model_files import ModelFiles
-from common.wire import Role, in_url
+from common.wire import Role
 
 if TYPE_CHECKING:
     from common.engine.vllm.model import VllmModel
@@ -36,7 +35,7 @@ class VllmDuty:
         from common.engine.vllm.engine import VllmEngine
 
         if self.role == "decode":
-            self.kv_address = advertised(model.kv_address, self.config.advertise_host)
+            self.kv_address = model.kv_address
         identity = self.parts.identity
         return VllmEngine(
             self.role,
@@ -47,14 +46,6 @@ class VllmDuty:
             max_waiting=self.config.max_waiting,
             stall_timeout_s=self.config.stall_timeout_s,
         )
-
-
-def advertised(joined: str, host: str) -> str:
-    """Replace the host of the ranks' addresses, unless `host` is ""."""
-    if not host or not joined:
-        return joined
-    ports = [address.rpartition(":")[2] for address in split_addresses(joined)]
-    return joined_addresses([f"tcp://{in_url(host)}:{port}" for port in ports])
 
 
 class _Offer:

@@ -10,6 +10,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,27 +32,52 @@ LIBRARIES: Mapping[str, tuple[str, str]] = {
 """Libraries that vLLM preloads on a CPU, with their files and the package that contains them."""
 
 
+@dataclass(frozen=True, slots=True)
+class RankResources:
+    """Ranks of a worker on one host, and what they may use there.
+
+    They use GPUs from index `first_gpu` on, or `num_threads` threads on the CPU (0 for one per core). Threads are bound
+    to cores if there is one for each, or if `owns_cores`.
+    """
+
+    on_gpu: bool
+    num_ranks: int
+    first_gpu: int = 0
+    num_threads: int = 0
+    owns_cores: bool = False
+
+    @classmethod
+    def of(cls, config: WorkerConfig) -> RankResources:
+        """Return those of the host of a worker process."""
+        return cls(config.on_gpu, config.ranks_per_host, config.device_index, config.threads, bool(config.cores))
+
+
 def prepare_environment(config: WorkerConfig) -> None:
     """Set the variables for a worker with `--engine vllm` and log missing libraries."""
-    wanted, missing = variables(config, os.environ, sorted(os.sched_getaffinity(0)), find_libraries(library_folders()))
+    prepare_variables(RankResources.of(config))
+
+
+def prepare_variables(ranks: RankResources) -> None:
+    """Set the variables for the ranks of this host and log missing libraries."""
+    wanted, missing = variables(ranks, os.environ, sorted(os.sched_getaffinity(0)), find_libraries(library_folders()))
     os.environ.update(wanted)
     for name in missing if platform.machine() == "x86_64" else [name for name in missing if name != "libiomp5"]:
         log.warning("vLLM runs without %s, which makes its steps slower: install %s", name, LIBRARIES[name][1])
 
 
 def variables(
-    config: WorkerConfig, environ: Mapping[str, str], cores: Sequence[int], libraries: Mapping[str, Path]
+    ranks: RankResources, environ: Mapping[str, str], cores: Sequence[int], libraries: Mapping[str, Path]
 ) -> tuple[dict[str, str], list[str]]:
     """Return the variables to set, and the names in LIBRARIES of those that are neither found nor preloaded.
 
     `cores` are the CPUs that this process may use, `libraries` the files of the names in LIBRARIES.
     """
     wanted = {name: value for name, value in CONSTANTS.items() if name not in environ}
-    if config.on_gpu:
-        if shown := visible_gpus(environ.get(GPUS, ""), config.device_index, config.tensor_parallel_size):
+    if ranks.on_gpu:
+        if shown := visible_gpus(environ.get(GPUS, ""), ranks.first_gpu, ranks.num_ranks):
             wanted[GPUS] = shown
         return wanted, []
-    wanted |= thread_variables(config, cores)
+    wanted |= thread_variables(ranks, cores)
     preloaded = environ.get(PRELOAD, "")
     absent = [name for name in LIBRARIES if name not in preloaded]
     if found := [str(libraries[name]) for name in absent if name in libraries]:
@@ -60,13 +86,12 @@ def variables(
     return kept, [name for name in absent if name not in libraries]
 
 
-def thread_variables(config: WorkerConfig, cores: Sequence[int]) -> dict[str, str]:
-    """Return the variables that determine the threads of a worker on a CPU."""
-    num_ranks = config.tensor_parallel_size
-    if config.cores or not 0 < config.threads < len(cores):
-        return {THREADS: thread_binding(cores, num_ranks, config.threads)}
+def thread_variables(ranks: RankResources, cores: Sequence[int]) -> dict[str, str]:
+    """Return the variables that determine the threads of ranks on a CPU."""
+    if ranks.owns_cores or not 0 < ranks.num_threads < len(cores):
+        return {THREADS: thread_binding(cores, ranks.num_ranks, ranks.num_threads)}
     # Other processes may use any of the cores, so the threads are not bound.
-    return {THREADS: "nobind", "OMP_NUM_THREADS": str(max(1, config.threads // num_ranks))}
+    return {THREADS: "nobind", "OMP_NUM_THREADS": str(max(1, ranks.num_threads // ranks.num_ranks))}
 
 
 def visible_gpus(visible: str, first: int, count: int) -> str:

@@ -10,14 +10,14 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from common.config import WorkerConfig
 from common.engine.vllm.core_log import MAX_REASON_CHARS, WORKER_PID, first_error, write_logging_config
-from common.errors import MAX_SHOWN_CHARS, ConfigError, ModelError, UsageError
+from common.errors import MAX_SHOWN_CHARS, ConfigError, ModelError, RankLost, UsageError
 from common.model_files import ModelFiles
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 RULES_MODULE = "common.engine.vllm.token_rules"
 START_S = 3600.0
 """Maximum time, in seconds, to load a model. A large one compiles for many minutes."""
+CHECK_S = 0.5
 PROGRESS_S = 10.0
 """Interval, in seconds, of log lines during the start."""
 STOP_S = 5.0
@@ -61,10 +62,14 @@ class CoreFiles:
         return f"ipc://{self.folder / 'events'}"
 
 
-def prepare_logging(config: WorkerConfig, files: CoreFiles) -> None:
-    """Set the variables of vLLM's processes that this start needs. Must precede the first import of vLLM."""
-    write_logging_config(files.logging, files.errors, config.log_level)
+def prepare_logging(level: str, files: CoreFiles) -> None:
+    """Set the variables for the log of vLLM's processes. Must precede the first import of vLLM."""
+    write_logging_config(files.logging, files.errors, level)
     os.environ.update({"VLLM_LOGGING_CONFIG_PATH": str(files.logging), WORKER_PID: str(os.getpid())})
+
+
+def prepare_memory(config: WorkerConfig) -> None:
+    """Let the setting for the size of the KV cache win over vLLM's variable."""
     if config.kv_memory_gib:
         os.environ.pop(KV_SPACE, None)  # overrides the argument
 
@@ -106,8 +111,10 @@ def engine_arguments(config: WorkerConfig, files: ModelFiles) -> list[str]:
     return [*arguments, *config.engine_args]
 
 
-def engine_config(arguments: Sequence[str], files: CoreFiles, extra_config: Mapping[str, Any]) -> VllmConfig:
-    """Return vLLM's configuration. `extra_config`: `kv_connector_extra_config`.
+def engine_config(
+    arguments: Sequence[str], files: CoreFiles, extra_config: Mapping[str, Any], *, is_headless: bool = False
+) -> VllmConfig:
+    """Return vLLM's configuration. `extra_config`: `kv_connector_extra_config`. `is_headless`: for ranks only.
 
     Raises UsageError for an invalid argument, ModelError if vLLM does not support the model or the combination.
     """
@@ -130,7 +137,7 @@ def engine_config(arguments: Sequence[str], files: CoreFiles, extra_config: Mapp
     parser = AsyncEngineArgs.add_cli_args(Parser(prog="vllm", add_help=False, allow_abbrev=False))
     given = parser.parse_args([*arguments, *own])
     try:
-        config: VllmConfig = AsyncEngineArgs.from_cli_args(given).create_engine_config()
+        config: VllmConfig = AsyncEngineArgs.from_cli_args(given).create_engine_config(headless=is_headless)
     except (ConfigError, ModelError):
         raise
     except Exception as error:
@@ -170,8 +177,13 @@ def shortened(message: str) -> str:
     return text if len(text) <= MAX_REASON_CHARS else f"{text[:MAX_REASON_CHARS]}..."
 
 
-def start_core(config: VllmConfig, files: CoreFiles, *, deadline_s: float = START_S) -> AsyncLLM:
-    """Start vLLM's processes and load the model. Blocks. Raises ModelError with the reason if that fails."""
+def start_core(
+    config: VllmConfig, files: CoreFiles, failure: Callable[[], str] = lambda: "", *, deadline_s: float = START_S
+) -> AsyncLLM:
+    """Start vLLM's processes and load the model. Blocks. Raises ModelError with the reason if that fails.
+
+    `failure` returns why another host cannot load its part, or "". Raises RankLost with this reason.
+    """
     from vllm.v1.engine.async_llm import AsyncLLM
 
     began, before = time.monotonic(), process_tree()
@@ -187,17 +199,24 @@ def start_core(config: VllmConfig, files: CoreFiles, *, deadline_s: float = STAR
 
     thread = threading.Thread(target=start, name="start-vllm", daemon=True)
     thread.start()
+    logged_s = 0.0
     while thread.is_alive():
-        thread.join(PROGRESS_S)
+        thread.join(CHECK_S)
         waited_s = time.monotonic() - began
+        if why := failure():
+            end_processes(process_tree() - before)
+            raise RankLost(why)
         if thread.is_alive() and waited_s > deadline_s:
             end_processes(process_tree() - before)
             raise ModelError(f"vLLM did not load the model within {deadline_s:g} s: see its log above")
-        if thread.is_alive():
+        if waited_s - logged_s >= PROGRESS_S:
+            logged_s = waited_s
             log.info("vllm: loading the model, %.0f s so far", waited_s)
     found = result[0]
     if isinstance(found, BaseException):
         end_processes(process_tree() - before)
+        if why := failure():
+            raise RankLost(why) from found
         raise ModelError(start_problem(found, files)) from found
     log.info("vllm: loaded the model in %.1f s", time.monotonic() - began)
     return found
@@ -222,8 +241,8 @@ def process_tree() -> frozenset[int]:
         return frozenset()
 
 
-def end_processes(pids: frozenset[int]) -> None:
-    """End these processes: with SIGTERM, and after `STOP_S` with SIGKILL."""
+def end_processes(pids: frozenset[int], timeout_s: float = STOP_S) -> None:
+    """End these processes: with SIGTERM, and after `timeout_s` with SIGKILL."""
     import psutil
 
     left = []
@@ -238,5 +257,5 @@ def end_processes(pids: frozenset[int]) -> None:
                 getattr(each, signal_all)()
             except psutil.Error:
                 continue
-        _, left = psutil.wait_procs(left, timeout=STOP_S)
+        _, left = psutil.wait_procs(left, timeout=timeout_s)
     multiprocessing.active_children()  # reaps those that have ended

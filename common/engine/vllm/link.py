@@ -319,14 +319,21 @@ class RankLink:
     """The worker's end of the link. All methods run on one event loop."""
 
     def __init__(
-        self, context: zmq.asyncio.Context, on_message: OnMessage, *, host: str = "", curve: Curve | None = None
+        self,
+        context: zmq.asyncio.Context,
+        on_message: OnMessage,
+        *,
+        host: str = "",
+        curve: Curve | None = None,
+        key: bytes = b"",
     ) -> None:
         """Bind an ipc socket in a private directory, or with `host` a TCP socket for ranks on other machines.
 
+        `key` authenticates messages, 32 bytes; b"" for a random one.
         `on_message(rank, message)` gets every message except those that only show that a rank is alive; `rank` is
         `SCHEDULER` for `StepDone`. Raises zmq.ZMQError if the address is not one of this machine.
         """
-        self.key = secrets.token_bytes(32)
+        self.key = key or secrets.token_bytes(32)
         self._on_message = on_message
         self._peers: dict[int, bytes] = {}
         self._heard: dict[int, float] = {}

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from hashlib import blake2b
 from pathlib import Path
@@ -32,12 +33,15 @@ from common.engine.vllm.adapters import VllmAdapters
 from common.engine.vllm.block_events import CachedBlocks
 from common.engine.vllm.client import Added, VllmClient
 from common.engine.vllm.core_log import last_error
+from common.engine.vllm.hosts import EngineHosts, FollowerPlan
 from common.engine.vllm.launch import (
+    KV_SPACE,
     CoreFiles,
     end_processes,
     engine_arguments,
     engine_config,
     prepare_logging,
+    prepare_memory,
     process_tree,
     start_core,
 )
@@ -56,7 +60,7 @@ from common.engine.vllm.link import (
 from common.engine.worker import ModelFacts, WorkerMetrics, WorkerParts
 from common.errors import ModelError
 from common.model_files import ModelFiles, served_task, weights_fingerprint
-from common.wire import SamplingParams
+from common.wire import SamplingParams, in_url
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -146,12 +150,13 @@ class VllmModel:
         eos_token_ids: tuple[int, ...],
         kv_address: str,
         adapters: VllmAdapters | None,
+        hosts: EngineHosts | None,
     ) -> None:
         self.thread, self.link, self.cached = thread, link, cached
         self.client = VllmClient(llm)
         self._llm = llm
         self.facts, self.vocab_size, self.eos_token_ids = facts, vocab_size, eos_token_ids
-        self.kv_address, self.adapters = kv_address, adapters
+        self.kv_address, self.adapters, self._hosts = kv_address, adapters, hosts
         self.on_event: Callable[[int, LinkEvent], None] = lambda rank, event: None
         """Receives the events of ranks and scheduler, on the engine thread. Set by the engine."""
         self._files = files
@@ -168,15 +173,18 @@ class VllmModel:
 
     @property
     def failure(self) -> str:
-        return ""  # the engine's failure has the reason
+        return self._hosts.failure if self._hosts is not None else ""  # other reasons are the engine's
 
     @property
     def is_leaving(self) -> bool:
-        return False
+        return self._hosts is not None and self._hosts.is_leaving
 
     def core_problem(self) -> str:
         """Return why vLLM's engine core has died."""
-        return f"vLLM has failed: {last_error(self._files.errors, self._errors_offset) or 'a process has exited'}"
+        return (
+            self.failure
+            or f"vLLM has failed: {last_error(self._files.errors, self._errors_offset) or 'a process has exited'}"
+        )
 
     def register_metrics(self, metrics: WorkerMetrics) -> None:
         metrics.register(VllmCollector)
@@ -186,6 +194,8 @@ class VllmModel:
         with contextlib.suppress(Exception):  # whatever fails, the processes are ended below
             self.thread.call(_cancelled(self._llm.output_handler), 1.0)
             self._llm.shutdown(timeout=SHUTDOWN_S)
+        if self._hosts is not None:
+            self._hosts.close()
         end_processes(self._processes & process_tree())
         self.thread.close()
         shutil.rmtree(self._files.folder, ignore_errors=True)
@@ -199,17 +209,21 @@ async def _cancelled(task: asyncio.Task[Any] | None) -> None:
 
 
 def load_vllm(files: ModelFiles, config: WorkerConfig, parts: WorkerParts, block_log: BlockLog) -> VllmModel:
-    """Start vLLM and load the model. Blocks. Raises ConfigError or ModelError."""
+    """Start vLLM and load the model. Blocks. Raises ConfigError or ModelError, RankLost if a host does not join."""
     if not served_task(files, getattr(config, "task", "auto")).generates:
         raise ModelError(f"{files.model_id} does not generate text: --engine vllm serves only models that do")
     core_files = CoreFiles(Path(tempfile.mkdtemp(prefix="diptych-vllm-")))
-    prepare_logging(config, core_files)
+    prepare_logging(config.log_level, core_files)
+    prepare_memory(config)
     log.info("vllm: reading the configuration of %s", files.model_id)
     thread = CoreThread()
-    before = process_tree()
+    before, hosts = process_tree(), None
     try:
-        return _load(files, config, parts, block_log, core_files, thread)
+        hosts = EngineHosts.wait(config)
+        return _load(files, config, parts, block_log, core_files, thread, hosts)
     except BaseException:
+        if hosts is not None:
+            hosts.close()
         end_processes(process_tree() - before)
         thread.close()
         shutil.rmtree(core_files.folder, ignore_errors=True)
@@ -223,17 +237,28 @@ def _load(
     block_log: BlockLog,
     core_files: CoreFiles,
     thread: CoreThread,
+    hosts: EngineHosts | None,
 ) -> VllmModel:
     ranks = _Ranks()
     context = zmq.asyncio.Context(parts.context)  # on the sockets' threads of this process
-    link = thread.call(_linked(thread, context, ranks), CALL_S)
-    settings = connector_settings(config, parts, link)
-    vllm_config = engine_config(engine_arguments(config, files), core_files, settings.extra_config())
+    link, link_address = thread.call(_linked(thread, context, ranks, config, parts, hosts), CALL_S)
+    settings = msgspec.structs.replace(connector_settings(config, parts, link), link_address=link_address)
+    arguments = engine_arguments(config, files)
+    of_host = hosts.arguments() if hosts is not None else ()
+    vllm_config = engine_config([*arguments, *of_host], core_files, settings.extra_config())
     weights = weights_of(files, vllm_config)
     settings = msgspec.structs.replace(settings, weights=weights)
     vllm_config.kv_transfer_config.kv_connector_extra_config.update(settings.extra_config())
-    llm = start_core(vllm_config, core_files)
-    ready = thread.call(ranks.all(int(vllm_config.parallel_config.world_size)), READY_S + 1.0)
+    world_size = int(vllm_config.parallel_config.world_size)
+    if hosts is None:
+        llm, shown = start_core(vllm_config, core_files), [config.advertise_host] * world_size
+    else:
+        hosts.start(_plan(files, config, arguments, settings))
+        llm, shown = (
+            start_core(vllm_config, core_files, lambda: hosts.failure),
+            hosts.advertised(config.advertise_host, world_size),
+        )
+    ready = thread.call(ranks.all(world_size), READY_S + 1.0)
     ends = _ends(files, llm)
     thread.call(_warmed_up(VllmClient(llm), ends), WARM_UP_S)
     facts = facts_of(files, vllm_config, weights, ready[0].layout)
@@ -248,8 +273,9 @@ def _load(
         core_files,
         vocab_size=int(vllm_config.model_config.get_vocab_size()),
         eos_token_ids=ends,
-        kv_address=joined_addresses([one.kv_address for one in ready]),
+        kv_address=advertised([one.kv_address for one in ready], shown),
         adapters=adapters,
+        hosts=hosts,
     )
     ranks.forward = lambda rank, event: model.on_event(rank, event)
     if config.enable_prefix_caching:
@@ -323,10 +349,47 @@ class _Ranks:
         return [self._ready[rank] for rank in sorted(self._ready) if rank != SCHEDULER]
 
 
-async def _linked(thread: CoreThread, context: zmq.asyncio.Context, ranks: _Ranks) -> RankLink:
-    link = RankLink(context, ranks.on_message)
+def _plan(
+    files: ModelFiles, config: WorkerConfig, arguments: Sequence[str], settings: ConnectorSettings
+) -> FollowerPlan:
+    """Return the plan of the other hosts, without the key of the link."""
+    return FollowerPlan(
+        arguments=tuple(arguments),
+        settings=msgspec.structs.replace(settings, link_key=""),
+        link_nonce=b"",
+        weights_hash=files.weights_hash,
+        on_gpu=config.on_gpu,
+        num_ranks=config.ranks_per_host,
+        kv_space=os.environ.get(KV_SPACE, ""),
+        log_level=config.log_level,
+        log_json=config.log_json,
+    )
+
+
+def advertised(addresses: Sequence[str], hosts: Sequence[str]) -> str:
+    """Join the ranks' KV addresses, each with the given host, unless that is ""."""
+    ports = [address.rpartition(":")[2] for address in addresses]
+    shown = zip(addresses, hosts, ports, strict=True)
+    return joined_addresses([f"tcp://{in_url(host)}:{port}" if host else address for address, host, port in shown])
+
+
+async def _linked(
+    thread: CoreThread,
+    context: zmq.asyncio.Context,
+    ranks: _Ranks,
+    config: WorkerConfig,
+    parts: WorkerParts,
+    hosts: EngineHosts | None,
+) -> tuple[RankLink, str]:
+    """Bind the link. Returns the address at which ranks reach it, too."""
+    if hosts is None:
+        link = RankLink(context, ranks.on_message)
+        address = link.address
+    else:
+        link = RankLink(context, ranks.on_message, host=config.host, curve=parts.curve, key=hosts.link_key)
+        address = f"tcp://{in_url(hosts.address)}:{link.address.rpartition(':')[2]}"
     thread.keep(_running(link), "rank link")
-    return link
+    return link, address
 
 
 async def _running(link: RankLink) -> None:

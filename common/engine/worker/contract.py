@@ -300,7 +300,7 @@ class Duty(Protocol[M_contra]):
         """Addresses at which this role receives KV, separated by commas; "" for none.
 
         May be unknown until `build_engine` returns. The process replaces the host of a single address with
-        `--advertise-host`; several addresses are sent as they are.
+        `--advertise-host`; several addresses are sent unchanged.
         """
 
     @property

@@ -27,7 +27,6 @@ CONFIGS: tuple[type[WorkerConfig], ...] = (PrefillWorkerConfig, DecodeWorkerConf
         ({"cuda_graphs": False}, "-- --enforce-eager"),
         ({"local_prefill_chunk": 64}, "-- --max-num-batched-tokens N"),
         ({"role_change": True}, "omitted with --engine vllm"),
-        ({"tensor_parallel_size": 4, "rank_hosts": 2, "rank_port": 7005}, "1 with --engine vllm"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

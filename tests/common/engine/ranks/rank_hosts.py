@@ -41,12 +41,12 @@ class RankHostProcess(ChildProcess):
         command = [sys.executable, "-P", "-m", "common.engine.ranks.rank_host", "--leader", self.leader, *self.flags]
         self.launch(command)
 
-    def children(self) -> list[int]:
-        """The processes of its ranks."""
+    def children(self, module: str = "common.engine.ranks") -> list[int]:
+        """The processes of its ranks, or others that run `module`."""
         found = []
         for folder in Path("/proc").iterdir():
             try:
-                is_rank = folder.name.isdigit() and b"common.engine.ranks\0" in (folder / "cmdline").read_bytes()
+                is_rank = folder.name.isdigit() and f"{module}\0".encode() in (folder / "cmdline").read_bytes()
                 if is_rank and int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == self.pid:
                     found.append(int(folder.name))
             except OSError:  # it ended meanwhile

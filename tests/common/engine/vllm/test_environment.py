@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 from common.config import DecodeWorkerConfig
-from common.engine.vllm.environment import CONSTANTS, find_libraries, thread_binding, variables, visible_gpus
+from common.engine.vllm.environment import (
+    CONSTANTS,
+    RankResources,
+    find_libraries,
+    thread_binding,
+    variables,
+    visible_gpus,
+)
 
 
 @pytest.mark.parametrize(
@@ -34,12 +41,17 @@ def test_a_worker_sees_its_gpus(visible: str, first: int, count: int, expected: 
 
 def test_a_gpu_worker_needs_no_cores_or_libraries() -> None:
     config = DecodeWorkerConfig(engine="vllm", device="cuda:2", tensor_parallel_size=2)
-    assert variables(config, {}, [0, 1], {}) == ({**CONSTANTS, "CUDA_VISIBLE_DEVICES": "2,3"}, [])
+    assert variables(RankResources.of(config), {}, [0, 1], {}) == ({**CONSTANTS, "CUDA_VISIBLE_DEVICES": "2,3"}, [])
+
+
+def test_a_worker_on_several_hosts_uses_the_gpus_of_each() -> None:
+    config = DecodeWorkerConfig(engine="vllm", device="cuda:4", tensor_parallel_size=8, rank_hosts=2, rank_port=7005)
+    assert variables(RankResources.of(config), {}, [0], {})[0]["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
 
 
 def test_a_cpu_worker_preloads_what_is_found_and_names_what_is_not() -> None:
     config, libraries = DecodeWorkerConfig(engine="vllm", device="cpu"), {"libtcmalloc": Path("/lib/libtcmalloc.so.4")}
-    wanted, missing = variables(config, {"LD_PRELOAD": "/mine.so"}, [0, 1], libraries)
+    wanted, missing = variables(RankResources.of(config), {"LD_PRELOAD": "/mine.so"}, [0, 1], libraries)
     assert wanted == {
         **CONSTANTS,
         "VLLM_CPU_OMP_THREADS_BIND": "0,1",
@@ -50,9 +62,9 @@ def test_a_cpu_worker_preloads_what_is_found_and_names_what_is_not() -> None:
 
 def test_fewer_threads_than_cores_are_not_bound_unless_the_cores_are_chosen() -> None:
     config = DecodeWorkerConfig(engine="vllm", device="cpu", threads=4, tensor_parallel_size=2)
-    wanted, _ = variables(config, CONSTANTS, range(8), {})
+    wanted, _ = variables(RankResources.of(config), CONSTANTS, range(8), {})
     assert wanted == {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "2"}
-    wanted, _ = variables(replace(config, cores="0-7"), CONSTANTS, range(8), {})
+    wanted, _ = variables(RankResources.of(replace(config, cores="0-7")), CONSTANTS, range(8), {})
     assert wanted == {"VLLM_CPU_OMP_THREADS_BIND": "0,2|1,3"}
 
 
@@ -63,7 +75,7 @@ def test_variables_of_the_user_are_kept() -> None:
         "LD_PRELOAD": "/a/libtcmalloc.so:/b/libiomp5.so",
     }
     config = DecodeWorkerConfig(engine="vllm", device="cpu")
-    assert variables(config, environ, [0, 1], {}) == ({}, [])
+    assert variables(RankResources.of(config), environ, [0, 1], {}) == ({}, [])
 
 
 def test_the_first_folder_with_a_library_wins(tmp_path: Path) -> None:

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig
-from common.engine.vllm import core_log
+from common.engine.vllm import core_log, launch
 from common.engine.vllm.core_log import first_error, last_error, write_logging_config
-from common.engine.vllm.duty import advertised
 from common.engine.vllm.launch import (
     KV_SPACE,
     CoreFiles,
     engine_arguments,
     one_line,
-    prepare_logging,
+    prepare_memory,
     shortened,
     start_problem,
 )
-from common.errors import ModelError
+from common.errors import ModelError, RankLost
 from common.model_files import ModelFiles
 
 RANK_ERROR = """ERROR WorkerProc failed to start.
@@ -77,12 +77,12 @@ def test_what_is_not_set_is_left_to_vllm() -> None:
     assert given(PrefillWorkerConfig(engine="vllm", max_num_batched_tokens=512))["--max-num-batched-tokens"] == "512"
 
 
-def test_the_kv_cache_may_have_a_fraction_of_a_gibibyte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kv_cache_may_have_a_fraction_of_a_gibibyte(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.environ", {KV_SPACE: "3"})
     own, ours = (DecodeWorkerConfig(engine="vllm", device="cpu", kv_memory_gib=size) for size in (0.0, 0.25))
-    prepare_logging(own, CoreFiles(tmp_path))
+    prepare_memory(own)
     assert os.environ[KV_SPACE] == "3", "the variable counts unless our setting is given"
-    prepare_logging(ours, CoreFiles(tmp_path))
+    prepare_memory(ours)
     assert KV_SPACE not in os.environ
     assert given(ours)["--kv-cache-memory-bytes"] == str(2**28)
 
@@ -104,6 +104,24 @@ def test_the_first_error_is_the_reason(tmp_path: Path) -> None:
     assert why.startswith("vLLM cannot load the model: OutOfMemoryError: CUDA out of memory. Tried")
     assert "--gpu-memory-utilization" in why and "\n" not in why
     assert start_problem(RuntimeError("no luck"), CoreFiles(tmp_path / "none")) == "vLLM cannot load the model: no luck"
+
+
+def test_a_host_that_is_lost_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM waits for the ranks of the host, which never come."""
+    never = threading.Event()
+
+    class AsyncLLM:
+        from_vllm_config = staticmethod(lambda config: never.wait(30))
+
+    for name in ("vllm", "vllm.v1", "vllm.v1.engine"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine.async_llm", SimpleNamespace(AsyncLLM=AsyncLLM))
+    monkeypatch.setattr(launch, "CHECK_S", 0.01)
+    monkeypatch.setattr(launch, "end_processes", lambda pids: never.set())
+    config: Any = object()
+    with pytest.raises(RankLost, match="^host 1 is gone$"):
+        launch.start_core(config, CoreFiles(tmp_path), lambda: "host 1 is gone")
+    assert never.is_set()
 
 
 def test_the_last_error_ended_an_engine_that_has_run(tmp_path: Path) -> None:
@@ -145,18 +163,6 @@ def test_vllm_logs_less_than_we_do(
     core = CoreFiles(tmp_path)
     write_logging_config(core.logging, core.errors, level)
     assert json.loads(core.logging.read_text())["loggers"]["vllm"]["level"] == shown
-
-
-@pytest.mark.parametrize(
-    ("joined", "host", "expected"),
-    [
-        ("tcp://0.0.0.0:7,8", "node-1", "tcp://node-1:7,8"),
-        ("tcp://0.0.0.0:7", "::1", "tcp://[::1]:7"),
-        ("tcp://10.0.0.1:7,8", "", "tcp://10.0.0.1:7,8"),
-    ],
-)
-def test_all_ranks_are_advertised(joined: str, host: str, expected: str) -> None:
-    assert advertised(joined, host) == expected
 
 
 def test_a_process_whose_parent_ended_before_the_watch_began_exits(monkeypatch: pytest.MonkeyPatch) -> None:

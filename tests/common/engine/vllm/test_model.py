@@ -17,7 +17,7 @@ from common.config import DecodeWorkerConfig, PrefillWorkerConfig
 from common.engine.kv import BlockLog
 from common.engine.vllm import model as model_module
 from common.engine.vllm.adapters import VllmAdapters, describe_adapter
-from common.engine.vllm.model import COMMON_SERIES, VllmCollector, connector_settings, facts_of, load_vllm
+from common.engine.vllm.model import COMMON_SERIES, VllmCollector, advertised, connector_settings, facts_of, load_vllm
 from common.engine.worker import EngineStatus, WorkerMetrics, WorkerParts
 from common.engine.worker.vitals import WorkerIdentity
 from common.errors import ModelError
@@ -84,6 +84,19 @@ def test_timeouts_and_streams_reach_the_connectors() -> None:
     prefill = PrefillWorkerConfig(engine="vllm", kv_lease_s=3.0, kv_streams=2)
     found = connector_settings(prefill, parts, link)
     assert (found.lease_s, found.num_streams, found.kv_port) == (3, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "hosts", "expected"),
+    [
+        (["tcp://0.0.0.0:7", "tcp://0.0.0.0:8"], ["node-1", "node-1"], "tcp://node-1:7,8"),
+        (["tcp://0.0.0.0:7"], ["::1"], "tcp://[::1]:7"),
+        (["tcp://10.0.0.1:7", "tcp://10.0.0.1:8"], ["", ""], "tcp://10.0.0.1:7,8"),
+        (["tcp://[::]:7", "tcp://[::]:8"], ["10.0.0.1", "10.0.0.2"], "tcp://10.0.0.1:7,tcp://10.0.0.2:8"),
+    ],
+)
+def test_all_ranks_are_advertised(addresses: list[str], hosts: list[str], expected: str) -> None:
+    assert advertised(addresses, hosts) == expected
 
 
 def test_vllms_own_series_have_the_labels_of_the_worker() -> None:

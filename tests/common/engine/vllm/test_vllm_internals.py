@@ -154,3 +154,14 @@ def test_both_model_runners_call_the_connector_around_each_step() -> None:
     pre, post = (source(getattr(kv_connector.ActiveKVConnector, name)) for name in ("pre_forward", "post_forward"))
     assert "handle_preemptions(kv_connector_metadata)" in pre
     assert post.index("wait_for_save()") < post.index("get_transfer_results(finished_req_ids)")
+
+
+def test_another_host_can_start_its_ranks() -> None:
+    """For `common.engine.vllm.follower`."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProcHandle
+
+    assert "headless" in parameters(AsyncEngineArgs.create_engine_config)
+    assert parameters(MultiprocExecutor.__init__) == ["vllm_config", "monitor_workers"]
+    assert "self.workers = WorkerProc.wait_for_ready(" in source(MultiprocExecutor._init_executor)
+    assert "proc" in fields(WorkerProcHandle)

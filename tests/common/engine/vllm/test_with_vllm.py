@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import zmq
 
-from common.config import DecodeWorkerConfig
+from common.config import DecodeWorkerConfig, PrefillWorkerConfig
 from common.engine.vllm.duty import vllm_offer
+from common.engine.vllm.launch import process_tree
 from common.engine.worker import EngineStatus, RequestReceived, WorkerMetrics, WorkerParts
 from common.engine.worker.vitals import WorkerIdentity
-from common.model_files import ModelFiles
-from common.wire import BadWord, SamplingParams, pack_tokens
-from common.wire.messages import DecodeRequest, Message, RequestFailed, TokenOutput
+from common.model_files import resolve_model
+from common.wire import BadWord, Curve, Gatekeeper, Role, SamplingParams, pack_tokens
+from common.wire.messages import DecodeRequest, KVTarget, Message, PrefillRequest, RequestFailed, TokenOutput
 
 from ....waiting import until
 from .engines import GRAMMAR, PATTERN, text_of, write_llama, write_tokenizer
@@ -32,36 +33,53 @@ NUM_TOKENS, EARLIER = 12, 5
 
 
 class Worker:
-    def __init__(self, folder: Path) -> None:
+    """A worker's engine. `settings` are those of its process."""
+
+    def __init__(self, folder: Path, role: Role = "decode", **settings: Any) -> None:
         write_tokenizer(folder)
-        config = DecodeWorkerConfig(
-            model=str(folder), engine="vllm", dtype="float32", device="cpu", engine_args=("--enforce-eager",)
-        )
-        files = ModelFiles(
-            model_id="m", format="hf", weights=(), tokenizer=folder / "tokenizer.json", config=folder / "config.json",
-            eos_token_ids=(0,), max_model_len=4096, vocab_size=512, weights_hash="0",
-        )  # fmt: skip
+        values: dict[str, Any] = {"engine": "vllm", "dtype": "float32", "device": "cpu"} | settings
+        kind = {"decode": DecodeWorkerConfig, "prefill": PrefillWorkerConfig}[role]
+        config = kind(model=str(folder), engine_args=("--enforce-eager",), **values)
+        files = resolve_model(str(folder), progress=False, supported=False)
         self.sent: list[tuple[bytes, Message]] = []
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        offer = vllm_offer("decode", config)
-        metrics = WorkerMetrics("m", "d", EngineStatus, role="decode")
-        duty = offer.begin(WorkerParts(WorkerIdentity("d", "decode", "decode", 1), self.context, None, metrics))
+        offer, name = vllm_offer(role, config), role[0]
+        metrics = self.metrics = WorkerMetrics("m", name, EngineStatus, role=role)
+        curve = Curve.load(config.curve_key)
+        self.gatekeeper = Gatekeeper(self.context, curve) if curve is not None else None
+        if self.gatekeeper is not None:
+            self.gatekeeper.start()
+        duty = offer.begin(WorkerParts(WorkerIdentity(name, role, role, 1), self.context, curve, metrics))
+        earlier = process_tree()
         self.model = offer.load(files)
+        self.model._processes -= earlier  # of other workers in this process
         self.engine: Any = duty.build_engine(self.model, self.sent.extend)
         self.engine.start()
         self.number = 0
 
-    async def ask(self, prompt: list[int], earlier: int = 0, **given: Any) -> list[int]:
+    async def ask(self, prompt: list[int], earlier: int = 0, prefill: Worker | None = None, **given: Any) -> list[int]:
         """Return the tokens of an answer, which begins with the last `earlier` tokens of `prompt`."""
         self.number += 1
         name = f"r{self.number}"
         params = SamplingParams(max_tokens=NUM_TOKENS, **{"temperature": 0.0, "ignore_eos": True} | given)
-        request = DecodeRequest(
-            request_id=name, attempt=1, prompt=pack_tokens(prompt), params=params, num_output_tokens=earlier
-        )
+        values: dict[str, Any] = {
+            "request_id": name, "attempt": 1, "prompt": pack_tokens(prompt), "params": params,
+            "num_output_tokens": earlier,
+        }  # fmt: skip
+        request = DecodeRequest(**values, prefill_worker="p" if prefill is not None else "")
         self.engine.submit(RequestReceived(b"router", request))
+        deltas = self.deltas
+        if prefill is not None:
+            target = KVTarget("d", 1, self.model.kv_address)
+            prefill.engine.submit(RequestReceived(b"router", PrefillRequest(**values, decode=target)))
+            deltas = lambda name: prefill.deltas(name) + self.deltas(name)  # noqa: E731
         await until(lambda: self.has_ended(name), patience_s=60.0)
-        return [token for delta in self.deltas(name) for token in delta.token_ids]
+        return [token for delta in deltas(name) for token in delta.token_ids]
+
+    @property
+    def num_received_bytes(self) -> float:
+        samples = [sample for family in self.metrics.registry.collect() for sample in family.samples]
+        return sum(sample.value for sample in samples if sample.name.endswith("transfer_bytes_total"))
 
     def deltas(self, name: str) -> list[Any]:
         outputs = [message for _, message in self.sent if isinstance(message, TokenOutput)]
@@ -75,7 +93,20 @@ class Worker:
     def close(self) -> None:
         assert self.engine.stop()
         self.model.close()
+        if self.gatekeeper is not None:
+            self.gatekeeper.stop()
         self.context.term()
+
+
+def greedy(folder: Path, prompt: list[int]) -> list[int]:
+    """Return the greedy answer of transformers."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(folder).float()
+    whole = model.generate(torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None)
+    answer: list[int] = whole[0, len(prompt) :].tolist()
+    return answer
 
 
 @pytest.fixture(scope="module")
@@ -86,12 +117,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
 
 
 async def test_greedy_tokens_are_those_of_transformers(worker: Worker) -> None:
-    import torch
-    from transformers import LlamaForCausalLM
-
-    model = LlamaForCausalLM.from_pretrained(Path(worker.model._llm.model_config.model)).float()
-    whole = model.generate(torch.tensor([PROMPT]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None)
-    assert await worker.ask(PROMPT) == whole[0, len(PROMPT) :].tolist()
+    assert await worker.ask(PROMPT) == greedy(Path(worker.model._llm.model_config.model), PROMPT)
 
 
 @pytest.mark.parametrize(
