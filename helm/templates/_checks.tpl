@@ -174,9 +174,6 @@ as a worker does; `auto` counts as what it is for an unquantized checkpoint, and
 {{- define "diptych.checkEngine" -}}
 {{- $pool := .pool }}
 {{- if eq $pool.engine "vllm" }}
-{{- if gt (int $pool.rankHosts) 1 }}
-{{- fail (printf "%s: rankHosts is %d, but the ranks of a worker with engine vllm run in one pod: set rankHosts 1" .for (int $pool.rankHosts)) }}
-{{- end }}
 {{- if $pool.kvDisk.enabled }}
 {{- fail (printf "%s: kvDisk.enabled needs engine diptych: vLLM does not cache blocks on disk" .for) }}
 {{- end }}

@@ -223,6 +223,29 @@ def test_what_scales_names_the_set(helm4: Path) -> None:
     assert settings["decode_deployment"] == f"leaderworkersets/{DECODE}"
 
 
+@pytest.mark.slow
+def test_ranks_of_vllm_exchange_kv_from_all_pods(helm4: Path) -> None:
+    """Other workers reach nothing else of the pods that have no worker process."""
+    rendered = render(helm4, "several-hosts", apis=APIS)
+    pods = {
+        pod["metadata"]["labels"]["app.kubernetes.io/component"]: pod["metadata"]["labels"]
+        for item in rendered.of("LeaderWorkerSet")
+        for pod in templates(item)
+    }
+    ways = {
+        (source, target)
+        for source in pods
+        for target in pods
+        for port in (7010, 7025)
+        if source.split("-")[0] != target.split("-")[0] and allowed(rendered, pods[source], pods[target], port)
+    }
+    assert ways == {
+        (source, target) for source in ("prefill", "prefill-ranks") for target in ("decode", "decode-ranks")
+    }
+    assert not allowed(rendered, pods["prefill-ranks"], pods["decode-ranks"], 7026)
+    assert not allowed(rendered, pods["prefill-ranks"], pods["decode"], 7001)
+
+
 def test_what_cannot_be_spread_is_refused(helm4: Path) -> None:
     wanted = "4 is not divisible by rankHosts 3, but each host runs the same number of ranks: use 1, 2, 4"
     with pytest.raises(Refused, match=wanted):

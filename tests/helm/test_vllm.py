@@ -66,7 +66,6 @@ def test_a_model_from_the_hub_is_fetched_for_vllm(helm4: Path) -> None:
     ("workers", "says"),
     [
         ({"accelerator": {"vendor": "none"}}, "no worker image is built for accelerator.vendor none with engine vllm"),
-        ({"rankHosts": 2, "tensorParallelSize": 2}, "run in one pod: set rankHosts 1"),
         ({"kvDisk": {"enabled": True}}, "kvDisk.enabled needs engine diptych"),
         ({"hostNetwork": True, "tensorParallelSize": 2}, "would need a port of the node for each rank"),
         ({"settings": {"kv_transport": "nixl"}}, "kv_transport is nixl, but workers with engine vllm use tcp"),
