@@ -42,7 +42,7 @@ pools may share a node: (root, role, pool).
 
 {{/* "true" if ranks of a pool exchange KV from several pods: (pool). */}}
 {{- define "diptych.hasRemoteKV" -}}
-{{- if and (eq (.pool.engine | default "diptych") "vllm") (gt (int .pool.rankHosts) 1) }}true{{ end }}
+{{- if gt (int .pool.rankHosts) 1 }}true{{ end }}
 {{- end }}
 
 {{/* Roles of the pods of workers of `roles` that exchange KV, separated by spaces: (root, roles). */}}
@@ -93,6 +93,9 @@ pools may share a node: (root, role, pool).
 {{- define "diptych.checkRankHosts" -}}
 {{- $size := int .pool.tensorParallelSize }}
 {{- $hosts := int .pool.rankHosts }}
+{{- if and (gt $hosts 1) (ne (.pool.engine | default "diptych") "vllm") }}
+{{- fail (printf "%s: rankHosts is %d, but only workers with engine vllm run in several pods: set engine vllm or rankHosts 1" .for $hosts) }}
+{{- end }}
 {{- if mod $size $hosts }}
 {{- $divisors := list }}
 {{- range $number := untilStep 1 (int (add1 $size)) 1 }}{{ if eq (mod $size $number) 0 }}{{ $divisors = append $divisors (toString $number) }}{{ end }}{{ end }}
@@ -222,7 +225,7 @@ spec:
         {{- if $pool.shm.enabled }}
         - {name: shm, mountPath: /dev/shm}
         {{- end }}
-        {{- if and $pool.kvDisk.enabled (not $isRankHost) }}
+        {{- if $pool.kvDisk.enabled }}
         - {name: kv-disk, mountPath: /var/lib/diptych/kv}
         {{- end }}
     {{- with $pool.sidecars }}
@@ -234,7 +237,7 @@ spec:
     - name: shm
       emptyDir: {medium: Memory, sizeLimit: {{ $pool.shm.size | quote }}}
     {{- end }}
-    {{- if and $pool.kvDisk.enabled (not $isRankHost) }}
+    {{- if $pool.kvDisk.enabled }}
     - name: kv-disk
       emptyDir: {sizeLimit: {{ printf "%dGi" (add1 (int $pool.kvDisk.gib)) }}}
     {{- end }}

@@ -11,7 +11,7 @@ import pytest
 from common.config import RouterConfig
 from common.config.sources import Sources
 
-from .chart import LAYOUT, OPERATORS, Refused, Rendered, render, settings_of
+from .chart import OPERATORS, Refused, Rendered, render, settings_of
 from .test_shared_router import NAME, checksum, model, values
 
 pytestmark = pytest.mark.helm
@@ -135,10 +135,10 @@ def test_a_changed_plan_rolls_the_shared_router(helm4: Path) -> None:
 
 @pytest.mark.slow
 def test_a_worker_over_several_pods_is_scaled_as_a_set(helm4: Path) -> None:
-    spread = {"tensorParallelSize": 4, "rankHosts": 2, "accelerator": {"vendor": "nvidia"}}
+    spread = {"tensorParallelSize": 4, "rankHosts": 2}
     rendered = render(
         helm4,
-        over=two_models(decode=scaled() | spread, workers=LAYOUT),
+        over=two_models(decode=scaled() | spread, workers={"engine": "vllm", "accelerator": {"vendor": "nvidia"}}),
         apis=(*OPERATORS, "leaderworkerset.x-k8s.io/v1"),
     )
     table = tables(rendered)["a"]

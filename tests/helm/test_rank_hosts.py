@@ -15,7 +15,7 @@ import yaml
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig, RankHostConfig
 from common.config.sources import Sources
 
-from .chart import KUBERNETES, LAYOUT, OPERATORS, Object, Refused, Rendered, containers, ports_of, render
+from .chart import KUBERNETES, OPERATORS, Object, Refused, Rendered, containers, ports_of, render
 from .test_network_policies import allowed
 from .test_render import GOLDEN, check_schemas
 
@@ -86,16 +86,12 @@ LWS = "leaderworkerset.x-k8s.io/v1"
 APIS = (*OPERATORS, LWS)
 RANKS = 7005
 DECODE = "demo-diptych-decode-default"
-SPREAD: dict[str, Any] = {
-    "tensorParallelSize": 4,
-    "rankHosts": 2,
-    "accelerator": {"vendor": "nvidia"},
-    "settings": {"kv_memory_gib": 20},
-}
+WORKERS: dict[str, Any] = {"engine": "vllm", "accelerator": {"vendor": "nvidia"}}
+SPREAD: dict[str, Any] = {"tensorParallelSize": 4, "rankHosts": 2, "settings": {"kv_memory_gib": 20}}
 
 
 def spread(helm: Path, **more: Any) -> Rendered:
-    return render(helm, over={"workers": LAYOUT, "decode": {"pools": {"default": SPREAD | more}}}, apis=APIS)
+    return render(helm, over={"workers": WORKERS, "decode": {"pools": {"default": SPREAD | more}}}, apis=APIS)
 
 
 def templates(item: Object) -> tuple[Object, Object]:
@@ -186,7 +182,7 @@ def test_pods_of_a_pool_reach_each_other_and_no_stranger_reaches_them(helm4: Pat
     (expression,) = policy["spec"]["podSelector"]["matchExpressions"]
     assert expression == {"key": "app.kubernetes.io/component", "operator": "In", "values": ["decode", "decode-ranks"]}
     assert policy["spec"]["podSelector"]["matchLabels"].items() <= leader.items() & other.items()
-    assert policy["spec"]["ingress"] == [{"from": [{"podSelector": policy["spec"]["podSelector"]}]}]
+    assert policy["spec"]["ingress"][0] == {"from": [{"podSelector": policy["spec"]["podSelector"]}]}
     assert policy["spec"]["egress"][0] == {"to": [{"podSelector": policy["spec"]["podSelector"]}]}
     stranger = router["spec"]["template"]["metadata"]["labels"]
     others = [item for item in rendered.of("NetworkPolicy") if item is not policy]
@@ -251,12 +247,14 @@ def test_what_cannot_be_spread_is_refused(helm4: Path) -> None:
     with pytest.raises(Refused, match=wanted):
         spread(helm4, rankHosts=3)
     with pytest.raises(Refused, match="decode pool default with rankHosts 2 needs the API leaderworkerset.x-k8s.io/v1"):
-        render(helm4, over={"decode": {"pools": {"default": SPREAD}}})
+        render(helm4, over={"workers": WORKERS, "decode": {"pools": {"default": SPREAD}}})
+    with pytest.raises(Refused, match="rankHosts is 2, but only workers with engine vllm run in several pods"):
+        render(helm4, over={"workers": {"tensorParallelSize": 2, "rankHosts": 2}}, apis=APIS)
 
 
 @pytest.mark.slow
 def test_a_prefill_pool_is_spread_too(helm4: Path, tmp_path: Path) -> None:
-    rendered = render(helm4, over={"workers": LAYOUT, "prefill": {"pools": {"default": SPREAD}}}, apis=APIS)
+    rendered = render(helm4, over={"workers": WORKERS, "prefill": {"pools": {"default": SPREAD}}}, apis=APIS)
     leader, other = templates(rendered.named("LeaderWorkerSet", "demo-diptych-prefill-default"))
     assert leader["spec"]["containers"][0]["command"] == ["diptych", "prefill-worker"]
     assert other["metadata"]["labels"]["app.kubernetes.io/component"] == "prefill-ranks"
