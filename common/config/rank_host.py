@@ -14,12 +14,12 @@ _LEADER = r"((\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):[0-9]{1,5})?"
 
 @dataclass(frozen=True)
 class RankHostConfig(ProcessConfig):
-    """Address and key of rank 0, which sends all other settings."""
+    """Address and key of the worker, which sends all other settings."""
 
     section: ClassVar[str] = "rank_host"
     env_prefix: ClassVar[str] = "RANK_HOST"
     about: ClassVar[str] = (
-        "Run the processes of a worker with --rank-hosts on an additional host. "
+        "Run vLLM's ranks of a worker with --rank-hosts on an additional host. "
         "After the worker exits, this process waits for the next one at the same address."
     )
     examples: ClassVar[tuple[tuple[str, str], ...]] = (

@@ -185,7 +185,7 @@ class WorkerConfig(CommonConfig, PodSettings):
     )
     rank_hosts: int = setting(
         1,
-        "number of hosts that the processes of --tensor-parallel-size run on",
+        "number of hosts that the processes of --tensor-parallel-size run on, with --engine vllm",
         group="Device",
         details="The other hosts run `diptych rank-host`.",
         ge=1,
@@ -423,7 +423,9 @@ class WorkerConfig(CommonConfig, PodSettings):
             raise ConfigError("max_loras", self.max_loras, f"0 or at least {len(names)}, the number of --lora")
 
     def _check_rank_hosts(self) -> None:
-        """Check that each host has the same number of ranks and can reach rank 0."""
+        """Check that each host has the same number of ranks and can reach the worker."""
+        if self.rank_hosts > 1 and self.engine != "vllm":
+            raise ConfigError("rank_hosts", self.rank_hosts, "1 without --engine vllm")
         if self.tensor_parallel_size % self.rank_hosts:
             size = self.tensor_parallel_size
             divisors = ", ".join(str(number) for number in range(1, size + 1) if not size % number)

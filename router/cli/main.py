@@ -60,7 +60,7 @@ COMMANDS = {
     "rank-host": Command(
         "Serve",
         "run the processes of a worker on an additional host",
-        "common.engine.ranks.rank_host",
+        "common.engine.vllm.rank_host",
         "common.config:RankHostConfig",
         "worker",
     ),

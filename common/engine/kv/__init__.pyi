@@ -7,7 +7,7 @@ from common.engine.kv.copy_stream import CopyStream
 from common.engine.kv.cuda_driver import DescriptorError, DriverError, driver
 from common.engine.kv.device_memory import ExportedMemory, KVDevice, map_exported
 from common.engine.kv.quantised_staging import quantised_incoming, quantised_outgoing
-from common.engine.kv.sharded_cache import ShardedCache, blocks_at_once, segments
+from common.engine.kv.sharded_cache import ShardedCache
 from common.engine.kv.shared_memory import KVMemory, SharedMemoryError, map_shared
 from common.engine.kv.staging import (
     BlocksInPlace,
@@ -47,7 +47,6 @@ __all__ = [
     "StagedIncoming",
     "StagedOutgoing",
     "block_bytes",
-    "blocks_at_once",
     "checksum",
     "driver",
     "in_words",
@@ -58,6 +57,5 @@ __all__ = [
     "quantised_incoming",
     "quantised_outgoing",
     "ring_for",
-    "segments",
     "torch_dtype",
 ]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.engine.kv.cache import KVCache
 from common.engine.kv.copy_stream import CopyStream
-from common.engine.kv.sharded_cache import ShardedCache, blocks_at_once, in_groups
+from common.engine.kv.sharded_cache import ShardedCache
 from common.engine.kv.staging import StagedIncoming, StagedOutgoing
 from kernels import gather_blocks, scatter_blocks, wire_bytes
 
@@ -27,7 +27,7 @@ class QuantisedOutgoing(StagedOutgoing):
         self.block_bytes = self._row.num_bytes
 
     def views(self, indices: Sequence[int]) -> list[memoryview]:
-        """Return a `view` of each block, with one device synchronisation and one request per group to other hosts."""
+        """Return a `view` of each block, with one device synchronisation."""
         buffers = [self.take() for _ in indices]
         self.stream.wait_for(lambda: self._row.gather(list(zip(indices, buffers, strict=True))))
         return [self.lend(buffer) for buffer in buffers]
@@ -52,15 +52,12 @@ class _Row:
     """Quantises between blocks and buffers in host memory.
 
     On a GPU, data passes through one quantised block of device memory, reused in stream order. A block split across
-    ranks is quantised as a whole. There is memory for one group of blocks exchanged with other hosts.
+    ranks is quantised as a whole.
     """
 
     def __init__(self, kv: KVCache) -> None:
         self._kv = kv
-        self._wholes: list[Tensor] = []
-        if isinstance(kv, ShardedCache):
-            self._wholes = [kv.new_block() for _ in range(blocks_at_once(kv.wire_bytes))]
-        block = self._wholes[0] if self._wholes else kv.tensor[0]
+        block = self._whole = kv.new_block() if isinstance(kv, ShardedCache) else kv.tensor[0]
         self.num_bytes = wire_bytes(block[None], quantised=True)
         on_host = kv.device.type == "cpu"
         self._row = None if on_host else torch.empty(1, self.num_bytes, dtype=torch.uint8, device=kv.device)
@@ -68,27 +65,21 @@ class _Row:
 
     def gather(self, wanted: Sequence[tuple[int, Tensor]]) -> None:
         """Quantise blocks into buffers, given (index, buffer) pairs."""
-        if not isinstance(self._kv, ShardedCache):
-            for index, buffer in wanted:
+        for index, buffer in wanted:
+            if isinstance(self._kv, ShardedCache):
+                self._kv.gather(index, _bytes_of(self._whole))
+                self._quantise(self._whole, buffer)
+            else:
                 self._quantise(self._kv.block_tensor(index), buffer)
-            return
-        for group in in_groups(wanted, self._kv.wire_bytes):
-            wholes = self._wholes[: len(group)]
-            self._kv.gather_all([(index, _bytes_of(whole)) for (index, _), whole in zip(group, wholes, strict=True)])
-            for (_, buffer), whole in zip(group, wholes, strict=True):
-                self._quantise(whole, buffer)
 
     def scatter(self, received: Sequence[tuple[int, Tensor]]) -> None:
         """Dequantise buffers into blocks, given (index, buffer) pairs."""
-        if not isinstance(self._kv, ShardedCache):
-            for index, buffer in received:
+        for index, buffer in received:
+            if isinstance(self._kv, ShardedCache):
+                self._dequantise(buffer, self._whole)
+                self._kv.scatter(_bytes_of(self._whole), index)
+            else:
                 self._dequantise(buffer, self._kv.block_tensor(index))
-            return
-        for group in in_groups(received, self._kv.wire_bytes):
-            wholes = self._wholes[: len(group)]
-            for (_, buffer), whole in zip(group, wholes, strict=True):
-                self._dequantise(buffer, whole)
-            self._kv.scatter_all([(index, _bytes_of(whole)) for (index, _), whole in zip(group, wholes, strict=True)])
 
     def _quantise(self, block: Tensor, buffer: Tensor) -> None:
         row = buffer[None] if self._row is None else self._row

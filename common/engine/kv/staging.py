@@ -203,21 +203,27 @@ class GatheredOutgoing(StagedOutgoing):
         self._sharded, self.block_bytes = kv, kv.wire_bytes
 
     def views(self, indices: Sequence[int]) -> list[memoryview]:
-        """Return a `view` of each block, requesting all blocks from ranks on other hosts before the first arrives."""
+        """Return a `view` of each block, with one wait for all."""
         buffers = [self.take() for _ in indices]
-        self.stream.wait_for(lambda: self._sharded.gather_all(list(zip(indices, buffers, strict=True))))
+        self._gather(list(zip(indices, buffers, strict=True)))
         return [self.lend(buffer) for buffer in buffers]
 
     def copy(self, index: int, place: Tensor) -> int:
         return self.copy_all([(index, place)])[0]
 
     def copy_all(self, copies: Sequence[tuple[int, Tensor]]) -> list[int]:
-        """Gather all blocks of a message together: other hosts receive one request."""
-        self.stream.wait_for(lambda: self._sharded.gather_all(copies))
+        self._gather(copies)
         return [checksum(place.numpy().data) for _, place in copies]
 
     def _fill(self, buffer: Tensor, index: int) -> None:
-        self.stream.wait_for(lambda: self._sharded.gather(index, buffer))
+        self._gather([(index, buffer)])
+
+    def _gather(self, blocks: Sequence[tuple[int, Tensor]]) -> None:
+        def run() -> None:
+            for index, block in blocks:
+                self._sharded.gather(index, block)
+
+        self.stream.wait_for(run)
 
 
 class ScatteredIncoming(StagedIncoming):
@@ -228,15 +234,18 @@ class ScatteredIncoming(StagedIncoming):
         self._sharded, self.block_bytes = kv, kv.wire_bytes
 
     def copy_all(self, copies: Iterable[tuple[Tensor | None, int]]) -> Iterator[int | None]:
-        """Scatter all blocks of a message together: other hosts confirm once."""
+        """Scatter all blocks of a message, with one wait for all."""
         known = list(copies)
-        found = [(index, place) for place, index in known if place is not None]
-        self.stream.wait_for(lambda: self._sharded.scatter_all(found))
+        self._store([(index, place) for place, index in known if place is not None])
         for place, _ in known:
             yield None if place is None else checksum(place.numpy().data)
 
     def _store(self, received: Sequence[tuple[int, Tensor]]) -> None:
-        self.stream.wait_for(lambda: self._sharded.scatter_all(received))
+        def run() -> None:
+            for index, block in received:
+                self._sharded.scatter(block, index)
+
+        self.stream.wait_for(run)
 
 
 def outgoing_blocks(kv: KVCache, at_once: int = 1) -> OutgoingBlocks:

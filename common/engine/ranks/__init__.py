@@ -1,4 +1,4 @@
-"""Tensor parallel workers: several rank processes on one or more hosts, their messages and their steps."""
+"""Tensor parallel workers: several rank processes on one host, their messages and their steps."""
 
 from __future__ import annotations
 

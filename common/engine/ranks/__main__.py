@@ -1,7 +1,6 @@
-"""Entry point of ranks 1, 2, ... of a worker: `python -m common.engine.ranks FD FD [FD]`.
+"""Entry point of ranks 1, 2, ... of a worker: `python -m common.engine.ranks FD FD`.
 
-The descriptors are channels to rank 0. On its own host, rank 0 starts ranks with socket pairs for steps and adapters.
-A rank host starts the others with connections for steps, adapters and blocks.
+The descriptors are channels to rank 0, for steps and for adapters.
 """
 
 from __future__ import annotations
@@ -34,17 +33,16 @@ def main(descriptors: Sequence[int]) -> int:
     """Run the steps of rank 0. Exits with status 0 when rank 0 is gone, and returns 1 after an error."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # rank 0 gets them as well, drains and then stops this process
-    channel, orders, *more = (Channel(socket.socket(fileno=each), "rank 0") for each in descriptors)
+    channel, orders = (Channel(socket.socket(fileno=each), "rank 0") for each in descriptors)
     threading.Thread(target=watch, args=(channel,), name="rank-0-watch", daemon=True).start()
     plan = msgspec.json.decode(channel.receive(START_S), type=RankPlan, dec_hook=lambda kind, value: kind(value))
     setup_logging(plan.name, plan.log_level, json=plan.log_json)
     # Imported here: loading torch takes a second or more, and rank 0 may be gone by then.
-    from common.engine.ranks.follower import check_files, follow
+    from common.engine.ranks.follower import follow
 
     try:
-        problem = check_files(plan.files) if more else ""
-        channel.send(msgspec.json.encode(RankReport(problem)), SEND_S)
-        follow(plan, channel, orders, more[0] if more else None)
+        channel.send(msgspec.json.encode(RankReport()), SEND_S)
+        follow(plan, channel, orders)
     except DiptychError as error:
         if channel.is_cut():
             return 0

@@ -1,7 +1,6 @@
-"""Message channel between rank 0 and another rank: a socket pair on one host, or a connection between hosts.
+"""Message channel between two processes: a socket pair on one host, or a connection between hosts.
 
-A socket pair is closed by the kernel when either process dies. So is a connection, which is also cut when the other
-host is silent for `connection.LOST_S`.
+The kernel closes it when either process dies.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import select
 import socket
 import sys
 import time
-from collections.abc import Sequence
 
 from common.errors import RankLost
 
@@ -64,22 +62,6 @@ class Channel:
         body = bytearray(size)
         self._fill(memoryview(body), until)
         return bytes(body)
-
-    def send_parts(self, parts: Sequence[memoryview], timeout_s: float) -> None:
-        """Send bytes without a length prefix. The receiver must expect exactly this number of bytes."""
-        until = time.monotonic() + timeout_s
-        try:
-            for part in parts:
-                self._end.settimeout(max(0.001, until - time.monotonic()))
-                self._end.sendall(part)
-        except OSError as error:
-            raise RankLost(f"cannot send to {self.peer}: {error}") from error
-
-    def receive_parts(self, parts: Sequence[memoryview], timeout_s: float | None) -> None:
-        """Fill `parts` with bytes sent by `send_parts`."""
-        until = _until(timeout_s)
-        for part in parts:
-            self._fill(part, until)
 
     def send_descriptor(self, descriptor: int, timeout_s: float) -> None:
         """Pass an open file to the other process."""

@@ -15,7 +15,7 @@ from common.engine.models import Decoder
 from common.engine.ranks.adapters import RankPlaces, execute_adapter_orders
 from common.engine.ranks.channel import Channel
 from common.engine.ranks.group import RankGroup
-from common.engine.ranks.kv_memory import serve_kv_heads, share_kv_memory
+from common.engine.ranks.kv_memory import share_kv_memory
 from common.engine.ranks.liveness import send_heartbeats
 from common.engine.ranks.processes import LOAD_S, SEND_S, RankPlan, RankReport
 from common.engine.ranks.shard import load_shard, open_for_ranks
@@ -29,33 +29,28 @@ from common.engine.run import (
     use_exact_sums,
 )
 from common.errors import DiptychError, ModelError, RankLost
-from common.model_files import ModelFiles, resolve_model
 from common.model_files.architecture import Shard
 from kernels import KVScales
 
 log = logging.getLogger(__name__)
 
 
-def follow(plan: RankPlan, channel: Channel, orders: Channel, blocks: Channel | None = None) -> NoReturn:
+def follow(plan: RankPlan, channel: Channel, orders: Channel) -> NoReturn:
     """Run steps until rank 0 is gone or a collective fails, which raises RankLost. Raises errors of loading and steps.
 
-    One thread loads the adapters that `orders` name, another sends heartbeats. With `blocks`, rank 0 is on another
-    host, and one more thread reads and writes KV for it.
+    One thread loads the adapters that `orders` name, another sends heartbeats.
     """
     torch.set_num_threads(plan.threads)
     use_exact_sums()
     try:
-        steps, kv, places = prepare(plan, channel, lends_memory=blocks is None)
+        steps, kv, places = prepare(plan, channel)
     except (DiptychError, OSError, torch.OutOfMemoryError) as error:
         channel.send(msgspec.json.encode(RankReport(str(error) or type(error).__name__)), SEND_S)
         raise
     if places is not None:
         threading.Thread(target=_execute_adapter_orders, args=(orders, places), name="adapters", daemon=True).start()
     channel.send(msgspec.json.encode(RankReport()), SEND_S)
-    if blocks is None:
-        share_kv_memory(kv, channel)
-    else:
-        threading.Thread(target=serve_kv_heads, args=(kv, blocks), name="kv-heads", daemon=True).start()
+    share_kv_memory(kv, channel)
     threading.Thread(target=send_heartbeats, args=(channel,), name="heartbeat", daemon=True).start()
     while True:
         steps.run(channel.receive(None))
@@ -66,24 +61,7 @@ def _execute_adapter_orders(orders: Channel, places: RankPlaces) -> None:
         execute_adapter_orders(orders, places)
 
 
-def check_files(files: ModelFiles) -> str:
-    """Return why this host cannot run ranks with these model files, or "" if it has the same files at the same path."""
-    path = files.config.parent if files.config is not None else files.weights[0]
-    try:
-        found = resolve_model(str(path), progress=False)
-    except ModelError as error:
-        return f"its host must have the model at the same path as rank 0, {path}: {error}"
-    if found.weights_hash != files.weights_hash:
-        return (
-            f"the weights at {path} of its host have hash {found.weights_hash}, those of rank 0 {files.weights_hash}: "
-            "copy the same files to every host"
-        )
-    return ""
-
-
-def prepare(
-    plan: RankPlan, channel: Channel, *, lends_memory: bool = True
-) -> tuple[StepExecutor, KVCache, RankPlaces | None]:
+def prepare(plan: RankPlan, channel: Channel) -> tuple[StepExecutor, KVCache, RankPlaces | None]:
     """Load the shard, and allocate its KV cache and adapter slots. Raises ModelError, ConfigError, RankLost."""
     shard, device = Shard(plan.rank, plan.size), torch.device(plan.device)
     group = RankGroup(shard, plan.rendezvous, device)
@@ -104,7 +82,7 @@ def prepare(
         whole, _ = open_for_ranks(plan.files, plan.size)
         places = RankPlaces(model, whole, shard, max_loras=plan.max_loras, max_rank=plan.max_lora_rank)
     num_blocks = plan.num_blocks or _measured(plan, model, group, channel)
-    shape, is_mapped = model.config, lends_memory and device.type == "cpu"
+    shape, is_mapped = model.config, device.type == "cpu"
     scales = tuple(KVScales(*each) for each in plan.kv_scales)
     kv = KVCache(shape, num_blocks, plan.block_size, plan.kv_dtype, plan.device, share=is_mapped, scales=scales)
     if kv.shared is None and is_mapped:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -13,11 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from common.engine.models import padded
-from common.engine.ranks.connection import interface_to
-from common.engine.ranks.processes import Rendezvous
 from common.errors import RankLost
 from common.model_files.architecture import Shard
 
@@ -33,23 +30,17 @@ LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 class RankGroup:
     """Implementation of `Collectives`. A process is in one group, and one thread at a time may use it."""
 
-    def __init__(
-        self, shard: Shard, rendezvous: Rendezvous, device: torch.device, listener: socket.socket | None = None
-    ) -> None:
-        """Wait for all ranks at the same `rendezvous`. Raises RankLost.
-
-        With ranks on several hosts, rank 0 passes the `listener` of the rendezvous, and gives up its ownership.
-        """
+    def __init__(self, shard: Shard, rendezvous: str, device: torch.device) -> None:
+        """Wait for all ranks at the same file `rendezvous`. Raises RankLost."""
         self._shard, self._device = shard, device
-        interface = interface_to(rendezvous.host) if rendezvous.host else LOOPBACK
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(variable, interface)
+            os.environ.setdefault(variable, LOOPBACK)
         self._backend = backend = "nccl" if device.type == "cuda" else "gloo"
         options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
         deadline = timedelta(seconds=COLLECTIVE_S + (NCCL_LATER_S if backend == "nccl" else 0.0))
 
         def meet() -> None:
-            store = _store(rendezvous, shard, listener)
+            store = FileStore(rendezvous, shard.size)
             dist.init_process_group(
                 backend, store=store, rank=shard.rank, world_size=shard.size, timeout=deadline, **options
             )
@@ -107,18 +98,3 @@ class RankGroup:
             collective()
         except RuntimeError as error:
             raise RankLost(f"a collective failed: {str(error).splitlines()[0]}") from error
-
-
-def _store(rendezvous: Rendezvous, shard: Shard, listener: socket.socket | None) -> Store:
-    if rendezvous.file:
-        return FileStore(rendezvous.file, shard.size)
-    taken: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener.detach()}
-    return TCPStore(
-        rendezvous.host,
-        rendezvous.port,
-        shard.size,
-        is_master=shard.rank == 0,
-        timeout=timedelta(seconds=COLLECTIVE_S),
-        wait_for_workers=False,
-        **taken,
-    )

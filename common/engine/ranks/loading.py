@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,12 +13,10 @@ from common.engine.adapters import AdapterSlots
 from common.engine.kv import KVCache, ShardedCache
 from common.engine.models import kv_form
 from common.engine.ranks.adapters import AllPlaces
-from common.engine.ranks.connection import normalized_address
 from common.engine.ranks.group import COLLECTIVE_S, RankGroup
-from common.engine.ranks.kv_memory import RemoteKVHeads, map_kv_memory
+from common.engine.ranks.kv_memory import map_kv_memory
 from common.engine.ranks.liveness import WaitDeadline
-from common.engine.ranks.processes import RankPlan, RankProcesses, Rendezvous
-from common.engine.ranks.rank_hosts import BACKLOG, JoinedHost, wait_for_hosts
+from common.engine.ranks.processes import RankPlan, RankProcesses
 from common.engine.ranks.shard import load_shard, open_for_ranks
 from common.engine.ranks.steps import RankedGraphRunner, RankedRunner
 from common.engine.run import (
@@ -48,7 +44,6 @@ from common.engine.run import (
 from common.engine.weights.formats import KVCacheFormat
 from common.model_files import ModelConfig, ModelFiles, ServedTask
 from common.model_files.architecture import Shard
-from common.wire import listen
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +51,8 @@ log = logging.getLogger(__name__)
 def load_ranked(files: ModelFiles, config: WorkerConfig) -> LoadedModel:
     """Start the other ranks, load a shard in each process, and run the first steps.
 
-    Raises ConfigError or ModelError for an unsupported model or setting, RankLost if a rank dies or a host does not
-    join. No process is left in these cases.
+    Raises ConfigError or ModelError for an unsupported model or setting, RankLost if a rank dies. No process is left in
+    these cases.
     """
     size = config.tensor_parallel_size
     task = task_of(files, config)
@@ -70,24 +65,19 @@ def load_ranked(files: ModelFiles, config: WorkerConfig) -> LoadedModel:
     form = WeightForm(dtype, config.torch_device, config.quantization, task.generates)
     need = required_memory(files, config, form, kv.dtype, draft)
     of_others = need if draft is None else required_memory(files, config, form, kv.dtype)
-    need.check(config.torch_device, [of_others] * (config.ranks_per_host - 1))
+    need.check(config.torch_device, [of_others] * (size - 1))
     draft_bytes = draft.block_bytes if draft is not None else 0
     num_blocks = config.num_blocks
     if not num_blocks and config.kv_gib:
         num_blocks = blocks_within(Shard(0, size).of(whole), config, kv.dtype, draft_bytes)
-    num_threads = max(1, (config.threads or len(os.sched_getaffinity(0))) // config.ranks_per_host)
+    num_threads = max(1, (config.threads or len(os.sched_getaffinity(0))) // size)
     config = replace(config, threads=num_threads, num_blocks=num_blocks)
-    others, listener = RankProcesses(size), None
+    others = RankProcesses(size)
     try:
-        hosts, rendezvous = wait_for_hosts(config), Rendezvous(others.rendezvous_file)
-        if hosts:
-            listener, rendezvous = rendezvous_of(hosts)
-        others.start(plans(files, config, task, dtype, kv, rendezvous, of_others), hosts)
+        others.start(plans(files, config, task, dtype, kv, others.rendezvous_file, of_others))
         others.wait_started()
-        group = RankGroup(Shard(0, size), rendezvous, torch.device(config.torch_device), listener)
+        group = RankGroup(Shard(0, size), others.rendezvous_file, torch.device(config.torch_device))
     except BaseException:
-        if listener is not None:
-            listener.close()
         others.close()
         raise
     ranks = Ranks(others, group, WaitDeadline(COLLECTIVE_S))
@@ -118,10 +108,6 @@ class Ranks:
         why = self.deadline.failure
         return self.processes.with_silent_ranks(why) if why else ""
 
-    @property
-    def is_leaving(self) -> bool:
-        return self.processes.is_leaving
-
     def close(self) -> None:
         self.processes.close()
         self.group.close()
@@ -133,7 +119,7 @@ def plans(
     task: ServedTask,
     dtype: str,
     kv: KVCacheFormat,
-    rendezvous: Rendezvous,
+    rendezvous: str,
     need: MemoryNeed,
 ) -> list[RankPlan]:
     """Return the load plan of each other rank."""
@@ -149,7 +135,7 @@ def plans(
             quantization=config.quantization,
             with_head=task.generates,
             batch_invariant=config.batch_invariant,
-            device=device_of(config.torch_device, rank % config.ranks_per_host),
+            device=device_of(config.torch_device, rank),
             num_blocks=config.num_blocks,
             largest=LargestSteps.of(config, samples=task.generates),
             block_size=config.block_tokens,
@@ -166,15 +152,8 @@ def plans(
     ]
 
 
-def rendezvous_of(hosts: Sequence[JoinedHost]) -> tuple[socket.socket, Rendezvous]:
-    """Create a listener at which ranks of several hosts meet, at the address by which they reach this host."""
-    host = normalized_address(hosts[0].control.here)
-    listener = listen(host, 0, BACKLOG)
-    return listener, Rendezvous(host=host, port=listener.getsockname()[1])
-
-
 def device_of(device: str, rank: int) -> str:
-    """Return the device of a rank. Ranks of a host use consecutive GPUs, starting with the configured one."""
+    """Return the device of a rank. Ranks use consecutive GPUs, starting with the configured one."""
     if device == "cpu":
         return device
     return f"cuda:{int(device.partition(':')[2] or 0) + rank}"
@@ -210,10 +189,7 @@ def _load(
     def joined(kv: KVCache) -> ModelRunner:
         assert isinstance(kv, ShardedCache)  # created by `cache`
         for rank in others.wait_ready():
-            if rank.blocks is None:
-                map_kv_memory(kv, rank.steps)
-            else:
-                kv.attach_remote(RemoteKVHeads(rank.blocks))
+            map_kv_memory(kv, rank.steps)
         if config.kernel_check:
             check_model_kernels(model, kv, samples=task.generates)
         return _ranked_runner(model, kv, config, ranks, whole.max_model_len)

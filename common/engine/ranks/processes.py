@@ -1,4 +1,4 @@
-"""Processes of ranks 1, 2, ... of a worker. Rank 0 or a rank host starts them; all of them exit together.
+"""Processes of ranks 1, 2, ... of a worker, which rank 0 starts. All of them exit together.
 
     rank 0   start ── RankPlan ─>     load a shard                               ─ step ─> ─ step ─>   close
     rank r         <─ RankReport ──   load a shard  <─ RankReport, KV memory ─   run steps until rank 0 is gone
@@ -20,10 +20,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from common.engine.ranks.admission import LINKS
 from common.engine.ranks.channel import RANK_END_S, Channel
 from common.engine.ranks.liveness import SILENT_S, SUSPECT_SILENCE_S, HeartbeatMonitor
-from common.engine.ranks.rank_hosts import JoinedHost, links_of
 from common.engine.run import LargestSteps, MemoryNeed
 from common.errors import ModelError, RankLost
 from common.machine import ChildProcess
@@ -43,16 +41,8 @@ MEASURE = b"measure"
 """Message at which ranks start to measure, once all have loaded: collectives have shorter deadlines than loading."""
 
 
-class Rendezvous(msgspec.Struct, frozen=True):
-    """Where ranks meet: a file for those of one host, a port of rank 0 for those of several."""
-
-    file: str = ""
-    host: str = ""
-    port: int = 0
-
-
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """First message to a rank: what to load. `name` is for its logs.
+    """First message to a rank: what to load. `name` is for its logs, `rendezvous` the file at which all ranks meet.
 
     If `num_blocks` is 0, all ranks measure how many blocks fit in addition to the `largest` steps. Without `with_head`,
     steps return hidden states: see `load_model`.
@@ -76,7 +66,7 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     kernel_check: bool
     max_loras: int
     max_lora_rank: int
-    rendezvous: Rendezvous
+    rendezvous: str
     need: MemoryNeed
     log_level: str
     log_json: bool
@@ -93,18 +83,17 @@ class RankReport(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class OtherRank:
-    """A rank, and rank 0's ends of its channels. On another host it has no `child`, but a channel for blocks."""
+    """A rank, and rank 0's ends of its channels."""
 
     name: str
     steps: Channel
     adapters: Channel
     heartbeat: HeartbeatMonitor
-    child: ChildProcess | None = None
-    blocks: Channel | None = None
+    child: ChildProcess
 
     @classmethod
     def start(cls, rank: int) -> OtherRank:
-        """Start a process on this host. Raises OSError."""
+        """Start a process. Raises OSError."""
         (ours, theirs), (our_orders, their_orders) = Channel.pair(), Channel.pair()
         child = ChildProcess(f"rank {rank}")
         with theirs, their_orders:
@@ -115,12 +104,12 @@ class OtherRank:
 
     @property
     def channels(self) -> Sequence[Channel]:
-        return (self.steps, self.adapters) if self.blocks is None else (self.steps, self.adapters, self.blocks)
+        return (self.steps, self.adapters)
 
     @property
     def failure(self) -> str:
         """Reason why the rank is lost, or ""."""
-        if self.child is not None and not self.child.alive:
+        if not self.child.alive:
             return f"{self.name} is gone (exit status {self.child.returncode})"
         return f"{self.name} is gone" if any(channel.is_cut() for channel in self.channels) else ""
 
@@ -135,7 +124,6 @@ class RankProcesses:
         self.size = size
         self._folder = tempfile.TemporaryDirectory(prefix="diptych-ranks-")
         self._ranks: list[OtherRank] = []
-        self._hosts: Sequence[JoinedHost] = ()
         self._broken: RankLost | None = None
 
     @property
@@ -148,15 +136,10 @@ class RankProcesses:
         """Channels to each rank for adapter orders."""
         return [rank.adapters for rank in self._ranks]
 
-    def start(self, plans: Sequence[RankPlan], hosts: Sequence[JoinedHost] = ()) -> None:
-        """Start the ranks of this host, and adopt those of `hosts`. Raises OSError or RankLost."""
-        self._hosts, links = hosts, links_of(hosts)
+    def start(self, plans: Sequence[RankPlan]) -> None:
+        """Start the ranks. Raises OSError or RankLost."""
         for plan in plans:
-            if (plan.rank, "steps") in links:
-                steps, adapters, blocks = (links[plan.rank, purpose] for purpose in LINKS)
-                self._ranks.append(OtherRank(steps.peer, steps, adapters, HeartbeatMonitor(steps), blocks=blocks))
-            else:
-                self._ranks.append(OtherRank.start(plan.rank))
+            self._ranks.append(OtherRank.start(plan.rank))
         for plan, rank in zip(plans, self._ranks, strict=True):
             rank.steps.send(msgspec.json.encode(plan, enc_hook=str), SEND_S)
 
@@ -200,10 +183,8 @@ class RankProcesses:
     @property
     def failure(self) -> str:
         """Reason why no further step can run, or "". Thread-safe."""
-        gone = [f"{host.control.peer} is gone" for host in self._hosts if host.control.is_cut()]
-        gone += [why for rank in self._ranks if (why := rank.failure)]
-        if gone:
-            # A rank's reason is more specific than its host's. A rank may exit because a collective timed out.
+        gone = [why for rank in self._ranks if (why := rank.failure)]
+        if gone:  # a rank may exit because a collective timed out
             return self.with_silent_ranks(gone[-1])
         return str(self._broken) if self._broken is not None else self._silence(SILENT_S)
 
@@ -211,31 +192,22 @@ class RankProcesses:
         """Return a failure with the ranks that have been silent for a while. Thread-safe."""
         return "; ".join(filter(None, (why, self._silence(SUSPECT_SILENCE_S))))
 
-    @property
-    def is_leaving(self) -> bool:
-        """Whether another host wants to leave, so that this worker should drain. Thread-safe."""
-        return any(host.control.has_message() and not host.control.is_cut() for host in self._hosts)
-
     def close(self) -> None:
         """Stop all ranks, by force if necessary, and delete their files. A step that waits for a rank fails."""
         ranks, self._ranks = self._ranks, []  # first, so that later failures do not name them
-        hosts, self._hosts = self._hosts, ()
         for rank in ranks:
             for channel in rank.channels:
                 channel.close()
-        for host in hosts:
-            host.close()
         deadline = time.monotonic() + RANK_END_S
         for rank in ranks:
-            if rank.child is not None:
-                rank.child.wait(deadline)
+            rank.child.wait(deadline)
         self._folder.cleanup()
 
     def _silence(self, least_s: float) -> str:
         """Return which ranks have been silent for at least `least_s`, or ""."""
         silent = [(rank.name, silent_s) for rank in self._ranks if (silent_s := rank.heartbeat.silent_s()) >= least_s]
         said = [f"{name} has sent no heartbeat for {silent_s:.0f} s" for name, silent_s in silent]
-        return f"{', '.join(said)}: its process or host is stopped or overloaded" if said else ""
+        return f"{', '.join(said)}: its process is stopped or the host overloaded" if said else ""
 
     def _wait_for_reports(self, timeout_s: float) -> None:
         until = time.monotonic() + timeout_s

@@ -51,10 +51,6 @@ class OtherRanks(Protocol):
     def failure(self) -> str:
         """Reason why no further step can run, or "". Thread-safe."""
 
-    @property
-    def is_leaving(self) -> bool:
-        """Whether one of their hosts wants to leave, so that the worker should drain. Thread-safe."""
-
     def close(self) -> None:
         """Stop them. No step may run."""
 

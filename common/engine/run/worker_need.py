@@ -160,6 +160,6 @@ def remedies(config: WorkerConfig) -> str:
         found.append(f"--num-blocks below {config.num_blocks}")
     elif config.kv_gib:
         found.append(f"--kv-memory-gib below {config.kv_gib:g}")
-    ranks = f"--tensor-parallel-size above {config.tensor_parallel_size}"
-    found.append(f"{ranks}, on more GPUs" if config.on_gpu else f"{ranks}, on several hosts (--rank-hosts)")
+    if config.on_gpu:
+        found.append(f"--tensor-parallel-size above {config.tensor_parallel_size}, on more GPUs")
     return ", or ".join(found)

@@ -20,7 +20,8 @@ from pathlib import Path
 
 import msgspec
 
-from common.engine.ranks import Channel, normalized_address
+from common.engine.ranks import Channel
+from common.engine.vllm.connection import normalized_address
 from common.engine.vllm.core_log import last_error
 from common.engine.vllm.environment import RankResources, prepare_variables
 from common.engine.vllm.hosts import PLAN_S, FollowerPlan, link_key, prepare_network

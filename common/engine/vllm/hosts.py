@@ -20,8 +20,11 @@ from collections.abc import Sequence
 import msgspec
 
 from common.config import WorkerConfig
-from common.engine.ranks import Channel, JoinedHost, interface_to, key_of, normalized_address, wait_for_hosts
+from common.engine.ranks import Channel
+from common.engine.vllm.admission import key_of
+from common.engine.vllm.connection import interface_to, normalized_address
 from common.engine.vllm.link import ConnectorSettings
+from common.engine.vllm.rank_hosts import JoinedHost, wait_for_hosts
 from common.errors import RankLost
 
 log = logging.getLogger(__name__)
@@ -129,7 +132,8 @@ def prepare_network(own: str, peer: str) -> None:
 
 
 def _engine_of(host: JoinedHost) -> Channel:
-    return host.links[host.ranks[0], "engine"]
+    assert host.engine is not None  # `wait_for_hosts` returns complete hosts
+    return host.engine
 
 
 def _problem_of(host: JoinedHost) -> str:

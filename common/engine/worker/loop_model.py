@@ -83,7 +83,7 @@ class LoopModel:
 
     @property
     def is_leaving(self) -> bool:
-        return self.loaded.others is not None and self.loaded.others.is_leaving
+        return False  # all ranks are on this host
 
     def register_metrics(self, metrics: WorkerMetrics) -> None:
         metrics.show_pinned(self.loaded.pinned_bytes)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from common.engine.ranks.channel import Channel
-from common.engine.ranks.connection import LOST_S, configured, normalized_address, split_address
+from common.engine.vllm.connection import LOST_S, configured, normalized_address, split_address
 from common.errors import RankLost
 
 Ends = tuple[Channel, Channel]
@@ -104,20 +104,6 @@ def test_a_size_out_of_bounds_is_refused(ends: Ends) -> None:
     ends[0].send(bytes(10), 1.0)
     with pytest.raises(RankLost, match="rank 0 sent a message of 10 bytes, the limit is 9"):
         ends[1].receive(1.0, 9)
-
-
-def test_bytes_without_heads_fill_what_waits_for_them(ends: Ends) -> None:
-    parts = [memoryview(bytes([number]) * size) for number, size in ((1, 3), (2, 300_000), (3, 1))]
-    sender = threading.Thread(target=ends[0].send_parts, args=(parts, 5.0))
-    sender.start()
-    found = [memoryview(bytearray(size)) for size in (100_003, 200_000, 1)]
-    ends[1].receive_parts(found, 5.0)
-    sender.join()
-    assert b"".join(found) == b"".join(parts)
-    with pytest.raises(RankLost, match="cannot receive from rank 0: timed out"):
-        ends[1].receive_parts(found, 0.05)
-    with pytest.raises(RankLost, match="cannot send to rank 1: timed out"):
-        ends[0].send_parts([memoryview(bytes(32 * 2**20))], 0.05)
 
 
 def test_a_message_that_waits_is_seen(ends: Ends) -> None:

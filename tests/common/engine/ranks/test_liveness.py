@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -77,7 +79,9 @@ class ThreeRanks:
             ours, theirs = Channel.pair()
             steps = Channel(ours, f"rank {rank}")
             self.theirs.append(Channel(theirs, "rank 0"))
-            self.processes._ranks.append(OtherRank(steps.peer, steps, steps, HeartbeatMonitor(steps, self.clock)))
+            child: Any = SimpleNamespace(alive=True, wait=lambda deadline: None)
+            monitor = HeartbeatMonitor(steps, self.clock)
+            self.processes._ranks.append(OtherRank(steps.peer, steps, steps, monitor, child))
 
     def look(self, seconds: float) -> str:
         self.clock.now += seconds
@@ -97,7 +101,7 @@ def test_the_rank_that_is_silent_is_named_among_others(three: ThreeRanks) -> Non
     for _ in range(60):
         assert three.look(1.0) == ""
         three.theirs[1].try_send(HEARTBEAT)
-    assert three.look(1.0) == "rank 1 has sent no heartbeat for 60 s: its process or host is stopped or overloaded"
+    assert three.look(1.0) == "rank 1 has sent no heartbeat for 60 s: its process is stopped or the host overloaded"
 
 
 def test_a_rank_whose_sum_fails_first_does_not_hide_the_one_it_waited_for(three: ThreeRanks) -> None:

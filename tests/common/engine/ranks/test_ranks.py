@@ -209,7 +209,7 @@ def test_a_rank_that_is_frozen_while_nothing_runs_ends_the_worker(
         while not others.failure:
             assert time.monotonic() < until
             time.sleep(0.05)
-        assert others.failure == "rank 1 has sent no heartbeat for 6 s: its process or host is stopped or overloaded"
+        assert others.failure == "rank 1 has sent no heartbeat for 6 s: its process is stopped or the host overloaded"
         began = time.monotonic()
     step.join(30.0)
     assert time.monotonic() - began < 30.0 and "a collective failed" in failed[0]

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from common.config import DecodeWorkerConfig, PrefillWorkerConfig, RankHostConfig
+from common.config import DecodeWorkerConfig, RankHostConfig
 from common.config.sources import read
 from common.engine.models.load import load_model
 from common.engine.ranks.loading import device_of, plans
-from common.engine.ranks.processes import Rendezvous
 from common.engine.ranks.shard import load_shard
 from common.engine.run.memory_need import MemoryNeed
 from common.engine.weights.formats.kv_scales import KVCacheFormat
@@ -56,23 +55,16 @@ def test_ranks_have_neighbouring_devices() -> None:
         ({"rank_hosts": 2, "rank_port": 7005}, "invalid rank_hosts=2: must be 1 with --tensor-parallel-size 1"),
         ({"tensor_parallel_size": 4, "rank_hosts": 2}, "invalid rank_port=0: must be 1 or more with --rank-hosts 2"),
         ({"tensor_parallel_size": 4, "rank_port": 7005}, "invalid rank_port=7005: must be 0 without --rank-hosts"),
+        (
+            {"tensor_parallel_size": 4, "rank_hosts": 2, "rank_port": 7005, "engine": "diptych"},
+            "invalid rank_hosts=2: must be 1 without --engine vllm",
+        ),
     ],
 )
-def test_each_host_has_as_many_ranks_and_finds_rank_0(settings: dict[str, Any], refusal: str) -> None:
+def test_each_host_has_as_many_ranks_and_finds_the_worker(settings: dict[str, Any], refusal: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        DecodeWorkerConfig(**settings)
+        DecodeWorkerConfig(**{"engine": "vllm"} | settings)
     assert str(refused.value) == refusal
-
-
-def test_ranks_of_each_host_begin_with_the_same_device() -> None:
-    files = resolve_model("tiny-random")
-    spread = {"tensor_parallel_size": 6, "rank_hosts": 2, "rank_port": 7005}
-    config = PrefillWorkerConfig(device="cuda:1", kv_memory_gib=1.0, **spread)
-    found = plans(
-        files, config, GENERATES, "float32", KVCacheFormat("float32"), Rendezvous(host="10.0.0.7", port=1), NEED
-    )
-    assert config.ranks_per_host == 3
-    assert [plan.device for plan in found] == ["cuda:2", "cuda:3", "cuda:1", "cuda:2", "cuda:3"]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +90,7 @@ def test_a_rank_host_takes_addresses_of_both_families() -> None:
 def test_every_rank_multiplies_alike(batch_invariant: bool) -> None:
     files = resolve_model("tiny-random")
     config = DecodeWorkerConfig(tensor_parallel_size=2, batch_invariant=batch_invariant)
-    (plan,) = plans(files, config, GENERATES, "float32", KVCacheFormat("float32"), Rendezvous("rendezvous"), NEED)
+    (plan,) = plans(files, config, GENERATES, "float32", KVCacheFormat("float32"), "rendezvous", NEED)
     assert plan.batch_invariant == batch_invariant
     options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "quantization": "none"}
     shard = load_shard(files, Shard(0, 2), Sums(), **options, batch_invariant=batch_invariant)

@@ -250,13 +250,11 @@ def test_what_does_not_fit_is_refused_with_the_numbers(monkeypatch: pytest.Monke
     [
         (
             {"num_blocks": 9},
-            "--quantization int8 or int4, or --num-blocks below 9, or --tensor-parallel-size above 1, "
-            "on several hosts (--rank-hosts)",
+            "--quantization int8 or int4, or --num-blocks below 9",
         ),
         (
             {"quantization": "int8", "kv_memory_gib": 2.5},
-            "--quantization int4, or --kv-memory-gib below 2.5, or --tensor-parallel-size above 1, "
-            "on several hosts (--rank-hosts)",
+            "--quantization int4, or --kv-memory-gib below 2.5",
         ),
         ({"device": "cuda"}, "a model with fewer bits, or --tensor-parallel-size above 1, on more GPUs"),
     ],

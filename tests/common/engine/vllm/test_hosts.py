@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.engine.ranks.admission import Handshake, JoinRequest, JoinResponse, Purpose, Versions, key_of
 from common.engine.ranks.channel import Channel
-from common.engine.ranks.connection import dial
-from common.engine.ranks.rank_hosts import JoinedHost, RankHosts
 from common.engine.vllm import follower
+from common.engine.vllm.admission import Handshake, JoinRequest, JoinResponse, Purpose, Versions, key_of
+from common.engine.vllm.connection import dial
 from common.engine.vllm.hosts import HOST_IP, INTERFACES, EngineHosts, FollowerPlan, link_key
 from common.engine.vllm.launch import CoreFiles
 from common.engine.vllm.link import ConnectorSettings
+from common.engine.vllm.rank_hosts import JoinedHost, RankHosts
 from common.errors import ModelError
 from common.wire.curve import KeyPair, write_key_pair
 from common.wire.listening import listen
@@ -60,13 +60,12 @@ def joined(key: str) -> Iterator[tuple[EngineHosts, Channel, Channel]]:
     """A worker with one other host of two ranks, and the two connections of that host."""
     listener = listen("127.0.0.1", 0, 4)
     address = f"127.0.0.1:{listener.getsockname()[1]}"
-    admission = RankHosts(listener, key_of(key), num_others=1, ranks_per_host=2, engine="vllm")
+    admission = RankHosts(listener, key_of(key), 1)
     found: list[JoinedHost] = []
     waiting = threading.Thread(target=lambda: found.extend(admission.wait(WAIT_S)))
     waiting.start()
     control, answer = ask(address, key, "host")
-    assert (answer.engine, answer.ranks, answer.links) == ("vllm", (2, 3), ((2, "engine"),))
-    engine, _ = ask(address, key, "engine", session=answer.session, rank=2)
+    engine, _ = ask(address, key, "engine", session=answer.session)
     waiting.join(WAIT_S)
     hosts = EngineHosts(found, key)
     try:
@@ -97,14 +96,14 @@ def test_a_worker_learns_why_a_host_runs_no_ranks(key: str) -> None:
         control.send(b"leaving", WAIT_S)
         assert (hosts.failure, hosts.is_leaving) == ("", True)
         engine.send(b"a rank has ended", WAIT_S)
-        wanted = "the host of ranks 2 to 3 at 127.0.0.1: a rank has ended"
+        wanted = "host 1 at 127.0.0.1: a rank has ended"
         assert (hosts.failure, hosts.failure) == (wanted, wanted)
     with joined(key) as (hosts, control, _):
         control.cut()
-        assert (hosts.failure, hosts.is_leaving) == ("the host of ranks 2 to 3 at 127.0.0.1 is gone", False)
+        assert (hosts.failure, hosts.is_leaving) == ("host 1 at 127.0.0.1 is gone", False)
     with joined(key) as (hosts, _, engine):
         engine.cut()
-        assert hosts.failure == "the host of ranks 2 to 3 at 127.0.0.1 is gone"
+        assert hosts.failure == "host 1 at 127.0.0.1 is gone"
 
 
 def test_a_host_runs_the_plan_with_its_own_key_file(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

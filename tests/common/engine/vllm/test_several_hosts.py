@@ -16,8 +16,8 @@ import pytest
 from common.wire.curve import KeyPair, write_key_pair
 
 from ....waiting import until
-from ..ranks.rank_hosts import RankHostProcess, free_port
 from .engines import write_llama
+from .rank_hosts import RankHostProcess, free_port
 from .test_with_vllm import PROMPT, Worker, greedy
 
 pytestmark = [
@@ -57,12 +57,12 @@ async def test_two_hosts_answer_as_one_and_a_lost_rank_is_reported(
         other = [*PROMPT[::-1], 7]
         assert await worker.ask(other, prefill=prefill) == greedy(folder, other)
         assert worker.model.failure == "" and worker.num_received_bytes > 0
-        (follower,) = host.children("common.engine.vllm.follower")
+        (follower,) = host.children()
         started = psutil.Process(follower).children()
         (rank,) = [each for each in started if "resource_tracker" not in " ".join(each.cmdline())]
         rank.kill()
         await until(lambda: bool(worker.model.failure), patience_s=20.0)
-        assert worker.model.failure == "the host of rank 1 at 127.0.0.1: a rank has ended (exit status -9)"
+        assert worker.model.failure == "host 1 at 127.0.0.1: a rank has ended (exit status -9)"
     finally:
         worker.close()
         if prefill is not None:

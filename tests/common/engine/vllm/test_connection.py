@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-import common.engine.ranks.connection as interface
-from common.engine.ranks.connection import addresses_of, interface_to
+import common.engine.vllm.connection as interface
+from common.engine.vllm.connection import addresses_of, interface_to
 from common.errors import RankLost
 
 

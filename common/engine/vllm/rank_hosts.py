@@ -1,7 +1,7 @@
-"""Admission of the other hosts of a worker on rank 0. Each host opens three connections per rank.
+"""Admission of the other hosts of a worker, each with two connections.
 
-rank host   JoinRequest(host) ──>                     JoinRequest(steps, 2) ──>               ...(adapters, 2) ──>
-rank 0                            <── ranks, session                            <── JoinResponse
+rank host   JoinRequest(host) ──>               JoinRequest(engine, session) ──>
+worker                            <── session                                    <── JoinResponse
 """
 
 from __future__ import annotations
@@ -12,24 +12,21 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-
-import msgspec
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from common.config import WorkerConfig
-from common.engine.ranks.admission import (
+from common.engine.ranks import Channel
+from common.engine.vllm.admission import (
     KEYS_DIFFER,
     Handshake,
     JoinRequest,
     JoinResponse,
     NotAdmitted,
-    Purpose,
     Versions,
     key_of,
 )
-from common.engine.ranks.channel import Channel
-from common.engine.ranks.connection import configured, normalized_address
+from common.engine.vllm.connection import configured, normalized_address
 from common.errors import RankLost
 from common.wire import DropLog, in_url, listen
 
@@ -45,42 +42,34 @@ BACKLOG = 128
 
 @dataclass(slots=True)
 class JoinedHost:
-    """Another host, and the connections of its ranks. `control` shows when it is gone or wants to leave."""
+    """Another host. `control` shows when it is gone or wants to leave. `engine` is None until it has connected."""
 
     name: str
     control: Channel
-    ranks: range
     session: bytes
-    num_links: int
-    links: dict[tuple[int, Purpose], Channel] = field(default_factory=dict)
-
-    @property
-    def is_complete(self) -> bool:
-        return len(self.links) == self.num_links
+    engine: Channel | None = None
 
     def close(self) -> None:
-        for channel in (self.control, *self.links.values()):
-            channel.close()
+        for channel in (self.control, self.engine):
+            if channel is not None:
+                channel.close()
 
 
 class RankHosts:
     """Admits hosts until all have joined. Hosts without the key get no information."""
 
-    def __init__(
-        self, listener: socket.socket, key: bytes, *, num_others: int, ranks_per_host: int, engine: str = "diptych"
-    ) -> None:
-        """Takes ownership of `listener`. `num_others` excludes this host, which has the first ranks."""
+    def __init__(self, listener: socket.socket, key: bytes, num_others: int) -> None:
+        """Takes ownership of `listener`. `num_others` excludes this host."""
         self._listener, self._key = listener, key
         self._hosts: list[JoinedHost | None] = [None] * num_others
-        self._ranks_per_host = ranks_per_host
-        self._versions, self._engine = Versions.of_this_host(), engine
+        self._versions = Versions.of_this_host()
         self._lock = threading.Lock()  # for the fields below, which connection threads change
         self._is_over = False
         self._num_handshakes = 0
         self._refusals = DropLog(log, "a connection to the rank port")
 
     def wait(self, timeout_s: float) -> Sequence[JoinedHost]:
-        """Return all hosts in the order of their ranks. The caller closes them. Raises RankLost at the deadline.
+        """Return all hosts. The caller closes them. Raises RankLost at the deadline.
 
         Afterwards no host is admitted.
         """
@@ -146,55 +135,40 @@ class RankHosts:
     def _answer(self, request: JoinRequest) -> JoinResponse:
         """Return the answer to a request, without side effects."""
         if self._is_over:
-            return JoinResponse(problem="the ranks of this worker are already running", again=True)
+            return JoinResponse(problem="the hosts of this worker have already started", again=True)
         theirs, ours = request.versions, self._versions
-        if self._engine != "vllm":
-            theirs, ours = (msgspec.structs.replace(each, vllm="") for each in (theirs, ours))
         if theirs != ours:
             return JoinResponse(
-                problem=f"it has {theirs}, rank 0 has {ours}: install the same versions on every host of the worker"
+                problem=f"it has {theirs}, the worker has {ours}: install the same versions on every host of the worker"
             )
-        if request.purpose != "host":
+        if request.purpose == "engine":
             host = self._host_of(request)
-            is_known = host is not None and (request.rank, request.purpose) not in host.links
-            return (
-                JoinResponse()
-                if is_known
-                else JoinResponse(problem=f"rank {request.rank} is not assigned to it", again=True)
-            )
-        free = [index for index, host in enumerate(self._hosts) if host is None]
-        if not free:
+            is_expected = host is not None and host.engine is None
+            return JoinResponse() if is_expected else JoinResponse(problem="its host has not joined", again=True)
+        if None not in self._hosts:
             problem = f"all {len(self._hosts) + 1} hosts of --rank-hosts have already joined"
             return JoinResponse(problem=problem, again=True)
-        first = (free[0] + 1) * self._ranks_per_host
-        ranks = tuple(range(first, first + self._ranks_per_host))
-        return JoinResponse(session=secrets.token_bytes(SESSION_BYTES), ranks=ranks, engine=self._engine)
+        return JoinResponse(session=secrets.token_bytes(SESSION_BYTES))
 
     def _keep(self, request: JoinRequest, answer: JoinResponse, channel: Channel, name: str) -> bool:
         if request.purpose == "host":
-            ranks = range(answer.ranks[0], answer.ranks[-1] + 1)
-            theirs = f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
-            channel.peer = f"the host of {theirs} at {name}"
-            joined = JoinedHost(name, channel, ranks, answer.session, len(answer.links))
-            self._hosts[ranks.start // self._ranks_per_host - 1] = joined
+            number = self._hosts.index(None)
+            channel.peer = f"host {number + 1} at {name}"
+            self._hosts[number] = JoinedHost(name, channel, answer.session)
             log.info("%s has joined", channel.peer)
             return True
         if (host := self._host_of(request)) is None:
             return False
-        if request.purpose != "engine":
-            channel.peer = f"rank {request.rank} at {name}"
-        else:
-            channel.peer = host.control.peer
-        host.links[request.rank, request.purpose] = channel
+        channel.peer, host.engine = host.control.peer, channel
         return True
 
     def _host_of(self, request: JoinRequest) -> JoinedHost | None:
-        """Return the host whose rank a connection is for."""
+        """Return the host that a connection belongs to."""
         known = (host for host in self._hosts if host is not None)
-        return next((host for host in known if host.session == request.session and request.rank in host.ranks), None)
+        return next((host for host in known if host.session == request.session), None)
 
     def _all_complete(self) -> Sequence[JoinedHost]:
-        """Return all hosts once all have opened all connections, else (). Drops hosts that are gone."""
+        """Return all hosts once all have opened both connections, else (). Drops hosts that are gone."""
         with self._lock:
             for index, host in enumerate(self._hosts):
                 if host is not None and host.control.is_cut():
@@ -202,7 +176,7 @@ class RankHosts:
                     host.close()
                     self._hosts[index] = None
             self._refusals.flush(time.monotonic())
-            there = [host for host in self._hosts if host is not None and host.is_complete]
+            there = [host for host in self._hosts if host is not None and host.engine is not None]
             self._is_over = len(there) == len(self._hosts)
             return there if self._is_over else ()
 
@@ -233,18 +207,8 @@ def wait_for_hosts(config: WorkerConfig) -> Sequence[JoinedHost]:
     key = key_of(config.curve_key)
     listener = listen(config.host, config.rank_port, BACKLOG)
     where = f"{in_url(config.host)}:{config.rank_port}"
-    num_others, num_each = config.rank_hosts - 1, config.ranks_per_host
+    num_others = config.rank_hosts - 1
     log.info(
-        "rank 0 waits up to %d s for %d other hosts with %d ranks each at %s: start `diptych rank-host` on them",
-        JOIN_S,
-        num_others,
-        num_each,
-        where,
+        "waiting up to %d s for %d other hosts at %s: start `diptych rank-host` on them", JOIN_S, num_others, where
     )
-    hosts = RankHosts(listener, key, num_others=num_others, ranks_per_host=num_each, engine=config.engine)
-    return hosts.wait(JOIN_S)
-
-
-def links_of(hosts: Sequence[JoinedHost]) -> Mapping[tuple[int, Purpose], Channel]:
-    """Return the connections of all ranks of other hosts."""
-    return {which: channel for host in hosts for which, channel in host.links.items()}
+    return RankHosts(listener, key, num_others).wait(JOIN_S)

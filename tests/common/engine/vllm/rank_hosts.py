@@ -38,15 +38,17 @@ class RankHostProcess(ChildProcess):
         self.flags = flags
 
     def start(self) -> None:
-        command = [sys.executable, "-P", "-m", "common.engine.ranks.rank_host", "--leader", self.leader, *self.flags]
+        command = [sys.executable, "-P", "-m", "common.engine.vllm.rank_host", "--leader", self.leader, *self.flags]
         self.launch(command)
 
-    def children(self, module: str = "common.engine.ranks") -> list[int]:
-        """The processes of its ranks, or others that run `module`."""
+    def children(self) -> list[int]:
+        """The process that runs its ranks."""
         found = []
         for folder in Path("/proc").iterdir():
             try:
-                is_rank = folder.name.isdigit() and f"{module}\0".encode() in (folder / "cmdline").read_bytes()
+                is_rank = (
+                    folder.name.isdigit() and b"common.engine.vllm.follower\0" in (folder / "cmdline").read_bytes()
+                )
                 if is_rank and int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == self.pid:
                     found.append(int(folder.name))
             except OSError:  # it ended meanwhile

@@ -9,7 +9,7 @@ import struct
 import sys
 from pathlib import Path
 
-from common.engine.ranks.channel import Channel
+from common.engine.ranks import Channel
 from common.errors import RankLost
 
 LOST_S = 15
@@ -45,7 +45,7 @@ def configured(connection: socket.socket) -> socket.socket:
 
 def dial(address: str) -> Channel:
     """Connect to HOST:PORT. Raises OSError."""
-    return Channel(configured(socket.create_connection(split_address(address), DIAL_S)), f"rank 0 at {address}")
+    return Channel(configured(socket.create_connection(split_address(address), DIAL_S)), f"the worker at {address}")
 
 
 def normalized_address(address: str) -> str:

@@ -1,11 +1,8 @@
-"""`diptych rank-host`: runs the ranks of a worker that are on another host than rank 0.
+"""`diptych rank-host`: runs vLLM's ranks of a worker that are on another host.
 
-    join rank 0 ─> a process per rank, with three connections to rank 0 ─> until rank 0 or a rank is gone ─> join ...
+    join the worker ─> a process with its own connection, which starts the ranks ─> until either is gone ─> join ...
 
-With `--engine vllm`, one process with one connection starts the ranks, which are vLLM's.
-
-Ranks communicate with rank 0 directly. This process starts them and ensures that none of them is left running. At
-SIGTERM it asks rank 0 to drain, and exits when rank 0 has.
+At SIGTERM it asks the worker to drain, and exits when the worker has.
 """
 
 from __future__ import annotations
@@ -22,53 +19,47 @@ from dataclasses import dataclass
 from types import FrameType
 
 from common.config import RankHostConfig, load
-from common.engine.ranks.admission import (
+from common.engine.ranks import RANK_END_S, Channel
+from common.engine.vllm.admission import (
     Handshake,
     JoinRequest,
     JoinResponse,
-    Link,
     NotAdmitted,
     Purpose,
     Versions,
     key_of,
 )
-from common.engine.ranks.channel import RANK_END_S, Channel
-from common.engine.ranks.connection import dial
+from common.engine.vllm.connection import dial
 from common.errors import ConfigError, RankLost
 from common.machine import ChildProcess
 from common.observe import setup_logging
 from common.wire import warn_if_readable
 
-log = logging.getLogger("common.engine.ranks.rank_host")
+log = logging.getLogger("common.engine.vllm.rank_host")
 RETRY_S = 1.0
 POLL_S = 0.2
 SEND_S = 10.0
-OWN_RANKS, VLLM_RANKS = "common.engine.ranks", "common.engine.vllm.follower"
-"""Programs that run ranks. Their last arguments are descriptors of connections to rank 0."""
 LEAVING = b"leaving"
-"""Message to rank 0, on the control connection, when the host wants to leave."""
+"""Message to the worker, on the control connection, when the host wants to leave."""
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedRanks:
-    """Rank processes of this host, and the control connection to rank 0."""
+    """The process that runs the ranks of this host, and the control connection to the worker."""
 
     control: Channel
-    ranks: Sequence[ChildProcess]
+    follower: ChildProcess
 
     def end(self) -> str:
         """Return why the ranks must stop, or "". Waits briefly for a reason."""
         if self.control.is_cut(POLL_S):
-            return "rank 0 is gone"
-        gone = [rank for rank in self.ranks if not rank.alive]
-        return f"{gone[0].name} exited with status {gone[0].returncode}" if gone else ""
+            return "the worker is gone"
+        return "" if self.follower.alive else f"their process exited with status {self.follower.returncode}"
 
     def close(self) -> None:
-        """Disconnect from rank 0 and wait for the ranks, which exit with rank 0. Kills those that do not."""
+        """Disconnect from the worker and wait for the ranks, which exit with it. Kills those that do not."""
         self.control.close()
-        deadline = time.monotonic() + RANK_END_S
-        for rank in self.ranks:
-            rank.wait(deadline)
+        self.follower.wait(time.monotonic() + RANK_END_S)
 
 
 class RankHost:
@@ -84,13 +75,13 @@ class RankHost:
         return self._stopping.is_set()
 
     def stop(self) -> None:
-        """Stop after rank 0 has drained, or at once if no rank runs."""
+        """Stop after the worker has drained, or at once if no rank runs."""
         self._stopping.set()
 
     def run(self) -> None:
         """Serve one worker after another until `stop`. Raises NotAdmitted, or RankLost at the deadline."""
         while (joined := self._join()) is not None:
-            log.info("rank host runs %d ranks of the worker at %s", len(joined.ranks), self._config.leader)
+            log.info("rank host has joined the worker at %s", self._config.leader)
             try:
                 why = self._watch(joined)
             finally:
@@ -102,7 +93,7 @@ class RankHost:
             )
 
     def _watch(self, joined: JoinedRanks) -> str:
-        """Wait until rank 0 or a rank is gone. Return the reason."""
+        """Wait until the worker or a rank is gone. Return the reason."""
         has_asked = False
         while not (why := joined.end()):
             if self.is_stopping and not has_asked:
@@ -131,39 +122,21 @@ class RankHost:
         with contextlib.ExitStack() as stack:
             control, answer = self._ask("host")
             stack.callback(control.close)
-            ranks: list[ChildProcess] = []
-            for child, program, links in self._programs(answer):
-                self._start(child, program, links, answer.session)
-                ranks.append(child)
-                stack.callback(child.kill)
+            engine, _ = self._ask("engine", answer.session)
+            with contextlib.closing(engine):  # the follower inherits it
+                follower = ChildProcess("vLLM", group=True)
+                program = ("common.engine.vllm.follower", self._config.curve_key, str(engine.descriptor))
+                follower.launch([sys.executable, "-P", "-m", *program], pass_fds=[engine.descriptor])
             stack.pop_all()
-        return JoinedRanks(control, ranks)
+        return JoinedRanks(control, follower)
 
-    def _programs(self, answer: JoinResponse) -> Iterator[tuple[ChildProcess, Sequence[str], Sequence[Link]]]:
-        """Iterate over the processes of this host: each with its module, arguments and connections."""
-        if answer.engine == "vllm":
-            yield ChildProcess("vLLM", group=True), (VLLM_RANKS, self._config.curve_key), answer.links
-            return
-        for rank in answer.ranks:
-            yield ChildProcess(f"rank {rank}"), (OWN_RANKS,), [link for link in answer.links if link[0] == rank]
-
-    def _start(self, child: ChildProcess, program: Sequence[str], links: Sequence[Link], session: bytes) -> None:
-        """Start a process, which takes over its connections."""
-        with contextlib.ExitStack() as stack:
-            given = []
-            for rank, purpose in links:
-                channel, _ = self._ask(purpose, session, rank)
-                stack.callback(channel.close)
-                given.append(channel.descriptor)
-            child.launch([sys.executable, "-P", "-m", *program, *map(str, given)], pass_fds=given)
-
-    def _ask(self, purpose: Purpose, session: bytes = b"", rank: int = 0) -> tuple[Channel, JoinResponse]:
-        """Open a connection to rank 0, on which both sides have proven to have the same key."""
+    def _ask(self, purpose: Purpose, session: bytes = b"") -> tuple[Channel, JoinResponse]:
+        """Open a connection to the worker, on which both sides have proven to have the same key."""
         channel = dial(self._config.leader)
         with _closed_on_error(channel):
             handshake = Handshake(channel, self._key, leads=False)
             versions = Versions.of_this_host()
-            handshake.send(JoinRequest(purpose=purpose, versions=versions, session=session, rank=rank))
+            handshake.send(JoinRequest(purpose=purpose, versions=versions, session=session))
             answer = handshake.receive(JoinResponse)
             if answer.problem:
                 kind = RankLost if answer.again else NotAdmitted
@@ -190,7 +163,7 @@ def main(argv: Sequence[str]) -> int:
 
         def on_signal(number: int, frame: FrameType | None) -> None:
             if host.is_stopping:
-                os._exit(1)  # second signal: rank 0 notices that this host is gone and exits, and the ranks with it
+                os._exit(1)  # second signal: the worker notices that this host is gone and exits, and the ranks with it
             host.stop()
 
         for each in (signal.SIGTERM, signal.SIGINT):

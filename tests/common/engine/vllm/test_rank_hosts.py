@@ -1,4 +1,4 @@
-"""Who joins a worker's ranks, and who does not: real connections, in one process."""
+"""Which hosts join a worker, and which do not: real connections, in one process."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from common.engine.ranks import admission, rank_hosts
-from common.engine.ranks.admission import (
-    LINKS,
+from common.engine.ranks.channel import Channel
+from common.engine.vllm import admission, rank_hosts
+from common.engine.vllm.admission import (
     Handshake,
     JoinRequest,
     JoinResponse,
@@ -23,9 +23,8 @@ from common.engine.ranks.admission import (
     Versions,
     key_of,
 )
-from common.engine.ranks.channel import Channel
-from common.engine.ranks.connection import dial
-from common.engine.ranks.rank_hosts import JoinedHost, RankHosts, links_of
+from common.engine.vllm.connection import dial
+from common.engine.vllm.rank_hosts import JoinedHost, RankHosts
 from common.errors import ConfigError, RankLost
 from common.wire.curve import KeyPair, write_key_pair
 from common.wire.listening import listen
@@ -35,12 +34,12 @@ WAIT_S = 30.0
 
 
 class Rendezvous:
-    """Rank 0 that waits for its hosts on a thread, and what hosts do."""
+    """A worker that waits for its hosts on a thread, and what hosts do."""
 
-    def __init__(self, num_others: int, ranks_per_host: int, timeout_s: float) -> None:
+    def __init__(self, num_others: int, timeout_s: float) -> None:
         listener = listen("127.0.0.1", 0, 16)
         self.address = f"127.0.0.1:{listener.getsockname()[1]}"
-        self.hosts = RankHosts(listener, KEY, num_others=num_others, ranks_per_host=ranks_per_host)
+        self.hosts = RankHosts(listener, KEY, num_others)
         self.joined: Sequence[JoinedHost] = ()
         self.problem = ""
         self.channels: list[Channel] = []
@@ -61,11 +60,9 @@ class Rendezvous:
         return handshake.receive(JoinResponse)
 
     def join(self) -> JoinResponse:
-        """A host and the connections of all its ranks."""
+        """Open both connections of a host."""
         host = self.ask("host")
-        for rank in host.ranks:
-            for purpose in LINKS:
-                assert not self.ask(purpose, session=host.session, rank=rank).problem
+        assert not self.ask("engine", session=host.session).problem
         return host
 
     def end(self) -> None:
@@ -78,34 +75,35 @@ class Rendezvous:
 
 
 @contextmanager
-def rendezvous(num_others: int = 1, ranks_per_host: int = 2, timeout_s: float = WAIT_S) -> Iterator[Rendezvous]:
-    found = Rendezvous(num_others, ranks_per_host, timeout_s)
+def rendezvous(num_others: int = 1, timeout_s: float = WAIT_S) -> Iterator[Rendezvous]:
+    found = Rendezvous(num_others, timeout_s)
     try:
         yield found
     finally:
         found.end()
 
 
-def test_hosts_join_and_bring_their_ranks() -> None:
+def test_hosts_join_with_two_connections_each() -> None:
     with rendezvous(num_others=2) as both:
-        assert both.join().ranks == (2, 3)
-        assert both.join().ranks == (4, 5)
+        sessions = [both.join().session for _ in range(2)]
         both.thread.join(WAIT_S)
-        assert [host.ranks for host in both.joined] == [range(2, 4), range(4, 6)]
-        assert set(links_of(both.joined)) == {(rank, purpose) for rank in range(2, 6) for purpose in LINKS}
-        links_of(both.joined)[3, "blocks"].send(b"to rank 3", 1.0)
-        assert both.channels[6].receive(1.0) == b"to rank 3"  # a host's own, and three of each rank before it
+        assert [host.session for host in both.joined] == sessions
+        assert [host.control.peer for host in both.joined] == ["host 1 at 127.0.0.1", "host 2 at 127.0.0.1"]
+        engine = both.joined[1].engine
+        assert engine is not None and engine.peer == "host 2 at 127.0.0.1"
+        engine.send(b"to host 2", 1.0)
+        assert both.channels[3].receive(1.0) == b"to host 2"
         with pytest.raises(ConnectionRefusedError):
-            dial(both.address)  # nothing is let in any more
+            dial(both.address)  # no further host is admitted
 
 
 def test_another_key_is_refused_at_both_ends(caplog: pytest.LogCaptureFixture) -> None:
     with rendezvous() as one:
-        with pytest.raises(NotAdmitted, match=r"rank 0 at 127\.0\.0\.1:\d+ is refused: its --curve-key differs"):
+        with pytest.raises(NotAdmitted, match=r"the worker at 127\.0\.0\.1:\d+ is refused: its --curve-key differs"):
             one.ask("host", key=b"x" * 32)
         with pytest.raises(NotAdmitted, match="or is missing on one side"):
             one.ask("host", key=b"")
-        assert one.join().ranks == (2, 3)
+        one.join()
     assert "dropped a connection to the rank port: the connection from 127.0.0.1 is refused: its" in caplog.text
 
 
@@ -129,10 +127,10 @@ def test_an_overheard_proof_serves_only_once() -> None:
 def test_other_versions_are_refused_with_both() -> None:
     with rendezvous() as one:
         ours = Versions.of_this_host()
-        answer = one.ask("host", versions=Versions("0.0.9", "2.9.0"))
+        answer = one.ask("host", versions=Versions("0.0.9", "2.9.0", "0.32.1"))
         assert answer.problem == (
-            f"it has Diptych 0.0.9 with torch 2.9.0, rank 0 has Diptych {ours.diptych} with torch {ours.torch}: "
-            "install the same versions on every host of the worker"
+            f"it has Diptych 0.0.9 with torch 2.9.0 and vLLM 0.32.1, the worker has {ours}: install the same versions "
+            "on every host of the worker"
         )
         assert not answer.again
         one.join()
@@ -143,11 +141,8 @@ def test_one_host_too_many_may_come_again() -> None:
         first = one.ask("host")
         second = one.ask("host")
         assert (second.problem, second.again) == ("all 2 hosts of --rank-hosts have already joined", True)
-        stranger = one.ask("steps", session=b"another", rank=2)
-        assert stranger.problem == "rank 2 is not assigned to it"
-        for rank in first.ranks:
-            for purpose in LINKS:
-                one.ask(purpose, session=first.session, rank=rank)
+        assert one.ask("engine", session=b"another").problem == "its host has not joined"
+        assert not one.ask("engine", session=first.session).problem
 
 
 def test_a_host_that_dies_before_all_are_there_makes_room() -> None:
@@ -159,11 +154,9 @@ def test_a_host_that_dies_before_all_are_there_makes_room() -> None:
         while (other := both.ask("host")).problem:
             assert other.again and time.monotonic() < deadline
             time.sleep(0.05)
-        assert other.ranks == gone.ranks and other.session != gone.session
-        assert both.ask("steps", session=gone.session, rank=4).problem == "rank 4 is not assigned to it"
-        for rank in other.ranks:
-            for purpose in LINKS:
-                assert not both.ask(purpose, session=other.session, rank=rank).problem
+        assert other.session != gone.session
+        assert both.ask("engine", session=gone.session).problem == "its host has not joined"
+        assert not both.ask("engine", session=other.session).problem
         both.thread.join(WAIT_S)
         assert len(both.joined) == 2
 
@@ -173,7 +166,7 @@ def test_connections_that_say_nothing_delay_nobody(monkeypatch: pytest.MonkeyPat
     with rendezvous() as one:
         silent = [dial(one.address) for _ in range(8)]
         one.channels += silent
-        assert one.join().ranks == (2, 3)
+        one.join()
         for channel in silent:
             channel.receive(1.0)  # its nonce
             with pytest.raises(RankLost, match="is gone"):
@@ -236,7 +229,7 @@ def test_keys_come_from_the_file_of_a_pair(tmp_path: Path) -> None:
 
 
 def test_what_is_no_rank_of_diptych_is_said() -> None:
-    """An HTTP server at the address of rank 0."""
+    """An HTTP server at the address of the worker."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
