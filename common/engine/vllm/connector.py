@@ -177,6 +177,7 @@ class TrackedRequest:
 class _Step:
     shape: StepShape
     began_at: float
+    num_preempted: int
 
 
 class SchedulerSide:
@@ -247,7 +248,7 @@ class SchedulerSide:
             shape += _shape_of(tracked.request, num_tokens)
             if tracked.params.send is not None:
                 self._follow(tracked, num_tokens, orders, manager)
-        self._steps.append(_Step(shape, time.monotonic()))
+        self._steps.append(_Step(shape, time.monotonic(), len(output.preempted_req_ids or ())))
         return orders
 
     def step_done(self, manager: Any) -> None:
@@ -258,7 +259,7 @@ class SchedulerSide:
         running = [each for each in requests if each.status is RequestStatus.RUNNING]
         pool = manager.block_pool
         counts = (len(running), len(requests) - len(running), pool.get_num_free_blocks())
-        if step.shape == NOTHING and counts == self._counts:
+        if step.shape == NOTHING and not step.num_preempted and counts == self._counts:
             return  # vLLM runs steps without tokens while transfers are pending
         self._num_steps += step.shape != NOTHING
         self._counts = num_running, num_waiting, num_free_blocks = counts
@@ -276,6 +277,7 @@ class SchedulerSide:
                 num_context_tokens=sum(each.num_computed_tokens for each in running),
                 num_free_blocks=num_free_blocks,
                 num_total_blocks=pool.num_gpu_blocks - 1,  # without the null block
+                num_preempted=step.num_preempted,
             )
         )
 

@@ -578,6 +578,7 @@ class VllmEngine:
             self._rate.add(shape.num_tokens + shape.num_rows, step.step_s)
             self.metrics.steps.inc()
             self.metrics.step_seconds.observe(step.step_s)
+        self.metrics.preemptions.inc(step.num_preempted)
         self._step, self._step_at, self._worked_at, self._has_stepped = step, now, now, True
 
     async def _tick(self) -> None:

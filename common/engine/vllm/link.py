@@ -208,7 +208,8 @@ class StepDone(LinkMessage, frozen=True, tag=25):
 
     The first fields after `number`, which counts all steps from 1, are those of `common.latency.StepShape`. `step_s` is
     the time from scheduling the step to its results, or since the results of the step before if it was scheduled
-    earlier. `num_waiting_tokens` are the tokens of prompts that are not computed yet, running or waiting.
+    earlier. `num_waiting_tokens` are the tokens of prompts that are not computed yet, running or waiting. The step took
+    the blocks of `num_preempted` requests.
     """
 
     number: int
@@ -223,6 +224,7 @@ class StepDone(LinkMessage, frozen=True, tag=25):
     num_context_tokens: int
     num_free_blocks: int
     num_total_blocks: int
+    num_preempted: int = 0
 
 
 ToRank = Expect | Forget | Done | Cancel | WorkerAlive

@@ -13,7 +13,7 @@ import zmq
 
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig
 from common.engine.vllm import engine as engine_module
-from common.engine.vllm.link import Arrived, Cancel, Done, Expect, Forget, Sent, TransferLost
+from common.engine.vllm.link import SCHEDULER, Arrived, Cancel, Done, Expect, Forget, Sent, TransferLost
 from common.engine.worker import EngineStatus, RequestReceived, WorkerMetrics, WorkerParts
 from common.engine.worker.vitals import WorkerIdentity
 from common.wire import Role, SamplingParams, pack_tokens
@@ -40,6 +40,7 @@ ROUTER = b"router"
 TARGET = KVTarget("d-0", 4, "tcp://127.0.0.1:7,8")
 PROMPT = prompt(70)
 PACE_S = 0.05
+LABELS = {"model_name": "m", "engine": "w"}
 
 
 @pytest.fixture(scope="module")
@@ -264,6 +265,13 @@ async def test_a_core_without_steps_is_stuck() -> None:
         assert rig.engine.num_steps <= num_steps + 4, "routers see that it makes no progress"
         assert rig.engine.stop()
         rig.context.term()
+
+
+async def test_preempted_requests_are_counted(decode: Rig, model: PretendedVllm) -> None:
+    """vLLM's own series of this name is hidden, because workers of every engine have ours."""
+    step = msgspec.structs.replace(model._step(1, [], time.monotonic()), num_preempted=2)
+    model.thread.loop.call_soon_threadsafe(decode.engine._on_link_event, SCHEDULER, step)
+    await until(lambda: decode.metrics.registry.get_sample_value("vllm:num_preemptions_total", LABELS) == 2.0)
 
 
 async def test_the_prefix_cache_is_reset_after_the_last_request(decode: Rig, model: PretendedVllm) -> None:
