@@ -68,13 +68,11 @@ class Worker:
         }  # fmt: skip
         request = DecodeRequest(**values, prefill_worker="p" if prefill is not None else "")
         self.engine.submit(RequestReceived(b"router", request))
-        deltas = self.deltas
         if prefill is not None:
             target = KVTarget("d", 1, self.model.kv_address)
             prefill.engine.submit(RequestReceived(b"router", PrefillRequest(**values, decode=target)))
-            deltas = lambda name: prefill.deltas(name) + self.deltas(name)  # noqa: E731
         await until(lambda: self.has_ended(name), patience_s=60.0)
-        return [token for delta in deltas(name) for token in delta.token_ids]
+        return [token for delta in self.deltas(name) for token in delta.token_ids]
 
     @property
     def num_received_bytes(self) -> float:
