@@ -126,8 +126,9 @@ def hold_model(weights: Sequence[Path]) -> None:
         with contextlib.suppress(OSError, ModelError):
             usage = usage_file(path)
             make_folder(usage.parent)
-            file = HELD.setdefault(usage, usage.open("ab"))
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if usage not in HELD:
+                HELD[usage] = usage.open("ab")
+            fcntl.flock(HELD[usage], fcntl.LOCK_SH | fcntl.LOCK_NB)
             os.utime(usage)
 
 

@@ -199,7 +199,7 @@ async def test_another_model(running: Any, path: str) -> None:
     check(await running.http.post(path, json=body), 404, "model", "model_not_found")
 
 
-@pytest.mark.parametrize("path", ["/nope", "/v1", "/v1/completions/", "/docs", "/v1/%ff"])
+@pytest.mark.parametrize("path", ["/nope", "/v1", "/v1/completions/", "/doc", "/v1/%ff"])
 async def test_an_unknown_path(running: Any, path: str) -> None:
     check(await running.http.get(path), 404, None, "unknown_url")
 
