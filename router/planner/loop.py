@@ -219,7 +219,7 @@ class PlanLoop:
         if plan.held != (before.held if before else ""):
             log.warning("planner: %s", f"holding the last plan: {plan.held}" if plan.held else "planning again")
         if bool(plan.growth_only) != bool(before and before.growth_only):
-            reason = f"pools only grow for now: {plan.growth_only}" if plan.growth_only else "pools may shrink"
+            reason = f"pools only grow: {plan.growth_only}" if plan.growth_only else "pools may shrink"
             log.info("planner: %s", reason)
 
     def _log_unmet(self, unmet: str) -> None:

@@ -157,7 +157,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass(slots=True, eq=False)
 class TrackedRequest:
-    """A request of vLLM. `num_sent` tokens of its prompt are computed, as far as the ranks were told."""
+    """A request of vLLM. The ranks were told that `num_sent` tokens of its prompt are computed."""
 
     request: Request
     params: TransferParams

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
@@ -153,7 +154,7 @@ def _loaded(call: GenerationCall, fields: OllamaChatRequest | OllamaGenerateRequ
     )
 
 
-class Lines:
+class Lines(ABC):
     """Serialises an answer as JSON lines. The last line has the reason of the end, and the numbers."""
 
     empty: Object
@@ -187,9 +188,9 @@ class Lines:
     def error(self, error: RequestError) -> bytes:
         return orjson.dumps(ollama_error(error)) + b"\n"
 
+    @abstractmethod
     def _members(self, choice: AnswerChoice, parts: Sequence[Part]) -> Object:
         """Return the members of a line with these parts."""
-        raise NotImplementedError
 
     def _split(self, choice: AnswerChoice, piece: Piece) -> list[Part]:
         if self._parts is None:
