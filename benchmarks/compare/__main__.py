@@ -71,15 +71,15 @@ def main(argv: Sequence[str]) -> int:
         loads = parse_loads(options.workload, options.concurrency, options.open_loop)
         context, most = bounds(loads)
         files = resolve_model(options.model)
-        own = own_engines(options, files, context, most)
         environments = peer_environments(options.peer_env, [choose_variant(name)[0] for name in options.peer])
+        own = own_engines(options, files, context, most)
         engines = [*own, *peer_engines(options.peer, environments, files, context, most)]
     except (ValueError, PeerError, ModelError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 2
     results, runs = compare(engines, loads, token_ids(files), options, console)
-    names = [engine.name for engine in own]
-    table = rows(results, names, [engine.name for engine in engines[len(own) :]])
+    names = [engine.name for engine in engines if engine.is_own]
+    table = rows(results, names, [engine.name for engine in engines if not engine.is_own])
     about = {engine.name: {**engine.about, **describe_runs(runs[engine.name])} for engine in engines}
     print_rows(console, table)
     write_result(options, PROGRAM, argv, {"engines": about, "rows": table}, settings=settings_of(options))

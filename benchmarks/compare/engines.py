@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare.diptych import DiptychVariant
+from benchmarks.compare.diptych_vllm import DiptychVllm, DiptychVllm1P1D
 from benchmarks.compare.llama_cpp import LlamaCpp, quantise_file
 from benchmarks.compare.openvino import OpenVino
 from benchmarks.compare.peer import Launch, Peer, Site
@@ -19,7 +20,10 @@ from benchmarks.compare.vllm import Vllm, Vllm1P1D
 from common.model_files.cache_folder import cache_folder
 from common.model_files.files import ModelFiles
 
-PEERS: dict[str, Peer] = {peer.name: peer for peer in (Vllm(), Vllm1P1D(), OpenVino(), LlamaCpp(), Transformers())}
+PEERS: dict[str, Peer] = {
+    peer.name: peer
+    for peer in (Vllm(), Vllm1P1D(), DiptychVllm(), DiptychVllm1P1D(), OpenVino(), LlamaCpp(), Transformers())
+}
 DEFAULT_VARIANT = "bf16=--dtype bfloat16 --quantization none"
 
 
@@ -30,16 +34,20 @@ class Engine:
     name: str
     launch: Callable[[Sequence[int]], Launch]
     about: dict[str, Any]
+    is_own: bool = False
 
 
 def own_engines(options: Namespace, files: ModelFiles, context: int, most: int) -> list[Engine]:
-    """One engine for each named variant of Diptych. Raises ValueError."""
-    variants = [DiptychVariant.parse(text, options.diptych_args) for text in options.diptych or [DEFAULT_VARIANT]]
+    """Return an engine for each named variant of Diptych; the default one if no peer is Diptych. Raises ValueError."""
+    has_own = any(choose_variant(name)[0].is_own for name in options.peer)
+    texts = options.diptych or ([] if has_own else [DEFAULT_VARIANT])
+    variants = [DiptychVariant.parse(text, options.diptych_args) for text in texts]
     return [
         Engine(
             f"diptych:{variant.name}",
             functools.partial(variant.launch, options.model, context, most),
             {"flags": list(variant.flags), "environment": dict(variant.env), "model_id": files.model_id},
+            is_own=True,
         )
         for variant in variants
     ]
@@ -60,7 +68,8 @@ def peer_engines(
     for _, peer, variant in wanted:
         site = Site(environments[peer.name], weights, cores, context, most)
         about = {"version": versions[peer.name], "format": peer.variants[variant]}
-        engines.append(Engine(f"{peer.name}:{variant}", functools.partial(peer.launch, variant, site), about))
+        name = f"{peer.name}:{variant}"
+        engines.append(Engine(name, functools.partial(peer.launch, variant, site), about, peer.is_own))
     return engines
 
 

@@ -65,7 +65,8 @@ class Site:
 class Peer(ABC):
     """A serving engine in a virtual environment of its own.
 
-    `variants` maps a way to run it to the format of the model that it reads (`weights.FORMATS`).
+    `variants` maps a way to run it to the format of the model that it reads (`weights.FORMATS`). `is_own`: it is
+    Diptych in such an environment, compared with the others.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Peer(ABC):
     packages: tuple[str, ...]
     distribution: str
     build_env: Mapping[str, str] = {}
+    is_own = False
 
     @abstractmethod
     def launch(self, variant: str, site: Site, ports: Sequence[int]) -> Launch:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from benchmarks.compare.peer import Launch, Peer, PeerError, Process, Site, core_list, url
 
+THREADS = "VLLM_CPU_OMP_THREADS_BIND"
 TCMALLOC = "libtcmalloc_minimal.so.4"
 LIBRARY_FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib")
 # Compiled for another torch than the CPU one: vLLM imports them if they are there, which fails.
@@ -75,14 +76,17 @@ def serve(name: str, variant: str, site: Site, port: int, cores: Sequence[int], 
         *("--max-model-len", str(site.max_model_len), "--max-num-seqs", str(site.max_num_seqs)),
         *("--no-enable-prefix-caching", "--disable-uvicorn-access-log"),
     )
-    env = {
+    return Process(name, argv, url(port, "/health"), {**vllm_env(site, kv_gib), THREADS: core_list(cores)})
+
+
+def vllm_env(site: Site, kv_gib: int) -> dict[str, str]:
+    """Return the variables of a process with vLLM, without the cores that it uses. Raises PeerError."""
+    return {
         "LD_PRELOAD": preloaded(site.env),
         "VLLM_CPU_KVCACHE_SPACE": str(max(1, kv_gib)),
-        "VLLM_CPU_OMP_THREADS_BIND": core_list(cores),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    return Process(name, argv, url(port, "/health"), env)
 
 
 def preloaded(env: Path) -> str:

@@ -94,6 +94,13 @@ def test_vllm_1p1d_needs_two_cores(site: Site) -> None:
         PEERS["vllm-1p1d"].launch("bf16", alone, PORTS)
 
 
+@pytest.mark.parametrize(("name", "num_prefill"), [("diptych-vllm", "0"), ("diptych-vllm-1p1d", "1")])
+def test_diptych_on_vllm_divides_the_cores_itself(site: Site, name: str, num_prefill: str) -> None:
+    (server,) = PEERS[name].launch("bf16", site, PORTS).processes
+    assert (value(server, "--engine"), value(server, "--prefill")) == ("vllm", num_prefill)
+    assert vllm.THREADS not in server.env
+
+
 def test_a_missing_library_is_named(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     (site.env / "lib/libiomp5.so").unlink()
     with pytest.raises(PeerError, match="libiomp5"):
