@@ -75,6 +75,7 @@ class Metric:
 METRICS = (
     Metric("output tok/s", lambda summary: summary.output_tokens_per_s, higher=True),
     Metric("prompt tok/s", lambda summary: summary.input_tokens_per_s, higher=True),
+    Metric("requests/s in goals", lambda summary: summary.goodput, higher=True),
     Metric("TTFT mean", lambda summary: summary.ttft_ms.mean),
     Metric("TTFT p50", lambda summary: summary.ttft_ms.p50),
     Metric("TTFT p99", lambda summary: summary.ttft_ms.p99),

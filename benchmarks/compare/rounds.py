@@ -68,7 +68,7 @@ async def run_load(client: CompletionClient, workload: Workload, load: Load, opt
         await driven.open_loop(poisson_arrivals(load.rate, seed))
     else:
         await driven.closed_loop(load.concurrency)
-    return summarise(driven.records)
+    return summarise(driven.records, slo_ttft_ms=options.slo_ttft_ms, slo_tpot_ms=options.slo_tpot_ms)
 
 
 def measure(
@@ -160,6 +160,8 @@ def add_options(parser: ArgumentParser, *, repeats: int, per_user: int, least: i
     parser.add_argument(
         "--repeats", type=int, default=repeats, help="number of measurements per engine, each after a restart"
     )
+    parser.add_argument("--slo-ttft-ms", type=float, default=0.0, help="goal for the TTFT in ms, 0 for none")
+    parser.add_argument("--slo-tpot-ms", type=float, default=0.0, help="goal for the TPOT in ms, 0 for none")
     parser.add_argument("--seed", type=int, default=1, help="random seed of the prompts and arrivals")
     parser.add_argument(
         "--ready-timeout-s", type=float, default=600.0, help="maximum start time of an engine, in seconds"

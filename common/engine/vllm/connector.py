@@ -39,7 +39,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import RequestStatus
 
 from common.engine.vllm.layout import KVGroup, KVLayout
-from common.engine.vllm.link import SCHEDULER, ConnectorSettings, StepDone, TransferParams, WorkerLink
+from common.engine.vllm.link import SCHEDULER, ConnectorSettings, StepsDone, TransferParams, WorkerLink
 from common.engine.vllm.rank_transfers import Computed, Key, LoadOrder, Open, RankTransfers, StepOrders
 from common.engine.vllm.staging import RankCache
 from common.errors import ConfigError
@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 log = logging.getLogger(__name__)
+REPORT_S = 0.1
+"""Maximum time, in seconds, until a step that computed no prompt is reported to the worker."""
 SUCCESSES = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
@@ -95,7 +97,7 @@ class DiptychConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] #
         return self.scheduler.finished(request), None
 
     def get_kv_connector_stats(self) -> None:
-        """Report the step whose results the scheduler processes, which calls this once per step."""
+        """Record the step whose results the scheduler processes, which calls this once per step."""
         if self._scheduler is not None:
             self._scheduler.step_done(self._kv_cache_manager)
 
@@ -194,7 +196,9 @@ class SchedulerSide:
         self._requests: dict[str, TrackedRequest] = {}
         self._orders = StepOrders()
         self._steps: deque[_Step] = deque()
-        self._num_steps, self._ended_at, self._counts = 0, 0.0, (0, 0, 0)
+        self._ended: list[tuple[StepShape, float]] = []
+        self._ended_at = self._reported_at = 0.0
+        self._num_preempted, self._counts = 0, (0, 0, 0)
 
     def stop(self) -> None:
         self._link.stop()
@@ -252,32 +256,35 @@ class SchedulerSide:
         return orders
 
     def step_done(self, manager: Any) -> None:
-        """Report the oldest step in flight to the worker."""
+        """Report the oldest step in flight to the worker, together with later ones if nothing depends on it.
+
+        Each message costs the worker time that it lacks for the answers.
+        """
         now, step = time.monotonic(), self._steps.popleft()
         began_at, self._ended_at = max(step.began_at, self._ended_at), now
+        if step.shape != NOTHING:  # vLLM runs steps without tokens while transfers are pending
+            self._ended.append((step.shape, now - began_at))
+        self._num_preempted += step.num_preempted
+        running = [each.request for each in self._requests.values() if each.request.status is RequestStatus.RUNNING]
+        if running and not step.shape.num_tokens and now - self._reported_at < REPORT_S:
+            return
+        num_free_blocks = manager.block_pool.get_num_free_blocks()
+        counts = (len(running), len(self._requests) - len(running), num_free_blocks)
+        if not self._ended and not self._num_preempted and counts == self._counts:
+            return
+        steps, self._ended, self._counts, self._reported_at = tuple(self._ended), [], counts, now
+        num_preempted, self._num_preempted = self._num_preempted, 0
         requests = [tracked.request for tracked in self._requests.values()]
-        running = [each for each in requests if each.status is RequestStatus.RUNNING]
-        pool = manager.block_pool
-        counts = (len(running), len(requests) - len(running), pool.get_num_free_blocks())
-        if step.shape == NOTHING and not step.num_preempted and counts == self._counts:
-            return  # vLLM runs steps without tokens while transfers are pending
-        self._num_steps += step.shape != NOTHING
-        self._counts = num_running, num_waiting, num_free_blocks = counts
         self._link.send(
-            StepDone(
-                number=self._num_steps,
-                num_tokens=step.shape.num_tokens,
-                num_pairs=step.shape.num_pairs,
-                num_rows=step.shape.num_rows,
-                context=step.shape.context,
-                step_s=now - began_at,
-                num_running=num_running,
-                num_waiting=num_waiting,
+            StepsDone(
+                steps=steps,
+                num_running=len(running),
+                num_waiting=len(requests) - len(running),
                 num_waiting_tokens=sum(max(0, each.num_prompt_tokens - each.num_computed_tokens) for each in requests),
                 num_context_tokens=sum(each.num_computed_tokens for each in running),
                 num_free_blocks=num_free_blocks,
-                num_total_blocks=pool.num_gpu_blocks - 1,  # without the null block
-                num_preempted=step.num_preempted,
+                num_total_blocks=manager.block_pool.num_gpu_blocks - 1,  # without the null block
+                num_preempted=num_preempted,
             )
         )
 

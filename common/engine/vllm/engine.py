@@ -28,7 +28,7 @@ from common.engine.vllm.link import (
     Forget,
     Load,
     Sent,
-    StepDone,
+    StepsDone,
     TransferLost,
     TransferParams,
 )
@@ -105,11 +105,11 @@ class VllmEngine:
         self._serials: Mapping[bytes, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticking: asyncio.Task[None] | None = None
-        self._flush_is_due = self._is_stopped = self._reset_is_due = False
+        self._flush_is_due = self._is_stopped = self._reset_is_due = self._has_changed = False
         self._rate, self._step_fit = StepRate(), StepFit()
         self._step_times = StepTimes(fixed_s=stall_timeout_s, floor_s=FLOOR_S)
-        self._step: StepDone | None = None
-        self._step_at = self._emptied_at = 0.0
+        self._last: StepsDone | None = None
+        self._last_at = self._emptied_at = 0.0
         self._worked_at = self._ticked_at = time.monotonic()
         self._limit_s = self._step_times.idle_limit_s
         self._progress_told_at, self._has_stepped = 0.0, False
@@ -180,6 +180,7 @@ class VllmEngine:
                 self._die(error)
 
     def _apply(self, command: object) -> None:
+        self._has_changed = True
         match command:
             case RequestReceived(router, PrefillRequest() as request) if self.role == "prefill":
                 self._accept(router, request)
@@ -369,7 +370,7 @@ class VllmEngine:
 
     def _on_first_token(self, sequence: VllmSequence, output: Output, now: float) -> None:
         """Record the times of a prompt that was computed here."""
-        sequence.first_token_at, metrics = now, self.metrics
+        sequence.first_token_at, metrics, self._has_changed = now, self.metrics, True
         sequence.num_cached = min(output.num_cached_tokens, sequence.num_request_tokens - 1)
         sequence.queue_s = output.queue_s or 0.0
         sequence.prefill_s = max(0.0, now - sequence.added_at - sequence.queue_s)
@@ -397,7 +398,7 @@ class VllmEngine:
             self._remove(sequence)
             self.metrics.count_finished(reason or "length")
             return
-        sequence.phase = Phase.SENDING
+        sequence.phase, self._has_changed = Phase.SENDING, True
         done = KVDone(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -439,12 +440,13 @@ class VllmEngine:
     # ------------------------------------------------------------ KV of other workers
 
     def _on_link_event(self, rank: int, event: LinkEvent) -> None:
-        if isinstance(event, StepDone):
-            self._on_step(event)
+        if isinstance(event, StepsDone):
+            self._on_steps(event)
             return
         sequence = self._sequences.get(event.request_id)
         if sequence is None or sequence.attempt != event.attempt:
             return
+        self._has_changed = True
         match event:
             case Arrived() if sequence.phase is Phase.EXPECTING:
                 self._on_arrived(sequence, rank, event)
@@ -542,7 +544,7 @@ class VllmEngine:
         self._abort_soon(sequence)
 
     def _remove(self, sequence: VllmSequence) -> None:
-        sequence.is_dropped = True
+        sequence.is_dropped = self._has_changed = True
         del self._sequences[sequence.request_id]
         if not self._sequences:
             self._emptied_at = time.monotonic()
@@ -569,17 +571,16 @@ class VllmEngine:
 
     # ------------------------------------------------------------ steps, status and liveness
 
-    def _on_step(self, step: StepDone) -> None:
+    def _on_steps(self, done: StepsDone) -> None:
         now = time.monotonic()
-        shape = StepShape(step.num_tokens, step.num_pairs, step.num_rows, step.context)
-        if shape.num_tokens or shape.num_rows:
-            self._step_times.add(shape, step.step_s, self._step_fit.model)
-            self._step_fit.observe(shape, step.step_s)
-            self._rate.add(shape.num_tokens + shape.num_rows, step.step_s)
+        for shape, step_s in done.steps:
+            self._step_times.add(shape, step_s, self._step_fit.model)
+            self._step_fit.observe(shape, step_s)
+            self._rate.add(shape.num_tokens + shape.num_rows, step_s)
             self.metrics.steps.inc()
-            self.metrics.step_seconds.observe(step.step_s)
-        self.metrics.preemptions.inc(step.num_preempted)
-        self._step, self._step_at, self._worked_at, self._has_stepped = step, now, now, True
+            self.metrics.step_seconds.observe(step_s)
+        self.metrics.preemptions.inc(done.num_preempted)
+        self._last, self._last_at, self._worked_at, self._has_stepped = done, now, now, True
 
     async def _tick(self) -> None:
         while self.failure is None:
@@ -653,14 +654,14 @@ class VllmEngine:
         return StepShape(int(prompts.num_tokens * share), int(prompts.num_pairs * share), len(rows), sum(rows))
 
     def _snapshot(self) -> EngineStatus:
-        sequences, model, step = list(self._sequences.values()), self._step_fit.model, self._step
+        sequences, model, last = list(self._sequences.values()), self._step_fit.model, self._last
         by_phase = Counter(each.phase for each in sequences)
         waiting = [each for each in sequences if each.phase is Phase.WAITING]
-        computing = max(0, min(len(waiting), (step.num_running if step else 0) - by_phase[Phase.RUNNING]))
+        computing = max(0, min(len(waiting), (last.num_running if last else 0) - by_phase[Phase.RUNNING]))
         shape = StepShape.sum(each.remaining_shape for each in waiting)
-        if step is not None and step.num_waiting_tokens < shape.num_tokens:
-            new = sum(each.remaining_shape.num_tokens for each in waiting if each.added_at > self._step_at)
-            left = min(shape.num_tokens, step.num_waiting_tokens + new)
+        if last is not None and last.num_waiting_tokens < shape.num_tokens:
+            new = sum(each.remaining_shape.num_tokens for each in waiting if each.added_at > self._last_at)
+            left = min(shape.num_tokens, last.num_waiting_tokens + new)
             shape = StepShape(left, shape.num_pairs * left // max(1, shape.num_tokens))
         context = sum(len(each.token_ids) for each in sequences if each.phase is Phase.RUNNING)
         rows = StepShape.of_rows(by_phase[Phase.RUNNING], context)
@@ -690,8 +691,8 @@ class VllmEngine:
         total = self._model.facts.num_blocks
         available = total
         # Without requests nothing owns blocks; blocks that are not free after a while have been lost.
-        if self._step is not None and (self._sequences or time.monotonic() - self._emptied_at > SETTLE_S):
-            available = max(0, min(total, self._step.num_free_blocks))
+        if self._last is not None and (self._sequences or time.monotonic() - self._emptied_at > SETTLE_S):
+            available = max(0, min(total, self._last.num_free_blocks))
         cached = min(available, len(self._model.cached))
         return BlockCounts(available - cached, cached, total - available)
 
@@ -710,7 +711,10 @@ class VllmEngine:
         self._flush_is_due = False
         if self.failure is not None:
             return
-        self.status = replace(self._snapshot(), at=time.monotonic())  # before messages of the requests it includes
+        now = time.monotonic()
+        if self._has_changed or now - self.status.at >= TICK_S / 2:  # more tokens alone change it little
+            self._has_changed = False
+            self.status = replace(self._snapshot(), at=now)  # before messages of the requests it includes
         self._reports.flush()
         if self._outbox:
             messages, self._outbox = self._outbox, []

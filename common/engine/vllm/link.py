@@ -6,7 +6,7 @@ with `WorkerLink`. Each message is authenticated with a secret that the worker g
 
     worker ── Expect, Forget, Done, Cancel ──> ranks
     rank ── RankReady, Arrived, TransferLost, Sent ──> worker
-    scheduler ── StepDone ──> worker
+    scheduler ── StepsDone ──> worker
 
 KV never crosses this link: ranks send it to the ranks of other workers.
 """
@@ -36,6 +36,7 @@ import zmq.asyncio
 from common.engine.transfer import KVConnection, Mailbox
 from common.engine.vllm.core_log import started_by
 from common.errors import ConfigError, WireError
+from common.latency import StepShape
 from common.wire import MAX_MESSAGE_BYTES, MAX_MESSAGES_PER_TURN, Curve, DropLog, bind
 from common.wire.messages import KVDone, KVTarget
 
@@ -45,7 +46,7 @@ SCHEDULER = -1
 BEAT_S = 1.0
 """Interval, in seconds, of messages that show the other end that this one is alive."""
 MAX_QUEUED = 256
-"""Messages waiting for a slow worker beyond which a scheduler's `StepDone` is dropped."""
+"""Messages waiting for a slow worker beyond which a scheduler's `StepsDone` is dropped."""
 LINK_HWM = 10_000
 """Messages that ZeroMQ queues for one rank."""
 TERM_S = 5.0
@@ -203,21 +204,16 @@ class RankAlive(LinkMessage, frozen=True, tag=24):
     """The rank, or the scheduler, is alive."""
 
 
-class StepDone(LinkMessage, frozen=True, tag=25):
-    """A step of the engine has ended; sent by the scheduler, and dropped if the worker is slow.
+class StepsDone(LinkMessage, frozen=True, tag=25):
+    """Steps of the engine have ended; sent by the scheduler, and dropped if the worker is slow.
 
-    The first fields after `number`, which counts all steps from 1, are those of `common.latency.StepShape`. `step_s` is
-    the time from scheduling the step to its results, or since the results of the step before if it was scheduled
-    earlier. `num_waiting_tokens` are the tokens of prompts that are not computed yet, running or waiting. The step took
-    the blocks of `num_preempted` requests.
+    `steps` are their work, and the time in seconds from scheduling a step to its results, or since the results of the
+    step before if it was scheduled earlier. They took the blocks of `num_preempted` requests. The other fields are
+    those after the last step. `num_waiting_tokens` are the tokens of prompts that are not computed yet, running or
+    waiting.
     """
 
-    number: int
-    num_tokens: int
-    num_pairs: int
-    num_rows: int
-    context: int
-    step_s: float
+    steps: tuple[tuple[StepShape, float], ...]
     num_running: int
     num_waiting: int
     num_waiting_tokens: int
@@ -228,8 +224,8 @@ class StepDone(LinkMessage, frozen=True, tag=25):
 
 
 ToRank = Expect | Forget | Done | Cancel | WorkerAlive
-FromRank = RankReady | Arrived | TransferLost | Sent | RankAlive | StepDone
-OnMessage = Callable[[int, "RankReady | Arrived | TransferLost | Sent | StepDone"], None]
+FromRank = RankReady | Arrived | TransferLost | Sent | RankAlive | StepsDone
+OnMessage = Callable[[int, "RankReady | Arrived | TransferLost | Sent | StepsDone"], None]
 
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 _from_rank: msgspec.msgpack.Decoder[tuple[int, FromRank]] = msgspec.msgpack.Decoder(tuple[int, FromRank])
@@ -333,7 +329,7 @@ class RankLink:
 
         `key` authenticates messages, 32 bytes; b"" for a random one.
         `on_message(rank, message)` gets every message except those that only show that a rank is alive; `rank` is
-        `SCHEDULER` for `StepDone`. Raises zmq.ZMQError if the address is not one of this machine.
+        `SCHEDULER` for `StepsDone`. Raises zmq.ZMQError if the address is not one of this machine.
         """
         self.key = key or secrets.token_bytes(32)
         self._on_message = on_message
@@ -476,8 +472,8 @@ class WorkerLink:
         self._thread.start()
 
     def send(self, message: FromRank) -> None:
-        """Queue a message to the worker. `StepDone` is dropped if the worker does not keep up."""
-        if isinstance(message, StepDone) and len(self._queued) > MAX_QUEUED:
+        """Queue a message to the worker. `StepsDone` is dropped if the worker does not keep up."""
+        if isinstance(message, StepsDone) and len(self._queued) > MAX_QUEUED:
             self.num_dropped_steps += 1
             return
         sealed = seal(self._key, (self._rank, message))

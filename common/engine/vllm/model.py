@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
+import uvloop
 import zmq
 import zmq.asyncio
 from prometheus_client import REGISTRY
@@ -52,7 +53,7 @@ from common.engine.vllm.link import (
     RankLink,
     RankReady,
     Sent,
-    StepDone,
+    StepsDone,
     TransferLost,
     TransferParams,
     joined_addresses,
@@ -68,7 +69,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-LinkEvent = Arrived | TransferLost | Sent | StepDone
+LinkEvent = Arrived | TransferLost | Sent | StepsDone
 READY_S = 60.0
 """Maximum time, in seconds, until all ranks have connected, once vLLM has loaded the model."""
 LINK_SILENCE_S = 60.0
@@ -95,7 +96,7 @@ class CoreThread:
     """The engine thread: an event loop for everything that talks to vLLM."""
 
     def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
+        self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._thread.start()

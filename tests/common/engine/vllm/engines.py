@@ -26,7 +26,7 @@ from common.engine.vllm.link import (
     RankReady,
     Send,
     Sent,
-    StepDone,
+    StepsDone,
     TransferLost,
     TransferParams,
     joined_addresses,
@@ -96,12 +96,16 @@ class Worker:
     def __init__(self, name: str, context: zmq.asyncio.Context, kv_transport: str) -> None:
         self.name, self.kv_transport = name, kv_transport
         self.events: list[FromRank] = []
-        self.steps: list[StepDone] = []
+        self.steps: list[StepsDone] = []
         self.link = RankLink(context, self._on_message)
         self._running = asyncio.create_task(self.link.run())
 
     def _on_message(self, rank: int, message: FromRank) -> None:
-        (self.steps if isinstance(message, StepDone) else self.events).append(message)  # type: ignore[arg-type]
+        (self.steps if isinstance(message, StepsDone) else self.events).append(message)  # type: ignore[arg-type]
+
+    def num_computed(self, first: int) -> int:
+        """Return the tokens of prompts that were computed, from the report `first` on."""
+        return sum(shape.num_tokens for done in self.steps[first:] for shape, _ in done.steps)
 
     async def start(self, model: Path, arguments: Mapping[str, Any], staging_bytes: int) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs

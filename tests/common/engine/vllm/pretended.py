@@ -17,11 +17,12 @@ from common.engine.kv import BlockLog
 from common.engine.vllm.block_events import CachedBlocks
 from common.engine.vllm.client import Added, CoreDied, Output
 from common.engine.vllm.duty import VllmDuty
-from common.engine.vllm.link import StepDone
+from common.engine.vllm.link import StepsDone
 from common.engine.vllm.model import CoreThread, LinkEvent
 from common.engine.worker import DutyOffer, Engine, ModelFacts, Send, WorkerMetrics, WorkerParts
 from common.errors import RankLost
 from common.grammar import finish_reason
+from common.latency import StepShape
 from common.wire import Role
 
 from ....foreign_engine import FACTS, Faults, next_token
@@ -129,16 +130,16 @@ class PretendedVllm:
     # ------------------------------------------------------------ steps
 
     async def _run(self) -> None:
-        number, had_some = 0, False
+        had_some = False
         while True:
             await asyncio.sleep(STEP_S + self.faults.pace_s)
             running = self.answers[: self.facts.max_num_seqs]
             if had_some and not running:  # vLLM runs a step without tokens after the last abort
-                self.on_event(-1, self._step(number, [], time.monotonic()))
+                self.on_event(-1, self._step([], time.monotonic()))
             had_some = bool(running)
             if not running:
                 continue
-            number, began = number + 1, time.monotonic()
+            began = time.monotonic()
             try:
                 self.faults.check()
             except RankLost as error:
@@ -151,7 +152,7 @@ class PretendedVllm:
                 continue
             for answer in running:
                 self._sample(answer)
-            self.on_event(-1, self._step(number, running, began))
+            self.on_event(-1, self._step(running, began))
 
     def _sample(self, answer: PretendedAnswer) -> None:
         added, tokens = answer.added, answer.token_ids
@@ -191,16 +192,11 @@ class PretendedVllm:
                 self.cached.on_batch(next(self._numbers), msgspec.msgpack.encode([0.0, [event]]))
             parent = name
 
-    def _step(self, number: int, running: list[PretendedAnswer], began: float) -> StepDone:
+    def _step(self, running: list[PretendedAnswer], began: float) -> StepsDone:
         size, total = self.facts.block_size, self.facts.num_blocks
         context = sum(len(each.token_ids) for each in running)
-        return StepDone(
-            number=number,
-            num_tokens=0,
-            num_pairs=0,
-            num_rows=len(running),
-            context=context,
-            step_s=max(1e-4, time.monotonic() - began),
+        return StepsDone(
+            steps=((StepShape.of_rows(len(running), context), max(1e-4, time.monotonic() - began)),),
             num_running=len(running),
             num_waiting=len(self.answers) - len([each for each in running if each in self.answers]),
             num_waiting_tokens=sum(len(each.token_ids) for each in self.answers if not each.is_running),

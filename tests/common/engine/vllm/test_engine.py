@@ -269,7 +269,7 @@ async def test_a_core_without_steps_is_stuck() -> None:
 
 async def test_preempted_requests_are_counted(decode: Rig, model: PretendedVllm) -> None:
     """vLLM's own series of this name is hidden, because workers of every engine have ours."""
-    step = msgspec.structs.replace(model._step(1, [], time.monotonic()), num_preempted=2)
+    step = msgspec.structs.replace(model._step([], time.monotonic()), num_preempted=2)
     model.thread.loop.call_soon_threadsafe(decode.engine._on_link_event, SCHEDULER, step)
     await until(lambda: decode.metrics.registry.get_sample_value("vllm:num_preemptions_total", LABELS) == 2.0)
 
@@ -290,8 +290,8 @@ async def test_blocks_that_vllm_does_not_free_are_owned(
     monkeypatch.setattr(engine_module, "SETTLE_S", 0.1)
     decode.decode(prefill_worker="")
     await until(lambda: decode.deltas() and decode.engine.is_empty)
-    await until(lambda: decode.engine._step.num_rows == 0)  # the step after the last request
-    last = decode.engine._step
+    await until(lambda: decode.engine._last.num_running == 0)  # the step after the last request
+    last = decode.engine._last
     assert decode.engine.status.blocks.owned == 0
     model.event(-1, msgspec.structs.replace(last, num_free_blocks=last.num_total_blocks - 3))
     await until(lambda: decode.engine.status.blocks.owned == 3)

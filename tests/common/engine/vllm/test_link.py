@@ -26,7 +26,7 @@ from common.engine.vllm.link import (
     RankReady,
     Send,
     Sent,
-    StepDone,
+    StepsDone,
     TransferLost,
     TransferParams,
     WorkerLink,
@@ -34,6 +34,7 @@ from common.engine.vllm.link import (
     split_addresses,
 )
 from common.errors import ConfigError
+from common.latency import StepShape
 from common.wire.curve import Curve, KeyPair, write_key_pair
 from common.wire.gatekeeper import Gatekeeper
 from common.wire.messages import KVDone, KVTarget
@@ -42,9 +43,9 @@ from ....waiting import until
 
 DONE = KVDone(request_id="a", attempt=1, first_token=7)
 READY = RankReady(rank=0, world_size=1, kv_address="tcp://h:1", layout="l", num_slots=4)
-STEP = StepDone(
-    number=1, num_tokens=1, num_pairs=1, num_rows=0, context=0, step_s=0.1, num_running=1, num_waiting=0,
-    num_waiting_tokens=0, num_context_tokens=0, num_free_blocks=1, num_total_blocks=2,
+STEP = StepsDone(
+    steps=((StepShape(1, 1, 0, 0), 0.1),), num_running=1, num_waiting=0, num_waiting_tokens=0,
+    num_context_tokens=0, num_free_blocks=1, num_total_blocks=2,
 )  # fmt: skip
 ORDERS = (
     Expect(request_id="a", attempt=1, num_tokens=300, first_block=1),
