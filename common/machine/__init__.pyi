@@ -12,6 +12,7 @@ from common.machine.gpus import (
 )
 from common.machine.memory import Available, host_memory, keep_large_buffers
 from common.machine.owned_task import OwnedTask
+from common.machine.private_folder import PrivateFolder, remove_private_folders
 from common.machine.process_metrics import register_process
 from common.machine.wall_clock import AGES_S, LEASES_S, WALL_CLOCK, WallClock
 
@@ -24,6 +25,7 @@ __all__ = [
     "LEASES_S",
     "NO_ROOM",
     "OwnedTask",
+    "PrivateFolder",
     "READ_S",
     "UnreadableFile",
     "WALL_CLOCK",
@@ -40,6 +42,7 @@ __all__ = [
     "raise_file_limit",
     "read_regular_file",
     "register_process",
+    "remove_private_folders",
     "spin_briefly",
     "with_device",
 ]

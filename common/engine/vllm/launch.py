@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import multiprocessing
@@ -63,9 +64,10 @@ class CoreFiles:
 
 
 def prepare_logging(level: str, files: CoreFiles) -> None:
-    """Set the variables for the log of vLLM's processes. Must precede the first import of vLLM."""
+    """Set the variables for the log and the sockets of vLLM's processes. Must precede the first import of vLLM."""
     write_logging_config(files.logging, files.errors, level)
-    os.environ.update({"VLLM_LOGGING_CONFIG_PATH": str(files.logging), WORKER_PID: str(os.getpid())})
+    paths = {"VLLM_LOGGING_CONFIG_PATH": str(files.logging), "VLLM_RPC_BASE_PATH": str(files.folder)}
+    os.environ.update(paths | {WORKER_PID: str(os.getpid())})
 
 
 def prepare_memory(config: WorkerConfig) -> None:
@@ -239,6 +241,16 @@ def process_tree() -> frozenset[int]:
         return frozenset(each.pid for each in psutil.Process().children(recursive=True))
     except psutil.Error:
         return frozenset()
+
+
+def kill_processes() -> None:
+    """Kill all descendants of this process, except Python's resource trackers, which then remove shared memory."""
+    import psutil
+
+    for each in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if not any("resource_tracker" in word for word in each.cmdline()):
+                each.kill()
 
 
 def end_processes(pids: frozenset[int], timeout_s: float = STOP_S) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -104,6 +105,23 @@ def test_the_first_error_is_the_reason(tmp_path: Path) -> None:
     assert why.startswith("vLLM cannot load the model: OutOfMemoryError: CUDA out of memory. Tried")
     assert "--gpu-memory-utilization" in why and "\n" not in why
     assert start_problem(RuntimeError("no luck"), CoreFiles(tmp_path / "none")) == "vLLM cannot load the model: no luck"
+
+
+KILLER = """
+import multiprocessing.resource_tracker, subprocess, sys
+from common.engine.vllm.launch import kill_processes, process_tree
+multiprocessing.resource_tracker.ensure_running()
+parent = subprocess.Popen(["sh", "-c", "sleep 600 & wait"])
+while len(process_tree()) < 3:
+    pass
+kill_processes()
+print(parent.wait(), len(process_tree()))
+"""
+
+
+def test_processes_of_an_abandoned_start_are_killed_and_their_shared_memory_is_removed() -> None:
+    found = subprocess.run([sys.executable, "-P", "-c", KILLER], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout.split() == ["-9", "1"], found.stderr
 
 
 def test_a_host_that_is_lost_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import zmq
 import zmq.asyncio
 
 from common.config import DecodeWorkerConfig
+from common.engine.worker import process
 from common.engine.worker.process import WorkerProcess
 from common.errors import ConfigError, ModelError, RankLost
 from common.wire import decode, encode
@@ -191,6 +193,17 @@ async def test_an_engine_may_refuse_to_load(error: Exception, monkeypatch: pytes
     monkeypatch.setattr(process, "_load_model", refuse)
     with pytest.raises(type(error)):
         await process.run()
+
+
+async def test_what_a_load_has_started_ends_with_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[object] = []
+    offer = replace(foreign_offer(DecodeWorkerConfig(model="tiny-random")), abandon=lambda: ended.append("load"))
+    monkeypatch.setattr(process, "end_process", ended.append)
+    worker, serving = WorkerProcess(offer), asyncio.create_task(asyncio.sleep(WAIT_S))
+    worker._abandon_loading(serving)
+    assert ended == ["load", 0]
+    serving.cancel()
+    worker.context.destroy(linger=0)
 
 
 async def test_an_adapter_of_a_flag_that_cannot_be_loaded_closes_the_model() -> None:
