@@ -340,6 +340,11 @@ class WorkerRegistry(BookedWorkers):
             self._ready[role] = known
         return known
 
+    def is_starting(self, role: Role) -> bool:
+        """Return whether a worker of `role` reports that it is loading its model."""
+        connected = WorkerState.CONNECTED
+        return any(worker.state is connected and worker.role == role for worker in self.workers.values())
+
     @property
     def draining(self) -> set[str]:
         """Addresses of draining workers. The set must not be modified."""

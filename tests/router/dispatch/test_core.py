@@ -149,6 +149,28 @@ def test_a_wait_for_a_worker_ends_with_the_reason() -> None:
         state.take_event()
 
 
+def test_an_answer_that_has_begun_waits_while_a_decode_worker_loads_its_model() -> None:
+    """A new request is refused in time: its client can ask elsewhere."""
+    rig = Rig(queue_timeout_s=2.0)
+    rig.greet()
+    begun = rig.core.submit(request("begun"), 0.0)
+    rig.tokens("begun", 0, 7)
+    rig.registry.on_cut(D)
+    rig.core.on_lost(D, "broken connection", 1.0)
+    new = rig.core.submit(request("new"), 1.0)
+    assert {begun, new} == set(rig.core.waiting)
+    for now in (2.5, 3.5, 200.0):
+        rig.registry.on_hello(D, hello_of("d", epoch=2, max_model_len=1000, weights="w"), now)
+        rig.registry.on_heartbeat(D, heartbeat_of("d", epoch=2, ready=False), now)
+        rig.core.on_tick(now)
+    assert [*rig.core.waiting] == [begun] and rig.woken == ["begun", "new"]
+    rig.registry.sweep(202.0)
+    rig.core.on_tick(202.0)
+    with pytest.raises(Unavailable, match="waited 201.0 s for a worker"):
+        begun.take_event()
+        begun.take_event()
+
+
 def test_a_request_that_cannot_be_taken_leaves_nothing_behind() -> None:
     rig = Rig(max_inflight=1)
     rig.greet()
