@@ -67,9 +67,9 @@ class _Offer:
 
     def abandon(self) -> None:
         """Kill vLLM's processes, which import modules for seconds before they notice the end of their parent."""
-        from common.engine.vllm.launch import kill_processes
+        from common.engine.vllm.launch import kill_processes, process_tree
 
-        kill_processes()
+        kill_processes(process_tree())
 
 
 def vllm_offer(role: Role, config: WorkerConfig) -> DutyOffer[VllmModel]:

@@ -234,23 +234,26 @@ def start_problem(error: BaseException, files: CoreFiles) -> str:
 
 
 def process_tree() -> frozenset[int]:
-    """Return the ids of all descendants of this process."""
+    """Return the ids of all descendants of this process, except Python's resource trackers.
+
+    A tracker ends when this process does, and then removes shared memory of processes that were killed.
+    """
     import psutil  # type: ignore[import-untyped]
 
-    try:
-        return frozenset(each.pid for each in psutil.Process().children(recursive=True))
-    except psutil.Error:
-        return frozenset()
+    found = set()
+    with contextlib.suppress(psutil.Error):
+        for each in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if not any("resource_tracker" in word for word in each.cmdline()):
+                    found.add(each.pid)
+    return frozenset(found)
 
 
-def kill_processes() -> None:
-    """Kill all descendants of this process, except Python's resource trackers, which then remove shared memory."""
-    import psutil
-
-    for each in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if not any("resource_tracker" in word for word in each.cmdline()):
-                each.kill()
+def kill_processes(pids: frozenset[int]) -> None:
+    """Kill these processes without waiting for their end."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def end_processes(pids: frozenset[int], timeout_s: float = STOP_S) -> None:
