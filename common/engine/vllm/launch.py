@@ -108,6 +108,8 @@ def engine_arguments(config: WorkerConfig, files: ModelFiles) -> list[str]:
         arguments += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
     if config.lora_places:
         arguments.append("--enable-lora")
+    if config.log_level != "debug":
+        arguments.append("--no-use-tqdm-on-load")
     if not config.enable_prefix_caching:
         arguments.append("--no-enable-prefix-caching")
     return [*arguments, *config.engine_args]

@@ -725,7 +725,10 @@ class RankTransfers:
             self.expire(time.monotonic())
 
     def expire(self, now: float) -> None:
-        """End what has waited for too long, and renew the leases of senders that wait for slots."""
+        """End what has waited for too long, and renew the leases of senders that wait for slots.
+
+        Raises RuntimeError if slots are lost, after which the engine restarts.
+        """
         settings = self._settings
         with self._lock:
             self._transfers.expire_early(now)
@@ -742,6 +745,8 @@ class RankTransfers:
                 else:
                     for pair in waiting:
                         self._transfers.renew(pair, now)
+            if not self._incoming and (num_lost := self.slots.num_slots - self.slots.num_free):
+                raise RuntimeError(f"{num_lost} staging slots belong to no request")
 
 
 def _is_of(name: str, base: str) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
 import threading
+from logging.config import dictConfig
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig
 from common.engine.vllm import core_log, launch
-from common.engine.vllm.core_log import first_error, last_error, write_logging_config
+from common.engine.vllm.core_log import WORKER_PID, first_error, last_error, write_logging_config
 from common.engine.vllm.launch import (
     KV_SPACE,
     CoreFiles,
@@ -154,12 +156,6 @@ def test_the_last_error_ended_an_engine_that_has_run(tmp_path: Path) -> None:
 
 
 def test_processes_log_errors_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import logging
-    import os
-    from logging.config import dictConfig
-
-    from common.engine.vllm.core_log import WORKER_PID
-
     core = CoreFiles(tmp_path)
     write_logging_config(core.logging, core.errors, "info")
     monkeypatch.setenv(WORKER_PID, str(os.getpid()))  # otherwise it would watch this process
@@ -175,12 +171,26 @@ def test_processes_log_errors_to_the_file(tmp_path: Path, monkeypatch: pytest.Mo
     ("level", "own", "shown"), [("info", "", "WARNING"), ("debug", "", "INFO"), ("info", "debug", "DEBUG")]
 )
 def test_vllm_logs_less_than_we_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str, own: str, shown: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    level: str,
+    own: str,
+    shown: str,
 ) -> None:
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", own)
+    monkeypatch.setenv(WORKER_PID, str(os.getpid()))
     core = CoreFiles(tmp_path)
     write_logging_config(core.logging, core.errors, level)
-    assert json.loads(core.logging.read_text())["loggers"]["vllm"]["level"] == shown
+    found = json.loads(core.logging.read_text())
+    assert found["loggers"]["vllm"]["level"] == shown
+    found["loggers"]["pretended"] = found["loggers"].pop("vllm")
+    dictConfig(found)
+    for message in ("Enforce eager set, disabling %s", "no NUMA node for %s"):
+        logging.getLogger("pretended").warning(message, "x")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.rpartition(": ")[2] for line in lines if "NUMA" in line] == ["no NUMA node for x"]
+    assert len(lines) == (1 if shown == "WARNING" else 2)
 
 
 def test_a_process_whose_parent_ended_before_the_watch_began_exits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -380,6 +380,17 @@ def test_waiting_for_slots_renews_the_lease_and_ends_after_a_while(make: Callabl
     assert lost.reason == "no staging memory for 5 blocks within 30 s"  # type: ignore[attr-defined]
 
 
+def test_lost_slots_end_the_engine_once_no_request_is_left(make: Callable[..., WorkerRig]) -> None:
+    transfers = make("decode").ranks[0].transfers
+    transfers.expire(time.monotonic())
+    transfers.slots.take(2)
+    with pytest.raises(RuntimeError, match="^2 staging slots belong to no request$"):
+        transfers.expire(time.monotonic())
+    wait_until(lambda: transfers.failure is not None, "the thread of timeouts finds them too")
+    with pytest.raises(RuntimeError, match="has died"):
+        transfers.check()
+
+
 def test_a_sender_that_stops_is_given_up(make: Callable[..., WorkerRig]) -> None:
     prefill, decode = make("p"), make("d")
     decode.expect()
