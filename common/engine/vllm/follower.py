@@ -28,7 +28,7 @@ from common.engine.vllm.launch import (
     CoreFiles,
     end_processes,
     engine_config,
-    prepare_logging,
+    prepare_files,
     process_tree,
     start_problem,
 )
@@ -49,7 +49,7 @@ def run(plan: FollowerPlan, settings: ConnectorSettings, files: CoreFiles) -> st
     model = plan.arguments[plan.arguments.index("--model") + 1]
     check_weights(model, plan.weights_hash)
     prepare_variables(RankResources(on_gpu=plan.on_gpu, num_ranks=plan.num_ranks))
-    prepare_logging(plan.log_level, files)
+    prepare_files(plan.log_level, files)
     os.environ.pop(KV_SPACE, None)
     if plan.kv_space:
         os.environ[KV_SPACE] = plan.kv_space

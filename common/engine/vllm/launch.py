@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import re
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 CONNECTOR = "DiptychConnector"
 CONNECTOR_MODULE = "common.engine.vllm.connector"
+INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 """Environment variable of vLLM with the size of the KV cache on a CPU, in whole GiB."""
 RULES_MODULE = "common.engine.vllm.token_rules"
@@ -63,10 +65,16 @@ class CoreFiles:
         return f"ipc://{self.folder / 'events'}"
 
 
-def prepare_logging(level: str, files: CoreFiles) -> None:
-    """Set the variables for the log and the sockets of vLLM's processes. Must precede the first import of vLLM."""
+def prepare_files(level: str, files: CoreFiles) -> None:
+    """Set the variables for the log, the sockets and the temporary files of vLLM's processes.
+
+    Must precede the first import of vLLM. It leaves sockets and files behind, so they belong into our folder. The cache
+    of compiled code has to outlive it.
+    """
     write_logging_config(files.logging, files.errors, level)
-    paths = {"VLLM_LOGGING_CONFIG_PATH": str(files.logging), "VLLM_RPC_BASE_PATH": str(files.folder)}
+    os.environ.setdefault(INDUCTOR_CACHE, f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+    folder = str(files.folder)
+    paths = {"VLLM_LOGGING_CONFIG_PATH": str(files.logging), "VLLM_RPC_BASE_PATH": folder, "TMPDIR": folder}
     os.environ.update(paths | {WORKER_PID: str(os.getpid())})
 
 

@@ -37,7 +37,7 @@ from common.engine.vllm.launch import (
     end_processes,
     engine_arguments,
     engine_config,
-    prepare_logging,
+    prepare_files,
     prepare_memory,
     process_tree,
     start_core,
@@ -214,7 +214,7 @@ def load_vllm(files: ModelFiles, config: WorkerConfig, parts: WorkerParts, block
         raise ModelError(f"{files.model_id} does not generate text: --engine vllm serves only models that do")
     folder = PrivateFolder("vllm")
     core_files = CoreFiles(folder.path)
-    prepare_logging(config.log_level, core_files)
+    prepare_files(config.log_level, core_files)
     prepare_memory(config)
     log.info("vllm: reading the configuration of %s", files.model_id)
     thread = CoreThread()

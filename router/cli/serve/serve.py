@@ -128,7 +128,7 @@ async def supervise(plan: ServePlan, names: Sequence[str], runtime: Path, task: 
             await supervisor.run()
     except StartFailed as error:
         log.error("supervisor: start failed: %s; see the messages above", error)
-        return 1
+        return error.status
     finally:
         await supervisor.shutdown()
     log.info("supervisor: stopped")

@@ -19,10 +19,12 @@ from common.config import DecodeWorkerConfig, PrefillWorkerConfig
 from common.engine.vllm import core_log, launch
 from common.engine.vllm.core_log import WORKER_PID, first_error, last_error, write_logging_config
 from common.engine.vllm.launch import (
+    INDUCTOR_CACHE,
     KV_SPACE,
     CoreFiles,
     engine_arguments,
     one_line,
+    prepare_files,
     prepare_memory,
     shortened,
     start_problem,
@@ -153,6 +155,15 @@ def test_the_last_error_ended_an_engine_that_has_run(tmp_path: Path) -> None:
     assert last_error(errors, len(before)) == "RuntimeError: CUDA error: an illegal memory access"
     errors.write_text(before)
     assert last_error(errors, len(before)) == ""
+
+
+def test_processes_leave_only_their_compiled_code_outside_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    prepare_files("info", CoreFiles(tmp_path))
+    assert os.environ["TMPDIR"] == os.environ["VLLM_RPC_BASE_PATH"] == str(tmp_path)
+    assert not os.environ[INDUCTOR_CACHE].startswith(str(tmp_path))
 
 
 def test_processes_log_errors_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
