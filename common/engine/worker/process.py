@@ -210,18 +210,24 @@ class WorkerProcess:
         raise RuntimeError("the engine died") from engine.failure
 
     async def _drain(self, control: ControlServer, serving: asyncio.Task[None]) -> None:
-        """Reject new requests and let running ones finish or be handed over, up to the deadline."""
+        """Reject new requests and let running ones finish or be handed over, up to the deadline.
+
+        A stuck engine is not waited for.
+        """
         self.duties.is_draining = True
         control.broadcast_heartbeat()
         most_s, engine = self.config.drain_timeout_s, self.duties.engine
         log.info("draining: %d requests finish or move within %g s", engine.status.num_active if engine else 0, most_s)
         deadline = time.monotonic() + most_s
         while time.monotonic() < deadline and engine is not None and engine.alive and not serving.done():
-            if engine.is_empty:
+            if engine.is_empty or engine.is_stuck(time.monotonic()):
                 break
             await asyncio.sleep(DRAIN_POLL_S)
         if engine is None or engine.is_empty:
             log.info("stopping: all requests finished or moved")
+        elif engine.is_stuck(time.monotonic()):
+            stuck = "stopping: the engine is stuck, %d requests are computed again on other workers"
+            log.warning(stuck, engine.status.num_active)
         else:
             left = "stopping: drain timeout of %g s expired, %d requests are computed again on other workers"
             log.warning(left, most_s, engine.status.num_active)

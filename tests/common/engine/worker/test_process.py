@@ -36,7 +36,7 @@ from common.wire.messages import (
 )
 from common.wire.sampling_params import SamplingParams
 
-from ....foreign_engine import FACTS, KV_ADDRESS, Faults, ForeignModel, foreign_offer, next_token
+from ....foreign_engine import FACTS, KV_ADDRESS, Faults, ForeignEngine, ForeignModel, foreign_offer, next_token
 from ....waiting import until
 
 WAIT_S = 60.0
@@ -164,6 +164,21 @@ async def test_a_dead_engine_ends_the_process_and_its_model() -> None:
         async with asyncio.timeout(WAIT_S):
             await running
     assert isinstance(died.value.__cause__, RankLost) and model.is_closed
+
+
+async def test_a_stuck_engine_is_not_drained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its supervisor would kill the process meanwhile, and leave the processes of the engine behind."""
+    model = ForeignModel(Faults(pace_s=3600.0))
+    process = process_of(model, drain_timeout_s=3600.0)
+    running = asyncio.create_task(process.run())
+    await until(lambda: process.duties.engine is not None or running.done())
+    process._on_message(b"router", request("a", [1, 2, 3], 5, 1))
+    await until(lambda: process.duties.engine is not None and not process.duties.engine.is_empty)
+    monkeypatch.setattr(ForeignEngine, "is_stuck", lambda *_: True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    async with asyncio.timeout(WAIT_S):
+        await running
+    assert model.is_closed
 
 
 @pytest.mark.parametrize("lost", ["rank 1 is gone", ""])
