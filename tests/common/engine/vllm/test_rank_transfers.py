@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import random
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import zmq
 
 from common.engine.kv import block_ring
 from common.engine.transfer.transports import nixl
 from common.engine.transfer.transports.interface import PreparedBlocks
+from common.engine.vllm import rank_transfers
 from common.engine.vllm.layout import KVGroup, heads_of, pairs
 from common.engine.vllm.link import Arrived, Cancel, Forget, Sent, TransferLost
+from common.errors import ConfigError
 
 from ....pretended_nixl import PretendedNixl
 from ....waiting import wait_until
@@ -355,6 +360,15 @@ def test_a_single_rank_grants_whoever_is_first(make: Callable[..., WorkerRig]) -
         decode.expect(name)
     send_all(prefill, decode, "b")  # the prompt of a is still in the queue
     assert decode.wait(Arrived)[0].request_id == "b"  # type: ignore[attr-defined]
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.socket() as other, zmq.Context() as context:
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+        settings: Any = SimpleNamespace(kv_host="127.0.0.1", kv_port=port - 1)
+        with pytest.raises(ConfigError, match=f"kv_port={port}: must be a port that is free on 127.0.0.1, like"):
+            rank_transfers._listener(context, settings, 1, None)
 
 
 def test_what_never_fits_is_refused_at_once(make: Callable[..., WorkerRig]) -> None:
