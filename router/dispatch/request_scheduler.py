@@ -160,7 +160,7 @@ class RequestScheduler:
                 is_full |= state.held_s is not None
         self._remind(now)
         overdue = [one for one in self._waiting if now - one.times.queued_at > self._config.queue_timeout_s]
-        is_starting = bool(overdue) and self._registry.is_starting("decode")
+        is_starting = bool(overdue) and self._registry.is_starting("decode", now)
         for state in overdue:
             if state.request.continues and state.held_s is not None:
                 continue  # workers exist, but are busy with other steps of the same answer

@@ -25,6 +25,7 @@ from router.dispatch.request_scheduler import MAX_PLACED_A_TURN
 from router.dispatch.silence import silence_reason
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
+from router.fleet.worker import WorkerState
 
 from ...fake_worker import heartbeat_of, hello_of
 
@@ -163,10 +164,16 @@ def test_an_answer_that_has_begun_waits_while_a_decode_worker_loads_its_model() 
         rig.registry.on_hello(D, hello_of("d", epoch=2, max_model_len=1000, weights="w"), now)
         rig.registry.on_heartbeat(D, heartbeat_of("d", epoch=2, ready=False), now)
         rig.core.on_tick(now)
-    assert [*rig.core.waiting] == [begun] and rig.woken == ["begun", "new"]
-    rig.registry.sweep(202.0)
+    rig.registry.sweep(202.0)  # it is silent while it imports modules
+    assert rig.registry.workers[D].state is WorkerState.DEAD
     rig.core.on_tick(202.0)
-    with pytest.raises(Unavailable, match="waited 201.0 s for a worker"):
+    rig.registry.on_hello(D, hello_of("d", epoch=2, max_model_len=1000, weights="w"), 202.0)
+    rig.registry.on_heartbeat(D, heartbeat_of("d", epoch=2, ready=False), 202.0)
+    assert rig.registry.on_forgotten(D)  # nor did it read the router's heartbeats
+    rig.core.on_tick(202.0)
+    assert [*rig.core.waiting] == [begun] and rig.woken == ["begun", "new"]
+    rig.core.on_tick(233.0)
+    with pytest.raises(Unavailable, match="waited 232.0 s for a worker"):
         begun.take_event()
         begun.take_event()
 
