@@ -12,7 +12,7 @@ from common.machine.gpus import (
 )
 from common.machine.memory import Available, host_memory, keep_large_buffers
 from common.machine.owned_task import OwnedTask
-from common.machine.private_folder import PrivateFolder, remove_private_folders
+from common.machine.private_folder import FOLDER_LOCK, PrivateFolder, remove_private_folders
 from common.machine.process_metrics import register_process
 from common.machine.wall_clock import AGES_S, LEASES_S, WALL_CLOCK, WallClock
 
@@ -22,6 +22,7 @@ __all__ = [
     "AvailableGPUs",
     "ChildProcess",
     "CoreShare",
+    "FOLDER_LOCK",
     "LEASES_S",
     "NO_ROOM",
     "OwnedTask",

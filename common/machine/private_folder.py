@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-LOCK = "lock"
+FOLDER_LOCK = "lock"
 """File that the owner of a folder locks. It is as old as the folder."""
 PREFIX = "diptych-"
 MAX_PARENT_CHARS = 40
@@ -32,10 +32,10 @@ class PrivateFolder:
             parent = Path("/tmp")
         _remove_left(parent)
         self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{purpose}-", dir=parent))
-        new = self.path / f"{LOCK}.new"
+        new = self.path / f"{FOLDER_LOCK}.new"
         self._lock = new.open("wb")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        new.rename(self.path / LOCK)  # locked before other processes can find it
+        new.rename(self.path / FOLDER_LOCK)  # locked before other processes can find it
         _open.add(self)
 
     def close(self) -> None:
@@ -62,7 +62,7 @@ def remove_private_folders() -> None:
 
 def _remove_left(parent: Path) -> None:
     """Remove the folders of killed processes."""
-    for left in parent.glob(f"{PREFIX}*/{LOCK}"):
+    for left in parent.glob(f"{PREFIX}*/{FOLDER_LOCK}"):
         with contextlib.suppress(OSError), left.open("rb") as lock:  # owned by another user, or in use
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(left.parent)

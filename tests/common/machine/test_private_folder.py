@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.machine import private_folder
-from common.machine.private_folder import LOCK, PrivateFolder, remove_private_folders
+from common.machine.private_folder import FOLDER_LOCK, PrivateFolder, remove_private_folders
 
 OWNER = """
 import sys
@@ -31,7 +31,7 @@ def test_a_folder_is_private_and_ends_with_its_block(parent: Path) -> None:
     with PrivateFolder("test") as folder:
         assert folder.path.parent == parent and folder.path.stat().st_mode & 0o077 == 0
         (folder.path / "file").touch()
-        assert [file.name for file in folder.path.iterdir() if file.name != "file"] == [LOCK]
+        assert [file.name for file in folder.path.iterdir() if file.name != "file"] == [FOLDER_LOCK]
     assert not list(parent.iterdir())
     folder.close()
 
