@@ -12,6 +12,7 @@ from common.machine.gpus import (
 )
 from common.machine.memory import Available, host_memory, keep_large_buffers
 from common.machine.owned_task import OwnedTask
+from common.machine.private_folder import FOLDER_LOCK, PrivateFolder, remove_private_folders
 from common.machine.process_metrics import register_process
 from common.machine.wall_clock import AGES_S, LEASES_S, WALL_CLOCK, WallClock
 
@@ -21,9 +22,11 @@ __all__ = [
     "AvailableGPUs",
     "ChildProcess",
     "CoreShare",
+    "FOLDER_LOCK",
     "LEASES_S",
     "NO_ROOM",
     "OwnedTask",
+    "PrivateFolder",
     "READ_S",
     "UnreadableFile",
     "WALL_CLOCK",
@@ -40,6 +43,7 @@ __all__ = [
     "raise_file_limit",
     "read_regular_file",
     "register_process",
+    "remove_private_folders",
     "spin_briefly",
     "with_device",
 ]

@@ -159,11 +159,13 @@ class RequestScheduler:
             else:
                 is_full |= state.held_s is not None
         self._remind(now)
-        for state in self._waiting:
-            if now - state.times.queued_at <= self._config.queue_timeout_s:
-                break
+        overdue = [one for one in self._waiting if now - one.times.queued_at > self._config.queue_timeout_s]
+        is_starting = bool(overdue) and self._registry.is_starting("decode", now)
+        for state in overdue:
             if state.request.continues and state.held_s is not None:
                 continue  # workers exist, but are busy with other steps of the same answer
+            if state.stream.token_ids and is_starting:
+                continue  # its client has a part of the answer, so it cannot send the request elsewhere
             why = f"The request waited {now - state.times.queued_at:.1f} s for a worker: {self._obstacle(state, now)}"
             self._fail(state, Unavailable(why, retry_after_s=RETRY_AFTER_S))
         for state in [one for one in self._waiting if one.request.adapter]:

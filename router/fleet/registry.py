@@ -86,6 +86,8 @@ MAX_SLOWNESS = 8.0
 """Maximum ratio of measured to predicted time of a first token."""
 MAX_FORGIVEN = 4
 """Multiple of `worker_timeout_s` for which a delayed router tolerates silence."""
+LOADING_SILENCE_S = 30.0
+"""Silence, in seconds, of a worker that may still be loading: while it imports modules, it sends no heartbeats."""
 NOT_READY = "connected, not ready yet"
 NOTHING_OBSERVED: Mapping[int, float] = MappingProxyType({})
 
@@ -339,6 +341,17 @@ class WorkerRegistry(BookedWorkers):
             known = [worker for worker in self.workers.values() if worker.ready and worker.role == role]
             self._ready[role] = known
         return known
+
+    def is_starting(self, role: Role, now: float) -> bool:
+        """Return whether a worker of `role` has reported that it is loading its model."""
+        return any(
+            worker.role == role
+            and worker.life.last_seen is not None
+            and now - worker.life.last_seen < LOADING_SILENCE_S
+            and not worker.life.has_served
+            and (worker.hello is None or not worker.incompatibility)
+            for worker in self.workers.values()
+        )
 
     @property
     def draining(self) -> set[str]:

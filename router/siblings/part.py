@@ -14,13 +14,12 @@ from http import HTTPStatus
 from pathlib import Path
 
 from common.config import RouterConfig
+from common.machine import FOLDER_LOCK
 
 NOT_OWNED = HTTPStatus.MISDIRECTED_REQUEST
 """Status with which a process responds to another one if it does not own the requested object."""
 OWNER = "x-owner"
 """Header with the name of the API key on whose behalf another process asks."""
-LOCK = "lock"
-"""File in the shared folder, created first and locked by the parent process."""
 DIVIDED = ("max_inflight", "max_connections", "max_background", "batch_concurrency")
 log = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ class RouterPart:
     @property
     def began_at(self) -> int:
         """Start time of the router, in seconds since 1970. Unchanged when a process restarts."""
-        return int((self.folder / LOCK).stat().st_mtime)
+        return int((self.folder / FOLDER_LOCK).stat().st_mtime)
 
     @property
     def memory_store(self) -> str:

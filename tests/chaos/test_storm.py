@@ -126,7 +126,7 @@ class Load:
                 # Every other round is new to the prefix caches.
                 salt = f"round {turn // len(self.asks)}" if turn % 2 else ""
                 self.num_running += 1
-                heard = await clients[router].ask(self.asks[index], salt=salt)
+                heard = await self._ask(clients, router, self.asks[index], salt)
                 self.num_running -= 1
                 self.answered.append(Answered(index, router, heard))
 
@@ -137,6 +137,9 @@ class Load:
             async with asyncio.TaskGroup() as lanes:
                 for _ in range(self.at_once):
                     lanes.create_task(lane())
+
+    async def _ask(self, clients: Mapping[str, Client], router: str, ask: Ask, salt: str) -> Heard:
+        return await clients[router].ask(ask, salt=salt)
 
     def problems(self, expected: Sequence[Heard]) -> list[str]:
         """Every answer that is not the undisturbed one."""
@@ -162,6 +165,8 @@ class Act:
 
 class Storm:
     """Disturbs workers at random, several at once, but never the last decode worker that is well."""
+
+    back_s = BACK_TIMEOUT_S
 
     def __init__(
         self, stack: Stack, seed: int, *, every_s: tuple[float, float] = (2.0, 5.0), acts: Mapping[str, int] = ACTS
@@ -202,6 +207,14 @@ class Storm:
 
     async def _act(self, worker: StackProcess, what: str) -> None:
         began = time.monotonic()
+        await self._do(worker, what)
+        await self._until_ready(worker)
+        now = time.monotonic()
+        self.acts.append(Act(began - self.began_at, worker.name, what, now - began))
+        self._unwell.discard(worker.name)
+
+    async def _do(self, worker: StackProcess, what: str) -> None:
+        began = time.monotonic()
         match what:
             case "kill":
                 await self._kill(worker)
@@ -218,10 +231,6 @@ class Storm:
             case "forget":
                 async with httpx.AsyncClient(timeout=30, trust_env=False) as client:
                     await client.post(f"{self._random.choice(self._stack.routers).http_url}/reset_prefix_cache")
-        await self._until_ready(worker)
-        now = time.monotonic()
-        self.acts.append(Act(began - self.began_at, worker.name, what, now - began))
-        self._unwell.discard(worker.name)
 
     async def _kill(self, worker: StackProcess) -> None:
         await asyncio.to_thread(worker.kill)
@@ -258,7 +267,7 @@ class Storm:
         self._roles[worker.name] = worker.role
 
     async def _until_ready(self, worker: StackProcess) -> None:
-        deadline = time.monotonic() + BACK_TIMEOUT_S
+        deadline = time.monotonic() + self.back_s
         while not await is_ready(worker):
             worker.check(deadline, "was not ready again")
             await asyncio.sleep(POLL_S)
@@ -307,7 +316,7 @@ COUNTERS = {
 }
 
 
-async def undisturbed(stack: Stack, asks: Any) -> list[Heard]:
+async def undisturbed(stack: Stack, asks: Sequence[Ask]) -> list[Heard]:
     async with Client(stack.url) as client:
         return await answers(client, asks, salt="undisturbed")
 
@@ -343,11 +352,14 @@ async def storm_over(
     num_asks: int,
     every_s: tuple[float, float],
     acts: Mapping[str, int] = ACTS,
+    asks: Sequence[Ask] = (),
+    new_load: type[Load] = Load,
+    new_storm: type[Storm] = Storm,
 ) -> Storm:
     """The whole experiment: what should come, the storm, what came, and what is left behind."""
-    asks = plan(seed, num_asks)
+    asks = asks or plan(seed, num_asks)
     expected = await undisturbed(stack, asks)
-    load, storm = Load(stack, asks, at_once), Storm(stack, seed, every_s=every_s, acts=acts)
+    load, storm = new_load(stack, asks, at_once), new_storm(stack, seed, every_s=every_s, acts=acts)
     await watched(load, storm, seconds)
     settled_s = await settle(stack)
     counters = {title: await counter(stack.routers, *name) for title, name in COUNTERS.items()}

@@ -11,11 +11,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,7 +22,7 @@ from common.engine.ranks.channel import RANK_END_S, Channel
 from common.engine.ranks.liveness import SILENT_S, SUSPECT_SILENCE_S, HeartbeatMonitor
 from common.engine.run import LargestSteps, MemoryNeed
 from common.errors import ModelError, RankLost
-from common.machine import ChildProcess
+from common.machine import ChildProcess, PrivateFolder
 from common.model_files import ModelFiles
 
 if TYPE_CHECKING:
@@ -122,14 +120,14 @@ class RankProcesses:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._folder = tempfile.TemporaryDirectory(prefix="diptych-ranks-")
+        self._folder = PrivateFolder("ranks")
         self._ranks: list[OtherRank] = []
         self._broken: RankLost | None = None
 
     @property
     def rendezvous_file(self) -> str:
         """File at which the ranks meet, in a folder that only this user can read."""
-        return str(Path(self._folder.name) / "ranks")
+        return str(self._folder.path / "ranks")
 
     @property
     def adapter_channels(self) -> Sequence[Channel]:
@@ -160,7 +158,7 @@ class RankProcesses:
 
     def delete_rendezvous(self) -> None:
         """Delete the rendezvous file after all ranks have met, so that a crash leaves no file."""
-        self._folder.cleanup()
+        self._folder.close()
 
     def send_step(self, message: Numbers) -> None:
         """Send a step to all ranks. Raises RankLost."""
@@ -201,7 +199,7 @@ class RankProcesses:
         deadline = time.monotonic() + RANK_END_S
         for rank in ranks:
             rank.child.wait(deadline)
-        self._folder.cleanup()
+        self._folder.close()
 
     def _silence(self, least_s: float) -> str:
         """Return which ranks have been silent for at least `least_s`, or ""."""

@@ -31,6 +31,18 @@ SECONDARY = (
 )
 """Parts of errors that only repeat that another process failed."""
 MAX_REASON_CHARS = 6 * MAX_SHOWN_CHARS
+EXPECTED = (
+    *("Initializing KVConnectorBase_V1", "Enforce eager set", "Inductor compilation was disabled"),
+    *("Model Runner V2 requires Triton", "Triton is not installed", "Reset SSM cache type"),
+)
+"""Beginnings of warnings at every good start, at least on CPUs, about which an operator can do nothing."""
+
+
+class ExpectedWarnings(logging.Filter):
+    """Drops `EXPECTED` warnings."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(EXPECTED)
 
 
 class CoreLogHandler(logging.FileHandler):
@@ -65,7 +77,7 @@ def write_logging_config(path: Path, errors: Path, level: str) -> None:
     our level debug, or at the level in vLLM's own variable.
     """
     own_level = os.environ.get(VLLM_LEVEL) or ("INFO" if level == "debug" else "WARNING")
-    names = ["stderr", "errors"]
+    names, shows_all = ["stderr", "errors"], own_level.upper() in ("INFO", "DEBUG")
     own = {"handlers": names, "level": own_level.upper(), "propagate": False}
     config = {
         "version": 1,
@@ -76,8 +88,13 @@ def write_logging_config(path: Path, errors: Path, level: str) -> None:
                 "datefmt": "%H:%M:%S",
             }
         },
+        "filters": {"expected": {"()": f"{__name__}.{ExpectedWarnings.__name__}"}},
         "handlers": {
-            "stderr": {"class": "logging.StreamHandler", "formatter": "line"},
+            "stderr": {
+                "class": "logging.StreamHandler",
+                "formatter": "line",
+                "filters": [] if shows_all else ["expected"],
+            },
             "errors": {"class": f"{__name__}.{CoreLogHandler.__name__}", "filename": str(errors)},
         },
         "loggers": {"vllm": own},

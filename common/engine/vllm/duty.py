@@ -65,8 +65,14 @@ class _Offer:
         assert self._duty is not None  # the process begins the duty first
         return load_vllm(files, self._config, self._duty.parts, self._duty.block_log)
 
+    def abandon(self) -> None:
+        """Kill vLLM's processes, which import modules for seconds before they notice the end of their parent."""
+        from common.engine.vllm.launch import kill_processes, process_tree
+
+        kill_processes(process_tree())
+
 
 def vllm_offer(role: Role, config: WorkerConfig) -> DutyOffer[VllmModel]:
     """Return the offer of a process to serve a role with vLLM."""
     offer = _Offer(role, config)
-    return DutyOffer(role, config, offer.load, offer.begin)
+    return DutyOffer(role, config, offer.load, offer.begin, offer.abandon)

@@ -10,13 +10,10 @@ import contextlib
 import logging
 import multiprocessing.connection
 import os
-import shutil
 import socket
 import sys
-import tempfile
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -31,12 +28,13 @@ from common.engine.vllm.launch import (
     CoreFiles,
     end_processes,
     engine_config,
-    prepare_logging,
+    prepare_files,
     process_tree,
     start_problem,
 )
 from common.engine.vllm.link import ConnectorSettings
 from common.errors import DiptychError, ModelError, RankLost
+from common.machine import PrivateFolder, remove_private_folders
 from common.model_files import resolve_model
 from common.observe import setup_logging
 from common.wire.listening import ALL, ALL_IPV4
@@ -51,7 +49,7 @@ def run(plan: FollowerPlan, settings: ConnectorSettings, files: CoreFiles) -> st
     model = plan.arguments[plan.arguments.index("--model") + 1]
     check_weights(model, plan.weights_hash)
     prepare_variables(RankResources(on_gpu=plan.on_gpu, num_ranks=plan.num_ranks))
-    prepare_logging(plan.log_level, files)
+    prepare_files(plan.log_level, files)
     os.environ.pop(KV_SPACE, None)
     if plan.kv_space:
         os.environ[KV_SPACE] = plan.kv_space
@@ -97,11 +95,11 @@ def follow(plan: FollowerPlan, curve_key: str, own_address: str, files: CoreFile
         return start_problem(error, files)
 
 
-def _end_with(channel: Channel, folder: Path) -> None:
+def _end_with(channel: Channel) -> None:
     """End all processes of this host when the worker is gone."""
     channel.is_cut(None)
     end_processes(process_tree(), END_S)
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_private_folders()
     os._exit(0)
 
 
@@ -114,14 +112,15 @@ def main(argv: Sequence[str]) -> int:
     except RankLost:
         return 0
     setup_logging("rank-host", plan.log_level, json=plan.log_json)
-    files = CoreFiles(Path(tempfile.mkdtemp(prefix="diptych-vllm-")))
-    threading.Thread(target=_end_with, args=(channel, files.folder), name="watch-worker", daemon=True).start()
+    folder = PrivateFolder("vllm")
+    files = CoreFiles(folder.path)
+    threading.Thread(target=_end_with, args=(channel,), name="watch-worker", daemon=True).start()
     why = follow(plan, curve_key, normalized_address(channel.here), files)
     log.error("vllm: this host cannot run its ranks: %s", why)
     with contextlib.suppress(RankLost):
         channel.send(why.encode(), PLAN_S)
     end_processes(process_tree(), END_S)
-    shutil.rmtree(files.folder, ignore_errors=True)
+    folder.close()
     return 1
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import multiprocessing
 import os
 import re
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 CONNECTOR = "DiptychConnector"
 CONNECTOR_MODULE = "common.engine.vllm.connector"
+INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 """Environment variable of vLLM with the size of the KV cache on a CPU, in whole GiB."""
 RULES_MODULE = "common.engine.vllm.token_rules"
@@ -62,10 +65,17 @@ class CoreFiles:
         return f"ipc://{self.folder / 'events'}"
 
 
-def prepare_logging(level: str, files: CoreFiles) -> None:
-    """Set the variables for the log of vLLM's processes. Must precede the first import of vLLM."""
+def prepare_files(level: str, files: CoreFiles) -> None:
+    """Set the variables for the log, the sockets and the temporary files of vLLM's processes.
+
+    Must precede the first import of vLLM. It leaves sockets and files behind, so they belong into our folder. The cache
+    of compiled code has to outlive it.
+    """
     write_logging_config(files.logging, files.errors, level)
-    os.environ.update({"VLLM_LOGGING_CONFIG_PATH": str(files.logging), WORKER_PID: str(os.getpid())})
+    os.environ.setdefault(INDUCTOR_CACHE, f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+    folder = str(files.folder)
+    paths = {"VLLM_LOGGING_CONFIG_PATH": str(files.logging), "VLLM_RPC_BASE_PATH": folder, "TMPDIR": folder}
+    os.environ.update(paths | {WORKER_PID: str(os.getpid())})
 
 
 def prepare_memory(config: WorkerConfig) -> None:
@@ -106,6 +116,8 @@ def engine_arguments(config: WorkerConfig, files: ModelFiles) -> list[str]:
         arguments += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
     if config.lora_places:
         arguments.append("--enable-lora")
+    if config.log_level != "debug":
+        arguments.append("--no-use-tqdm-on-load")
     if not config.enable_prefix_caching:
         arguments.append("--no-enable-prefix-caching")
     return [*arguments, *config.engine_args]
@@ -232,13 +244,26 @@ def start_problem(error: BaseException, files: CoreFiles) -> str:
 
 
 def process_tree() -> frozenset[int]:
-    """Return the ids of all descendants of this process."""
+    """Return the ids of all descendants of this process, except Python's resource trackers.
+
+    A tracker ends when this process does, and then removes shared memory of processes that were killed.
+    """
     import psutil  # type: ignore[import-untyped]
 
-    try:
-        return frozenset(each.pid for each in psutil.Process().children(recursive=True))
-    except psutil.Error:
-        return frozenset()
+    found = set()
+    with contextlib.suppress(psutil.Error):
+        for each in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if not any("resource_tracker" in word for word in each.cmdline()):
+                    found.add(each.pid)
+    return frozenset(found)
+
+
+def kill_processes(pids: frozenset[int]) -> None:
+    """Kill these processes without waiting for their end."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def end_processes(pids: frozenset[int], timeout_s: float = STOP_S) -> None:

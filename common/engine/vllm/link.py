@@ -18,15 +18,12 @@ import hmac
 import logging
 import os
 import secrets
-import shutil
 import signal
-import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -37,6 +34,7 @@ from common.engine.transfer import KVConnection, Mailbox
 from common.engine.vllm.core_log import started_by
 from common.errors import ConfigError, WireError
 from common.latency import StepShape
+from common.machine import PrivateFolder
 from common.wire import MAX_MESSAGE_BYTES, MAX_MESSAGES_PER_TURN, Curve, DropLog, bind
 from common.wire.messages import KVDone, KVTarget
 
@@ -49,7 +47,7 @@ MAX_QUEUED = 256
 """Messages waiting for a slow worker beyond which a scheduler's `StepsDone` is dropped."""
 LINK_HWM = 10_000
 """Messages that ZeroMQ queues for one rank."""
-TERM_S = 5.0
+TERM_S = 1.0
 """Time, in seconds, that an orphaned engine process gets to exit before it is killed."""
 EXTRA_CONFIG = "diptych"
 """Key of `ConnectorSettings` in `kv_connector_extra_config`."""
@@ -336,7 +334,7 @@ class RankLink:
         self._peers: dict[int, bytes] = {}
         self._heard: dict[int, float] = {}
         self._drops = DropLog(log, "a message on the engine link")
-        self._folder = ""
+        self._folder: PrivateFolder | None = None
         self._socket = context.socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.SNDHWM, LINK_HWM)
@@ -347,8 +345,8 @@ class RankLink:
             if host:
                 self.address = bind(self._socket, host, 0, curve)
             else:
-                self._folder = tempfile.mkdtemp(prefix="diptych-")
-                self.address = f"ipc://{Path(self._folder) / 'link'}"
+                self._folder = PrivateFolder("link")
+                self.address = f"ipc://{self._folder.path / 'link'}"
                 self._socket.bind(self.address)
         except zmq.ZMQError:
             self.close()
@@ -386,8 +384,8 @@ class RankLink:
     def close(self) -> None:
         """Close the socket and remove its directory. Ranks that remain end after their silence limit."""
         self._socket.close()
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            self._folder.close()
 
     def _send(self, rank: int, sealed: bytes) -> bool:
         if (peer := self._peers.get(rank)) is None:

@@ -11,13 +11,10 @@ import contextlib
 import logging
 import os
 import re
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from hashlib import blake2b
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -41,7 +38,7 @@ from common.engine.vllm.launch import (
     end_processes,
     engine_arguments,
     engine_config,
-    prepare_logging,
+    prepare_files,
     prepare_memory,
     process_tree,
     start_core,
@@ -60,6 +57,7 @@ from common.engine.vllm.link import (
 )
 from common.engine.worker import ModelFacts, WorkerMetrics, WorkerParts
 from common.errors import ModelError
+from common.machine import PrivateFolder
 from common.model_files import ModelFiles, served_task, weights_fingerprint
 from common.wire import SamplingParams, in_url
 
@@ -75,8 +73,8 @@ READY_S = 60.0
 LINK_SILENCE_S = 60.0
 """Time, in seconds, without a sign of the worker after which vLLM's processes exit. Only a worker that hangs takes so
 long: they detect the end of their parent process earlier."""
-SHUTDOWN_S = 3.0
-"""Time, in seconds, that vLLM's processes get to end by themselves."""
+SHUTDOWN_S = 1.0
+"""Time, in seconds, that vLLM's processes get to end by themselves. They only free memory, for up to 4 s."""
 CALL_S = 30.0
 """Maximum time, in seconds, of a call to vLLM that needs no step."""
 WARM_UP_S = 300.0
@@ -146,6 +144,7 @@ class VllmModel:
         cached: CachedBlocks,
         facts: ModelFacts,
         files: CoreFiles,
+        folder: PrivateFolder,
         *,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
@@ -160,7 +159,7 @@ class VllmModel:
         self.kv_address, self.adapters, self._hosts = kv_address, adapters, hosts
         self.on_event: Callable[[int, LinkEvent], None] = lambda rank, event: None
         """Receives the events of ranks and scheduler, on the engine thread. Set by the engine."""
-        self._files = files
+        self._files, self._folder = files, folder
         self._processes = process_tree()
         self._errors_offset = files.errors.stat().st_size if files.errors.exists() else 0
 
@@ -192,6 +191,7 @@ class VllmModel:
 
     def close(self) -> None:
         """End vLLM's processes and the engine thread."""
+        logging.getLogger("vllm").setLevel(logging.ERROR)  # it warns of each process that it has to kill
         with contextlib.suppress(Exception):  # whatever fails, the processes are ended below
             self.thread.call(_cancelled(self._llm.output_handler), 1.0)
             self._llm.shutdown(timeout=SHUTDOWN_S)
@@ -199,7 +199,7 @@ class VllmModel:
             self._hosts.close()
         end_processes(self._processes & process_tree())
         self.thread.close()
-        shutil.rmtree(self._files.folder, ignore_errors=True)
+        self._folder.close()
 
 
 async def _cancelled(task: asyncio.Task[Any] | None) -> None:
@@ -213,21 +213,22 @@ def load_vllm(files: ModelFiles, config: WorkerConfig, parts: WorkerParts, block
     """Start vLLM and load the model. Blocks. Raises ConfigError or ModelError, RankLost if a host does not join."""
     if not served_task(files, getattr(config, "task", "auto")).generates:
         raise ModelError(f"{files.model_id} does not generate text: --engine vllm serves only models that do")
-    core_files = CoreFiles(Path(tempfile.mkdtemp(prefix="diptych-vllm-")))
-    prepare_logging(config.log_level, core_files)
+    folder = PrivateFolder("vllm")
+    core_files = CoreFiles(folder.path)
+    prepare_files(config.log_level, core_files)
     prepare_memory(config)
     log.info("vllm: reading the configuration of %s", files.model_id)
     thread = CoreThread()
     before, hosts = process_tree(), None
     try:
         hosts = EngineHosts.wait(config)
-        return _load(files, config, parts, block_log, core_files, thread, hosts)
+        return _load(files, config, parts, block_log, core_files, folder, thread, hosts)
     except BaseException:
         if hosts is not None:
             hosts.close()
         end_processes(process_tree() - before)
         thread.close()
-        shutil.rmtree(core_files.folder, ignore_errors=True)
+        folder.close()
         raise
 
 
@@ -237,6 +238,7 @@ def _load(
     parts: WorkerParts,
     block_log: BlockLog,
     core_files: CoreFiles,
+    folder: PrivateFolder,
     thread: CoreThread,
     hosts: EngineHosts | None,
 ) -> VllmModel:
@@ -272,6 +274,7 @@ def _load(
         cached,
         facts,
         core_files,
+        folder,
         vocab_size=int(vllm_config.model_config.get_vocab_size()),
         eos_token_ids=ends,
         kv_address=advertised([one.kv_address for one in ready], shown),

@@ -52,7 +52,7 @@ from common.engine.vllm.link import (
     split_addresses,
 )
 from common.engine.vllm.staging import RankBlocks, RankCache, StagingSlots
-from common.errors import WireError
+from common.errors import ConfigError, WireError
 from common.wire import Curve
 from common.wire.messages import KVDone, KVTarget
 
@@ -215,7 +215,7 @@ class RankTransfers:
         self._blocks = blocks = RankBlocks(cache)
         frames = Frames(blocks.view, blocks.views)
         outgoing, incoming = transport.outgoing(blocks, blocks, frames), transport.incoming(blocks, self.slots)
-        listener = KVListener(context, settings.kv_host, settings.kv_port and settings.kv_port + self.rank, curve)
+        listener = _listener(context, settings, self.rank, curve)
         transports = () if incoming is None else (incoming,)
         self._receiver = KVReceiver(context, listener, self.slots, self._on_event, transports=transports)
         self._transfers = IncomingTransfers(
@@ -725,7 +725,10 @@ class RankTransfers:
             self.expire(time.monotonic())
 
     def expire(self, now: float) -> None:
-        """End what has waited for too long, and renew the leases of senders that wait for slots."""
+        """End what has waited for too long, and renew the leases of senders that wait for slots.
+
+        Raises RuntimeError if slots are lost, after which the engine restarts.
+        """
         settings = self._settings
         with self._lock:
             self._transfers.expire_early(now)
@@ -742,6 +745,19 @@ class RankTransfers:
                 else:
                     for pair in waiting:
                         self._transfers.renew(pair, now)
+            if not self._incoming and (num_lost := self.slots.num_slots - self.slots.num_free):
+                raise RuntimeError(f"{num_lost} staging slots belong to no request")
+
+
+def _listener(
+    context: zmq.Context[zmq.Socket[bytes]], settings: ConnectorSettings, rank: int, curve: Curve | None
+) -> KVListener:
+    port = settings.kv_port and settings.kv_port + rank
+    try:
+        return KVListener(context, settings.kv_host, port, curve)
+    except zmq.ZMQError as error:
+        rule = f"a port that is free on {settings.kv_host}, like those of further ranks ({error.strerror})"
+        raise ConfigError("kv_port", port, rule) from None  # the worker shows the first error of a process
 
 
 def _is_of(name: str, base: str) -> bool:

@@ -328,11 +328,13 @@ class DutyOffer(Generic[M]):
     """A role that a process may have.
 
     `load` reads the model and allocates all memory, on a thread, for minutes if necessary. It cannot be interrupted: at
-    SIGTERM the process exits. Raises ModelError or ConfigError. Only the first role's `load` is called; the engines of
-    a second role use the same model. `begin` is called for each run of the role.
+    SIGTERM the process calls `abandon`, which ends other processes that `load` has started, and exits. Raises
+    ModelError or ConfigError. Only the first role's `load` is called; the engines of a second role use the same model.
+    `begin` is called for each run of the role.
     """
 
     role: Role
     config: WorkerConfig
     load: Callable[[ModelFiles], M]
     begin: Callable[[WorkerParts], Duty[M]]
+    abandon: Callable[[], None] = lambda: None

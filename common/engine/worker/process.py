@@ -34,7 +34,7 @@ from common.engine.worker.metrics import AdapterCollector, WorkerMetrics
 from common.engine.worker.probes import WorkerHTTP
 from common.engine.worker.vitals import WorkerIdentity, heartbeat_of, hello_of, probe_of
 from common.errors import ConfigError, DiptychError, ModelError
-from common.machine import NO_ROOM, keep_large_buffers, raise_file_limit
+from common.machine import NO_ROOM, keep_large_buffers, raise_file_limit, remove_private_folders
 from common.model_files import hold_model, resolve_model
 from common.wire import Curve, Gatekeeper, in_url, warn_if_readable
 from common.wire.messages import (
@@ -61,7 +61,7 @@ class WorkerProcess:
 
     def __init__(self, home: DutyOffer[Any], other: DutyOffer[Any] | None = None) -> None:
         self.config = config = home.config
-        self._load_model = home.load
+        self._load_model, self._abandon_load = home.load, home.abandon
         identity = WorkerIdentity.create(home.role, config.worker_id)
         self.context = zmq.asyncio.Context(io_threads=config.io_threads)
         self.blocking_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(self.context)
@@ -154,6 +154,7 @@ class WorkerProcess:
     def _abandon_loading(self, serving: asyncio.Task[None]) -> NoReturn:
         """Exit immediately: the thread that loads weights cannot be interrupted, and nothing else has started."""
         log.info("stopping while the model is loading")
+        self._abandon_load()
         end_process(1 if serving.done() else 0)
 
     def _tend_pod(self) -> asyncio.Task[None] | None:
@@ -209,18 +210,24 @@ class WorkerProcess:
         raise RuntimeError("the engine died") from engine.failure
 
     async def _drain(self, control: ControlServer, serving: asyncio.Task[None]) -> None:
-        """Reject new requests and let running ones finish or be handed over, up to the deadline."""
+        """Reject new requests and let running ones finish or be handed over, up to the deadline.
+
+        A stuck engine is not waited for.
+        """
         self.duties.is_draining = True
         control.broadcast_heartbeat()
         most_s, engine = self.config.drain_timeout_s, self.duties.engine
         log.info("draining: %d requests finish or move within %g s", engine.status.num_active if engine else 0, most_s)
         deadline = time.monotonic() + most_s
         while time.monotonic() < deadline and engine is not None and engine.alive and not serving.done():
-            if engine.is_empty:
+            if engine.is_empty or engine.is_stuck(time.monotonic()):
                 break
             await asyncio.sleep(DRAIN_POLL_S)
         if engine is None or engine.is_empty:
             log.info("stopping: all requests finished or moved")
+        elif engine.is_stuck(time.monotonic()):
+            stuck = "stopping: the engine is stuck, %d requests are computed again on other workers"
+            log.warning(stuck, engine.status.num_active)
         else:
             left = "stopping: drain timeout of %g s expired, %d requests are computed again on other workers"
             log.warning(left, most_s, engine.status.num_active)
@@ -228,7 +235,7 @@ class WorkerProcess:
     def _on_signal(self, stop: asyncio.Event) -> None:
         if stop.is_set():
             log.warning("received a second signal: exiting immediately")
-            os._exit(1)
+            end_process(1)
         stop.set()
 
     def _on_message(self, router: bytes, message: AnyMessage) -> None:
@@ -373,4 +380,5 @@ def end_process(status: int) -> NoReturn:
     for flush in (logging.shutdown, sys.stdout.flush, sys.stderr.flush):
         with suppress(OSError):  # log or output file is on a full disk
             flush()
+    remove_private_folders()
     os._exit(status)

@@ -23,12 +23,18 @@ ECHO_S = 0.5
 """A second signal within this time is a duplicate: `make` forwards signals that its process group received too."""
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
 """Restart delay, which doubles each time."""
+REFUSED = 2
+"""Exit status of a process that refuses its settings or model."""
 HEALTHY_AFTER_S = 60.0
 """Uptime after which the restart delay is reset."""
 
 
 class StartFailed(DiptychError):
-    """A process exited or hung before the service was ready."""
+    """A process exited or hung before the service was ready. `status` is that of the service: 2 for a refusal."""
+
+    def __init__(self, reason: str, status: int = 1) -> None:
+        super().__init__(reason)
+        self.status = status
 
 
 def describe_exit(status: int) -> str:
@@ -121,7 +127,9 @@ class Keeper(ABC):
                 task.result()
             elif not stopped.done():
                 ended, child = next((exit, child) for exit, child in exits.items() if exit.done())
-                raise StartFailed(f"{child.name} exited during startup ({describe_exit(ended.result())})")
+                status = ended.result()
+                why = f"{child.name} exited during startup ({describe_exit(status)})"
+                raise StartFailed(why, status if status == REFUSED else 1)
         finally:
             await cancel((task, stopped, *exits))
 

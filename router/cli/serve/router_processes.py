@@ -10,23 +10,20 @@ so that connections wait during a restart instead of being rejected.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import fcntl
 import logging
-import shutil
 import signal
 import sys
-import tempfile
 from pathlib import Path
 
 from common.config import RouterConfig, to_argv
+from common.machine import PrivateFolder
 from common.wire import CLIENTS_BACKLOG, listening
 from router.cli.serve.child import Child, HttpServerChild
 from router.cli.serve.keeper import POLL_S, Keeper, StartFailed
 from router.cli.serve.liveness import ROUTER_ROUNDS
 from router.cli.serve.probe import Address, ask_health
-from router.siblings import LOCK, RouterPart
+from router.siblings import RouterPart
 
 log = logging.getLogger(__name__)
 
@@ -35,9 +32,6 @@ PERIOD_S, START_S = 2.5, 600.0
 """Interval of health checks, and maximum start time."""
 ROUTER_STOP_GRACE_S = 10.0
 """Grace period after the drain timeout of each process."""
-PREFIX = "diptych-router-"
-MAX_FOLDER_CHARS = 60
-"""The path of a Unix socket is limited to about 100 characters."""
 
 
 class RouterProcess(HttpServerChild):
@@ -145,18 +139,5 @@ def run_together(config: RouterConfig, prog: str) -> int:
     except OSError as error:
         print(f"{prog}: cannot listen on {config.host}:{config.port}: {error.strerror or error}", file=sys.stderr)
         return 1
-    parent = Path(tempfile.gettempdir())
-    if len(str(parent)) > MAX_FOLDER_CHARS:
-        parent = Path("/tmp")
-    remove_left(parent)
-    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent) as folder, (Path(folder) / LOCK).open("wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        return asyncio.run(supervise(dataclasses.replace(config, port=port), Path(folder)))
-
-
-def remove_left(parent: Path) -> None:
-    """Remove the folders of killed routers, which may contain responses. A running router locks its folder."""
-    for left in parent.glob(f"{PREFIX}*/{LOCK}"):
-        with contextlib.suppress(OSError), left.open("rb") as lock:  # owned by another user, or in use
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left.parent)
+    with PrivateFolder("router") as folder:  # removes those of killed routers, which may contain responses
+        return asyncio.run(supervise(dataclasses.replace(config, port=port), folder.path))

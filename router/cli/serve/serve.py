@@ -14,12 +14,12 @@ import json
 import logging
 import signal
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from common.config import RouterConfig, check_installed, exit_refused
 from common.errors import ConfigError, ModelError
+from common.machine import PrivateFolder
 from common.model_files import GENERATES, ModelFiles, ServedTask, Task, hold_model, resolve_model, served_task
 from common.observe import setup_logging
 from router.access import check_access_files
@@ -128,7 +128,7 @@ async def supervise(plan: ServePlan, names: Sequence[str], runtime: Path, task: 
             await supervisor.run()
     except StartFailed as error:
         log.error("supervisor: start failed: %s; see the messages above", error)
-        return 1
+        return error.status
     finally:
         await supervisor.shutdown()
     log.info("supervisor: stopped")
@@ -158,8 +158,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.info(plan.placement)
     models = ", ".join(one.model_id for one in files)
     log.info("supervisor: starting", extra={"model": models, "prefill": len(plan.prefill), "decode": len(plan.decode)})
-    with tempfile.TemporaryDirectory(prefix="diptych-") as runtime:
-        return asyncio.run(supervise(plan, catalog.models, Path(runtime), tasks[0]))
+    with PrivateFolder("serve") as runtime:
+        return asyncio.run(supervise(plan, catalog.models, runtime.path, tasks[0]))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from router.dispatch.request_scheduler import MAX_PLACED_A_TURN
 from router.dispatch.silence import silence_reason
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
+from router.fleet.worker import WorkerState
 
 from ...fake_worker import heartbeat_of, hello_of
 
@@ -147,6 +148,34 @@ def test_a_wait_for_a_worker_ends_with_the_reason() -> None:
     assert state not in rig.core.waiting and rig.woken == ["a"]
     with pytest.raises(Unavailable, match="waited 2.1 s for a worker: no decode worker is ready"):
         state.take_event()
+
+
+def test_an_answer_that_has_begun_waits_while_a_decode_worker_loads_its_model() -> None:
+    """A new request is refused in time: its client can ask elsewhere."""
+    rig = Rig(queue_timeout_s=2.0)
+    rig.greet()
+    begun = rig.core.submit(request("begun"), 0.0)
+    rig.tokens("begun", 0, 7)
+    rig.registry.on_cut(D)
+    rig.core.on_lost(D, "broken connection", 1.0)
+    new = rig.core.submit(request("new"), 1.0)
+    assert {begun, new} == set(rig.core.waiting)
+    for now in (2.5, 3.5, 200.0):
+        rig.registry.on_hello(D, hello_of("d", epoch=2, max_model_len=1000, weights="w"), now)
+        rig.registry.on_heartbeat(D, heartbeat_of("d", epoch=2, ready=False), now)
+        rig.core.on_tick(now)
+    rig.registry.sweep(202.0)  # it is silent while it imports modules
+    assert rig.registry.workers[D].state is WorkerState.DEAD
+    rig.core.on_tick(202.0)
+    rig.registry.on_hello(D, hello_of("d", epoch=2, max_model_len=1000, weights="w"), 202.0)
+    rig.registry.on_heartbeat(D, heartbeat_of("d", epoch=2, ready=False), 202.0)
+    assert rig.registry.on_forgotten(D)  # nor did it read the router's heartbeats
+    rig.core.on_tick(202.0)
+    assert [*rig.core.waiting] == [begun] and rig.woken == ["begun", "new"]
+    rig.core.on_tick(233.0)
+    with pytest.raises(Unavailable, match="waited 232.0 s for a worker"):
+        begun.take_event()
+        begun.take_event()
 
 
 def test_a_request_that_cannot_be_taken_leaves_nothing_behind() -> None:

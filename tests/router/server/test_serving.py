@@ -14,13 +14,14 @@ import pytest
 
 from common.config import RouterConfig
 from common.errors import ConfigError, ModelNotFound
+from common.machine import FOLDER_LOCK
 from common.model_files.tiny import make_tiny_model
 from router.access.access_control import ClientRequest
 from router.access.errors import RateLimited
 from router.access.keys import ANONYMOUS, Limits
 from router.models.models_file import ModelEntry, check_planned, settings_of
 from router.server.serving import Serving
-from router.siblings.part import LOCK, RouterPart
+from router.siblings.part import RouterPart
 
 from ...kubernetes_api import KubernetesAPI
 
@@ -223,7 +224,7 @@ def test_several_models_name_their_own_deployments() -> None:
 
 @pytest.fixture
 def parts(tmp_path: Path) -> tuple[RouterPart, ...]:
-    (tmp_path / LOCK).touch()
+    (tmp_path / FOLDER_LOCK).touch()
     return tuple(RouterPart(index, 2, tmp_path) for index in range(2))
 
 
@@ -263,7 +264,7 @@ async def test_a_process_that_is_started_again_goes_by_the_file_that_the_others_
 
 @pytest.mark.slow
 async def test_all_processes_say_the_same_of_a_model(serving: Any, parts: Any, tmp_path: Path) -> None:
-    os.utime(tmp_path / LOCK, (1234, 1234))
+    os.utime(tmp_path / FOLDER_LOCK, (1234, 1234))
     assert [serving(part=part)[0].app.state.router_state.created for part in parts] == [1234, 1234]
 
 

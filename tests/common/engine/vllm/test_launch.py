@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import subprocess
 import sys
 import threading
+from logging.config import dictConfig
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,12 +17,14 @@ import pytest
 
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig
 from common.engine.vllm import core_log, launch
-from common.engine.vllm.core_log import first_error, last_error, write_logging_config
+from common.engine.vllm.core_log import WORKER_PID, first_error, last_error, write_logging_config
 from common.engine.vllm.launch import (
+    INDUCTOR_CACHE,
     KV_SPACE,
     CoreFiles,
     engine_arguments,
     one_line,
+    prepare_files,
     prepare_memory,
     shortened,
     start_problem,
@@ -106,6 +111,23 @@ def test_the_first_error_is_the_reason(tmp_path: Path) -> None:
     assert start_problem(RuntimeError("no luck"), CoreFiles(tmp_path / "none")) == "vLLM cannot load the model: no luck"
 
 
+KILLER = """
+import multiprocessing.resource_tracker, os, subprocess
+from common.engine.vllm.launch import kill_processes, process_tree
+multiprocessing.resource_tracker.ensure_running()
+parent = subprocess.Popen(["sh", "-c", "sleep 600 & wait"])
+while len(process_tree()) < 2:
+    pass
+kill_processes(process_tree())
+print(parent.wait(), os.waitpid(multiprocessing.resource_tracker._resource_tracker._pid, os.WNOHANG)[0])
+"""
+
+
+def test_processes_of_an_abandoned_start_are_killed_and_their_shared_memory_is_removed() -> None:
+    found = subprocess.run([sys.executable, "-P", "-c", KILLER], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout.split() == ["-9", "0"], found.stderr
+
+
 def test_a_host_that_is_lost_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM waits for the ranks of the host, which never come."""
     never = threading.Event()
@@ -135,13 +157,16 @@ def test_the_last_error_ended_an_engine_that_has_run(tmp_path: Path) -> None:
     assert last_error(errors, len(before)) == ""
 
 
+def test_processes_leave_only_their_compiled_code_outside_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    prepare_files("info", CoreFiles(tmp_path))
+    assert os.environ["TMPDIR"] == os.environ["VLLM_RPC_BASE_PATH"] == str(tmp_path)
+    assert not os.environ[INDUCTOR_CACHE].startswith(str(tmp_path))
+
+
 def test_processes_log_errors_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import logging
-    import os
-    from logging.config import dictConfig
-
-    from common.engine.vllm.core_log import WORKER_PID
-
     core = CoreFiles(tmp_path)
     write_logging_config(core.logging, core.errors, "info")
     monkeypatch.setenv(WORKER_PID, str(os.getpid()))  # otherwise it would watch this process
@@ -157,12 +182,26 @@ def test_processes_log_errors_to_the_file(tmp_path: Path, monkeypatch: pytest.Mo
     ("level", "own", "shown"), [("info", "", "WARNING"), ("debug", "", "INFO"), ("info", "debug", "DEBUG")]
 )
 def test_vllm_logs_less_than_we_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str, own: str, shown: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    level: str,
+    own: str,
+    shown: str,
 ) -> None:
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", own)
+    monkeypatch.setenv(WORKER_PID, str(os.getpid()))
     core = CoreFiles(tmp_path)
     write_logging_config(core.logging, core.errors, level)
-    assert json.loads(core.logging.read_text())["loggers"]["vllm"]["level"] == shown
+    found = json.loads(core.logging.read_text())
+    assert found["loggers"]["vllm"]["level"] == shown
+    found["loggers"]["pretended"] = found["loggers"].pop("vllm")
+    dictConfig(found)
+    for message in ("Enforce eager set, disabling %s", "no NUMA node for %s"):
+        logging.getLogger("pretended").warning(message, "x")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.rpartition(": ")[2] for line in lines if "NUMA" in line] == ["no NUMA node for x"]
+    assert len(lines) == (1 if shown == "WARNING" else 2)
 
 
 def test_a_process_whose_parent_ended_before_the_watch_began_exits(monkeypatch: pytest.MonkeyPatch) -> None:

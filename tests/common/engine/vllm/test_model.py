@@ -59,7 +59,7 @@ def test_a_start_that_failed_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -
 
     for name, replacement in (
         ("engine_config", refuse),
-        ("prepare_logging", lambda *_: None),
+        ("prepare_files", lambda *_: None),
         ("process_tree", frozenset),
         ("served_task", lambda *_: SimpleNamespace(generates=True)),
     ):

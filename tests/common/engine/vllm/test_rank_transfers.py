@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import random
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import zmq
 
 from common.engine.kv import block_ring
 from common.engine.transfer.transports import nixl
 from common.engine.transfer.transports.interface import PreparedBlocks
+from common.engine.vllm import rank_transfers
 from common.engine.vllm.layout import KVGroup, heads_of, pairs
 from common.engine.vllm.link import Arrived, Cancel, Forget, Sent, TransferLost
+from common.errors import ConfigError
 
 from ....pretended_nixl import PretendedNixl
 from ....waiting import wait_until
@@ -357,6 +362,15 @@ def test_a_single_rank_grants_whoever_is_first(make: Callable[..., WorkerRig]) -
     assert decode.wait(Arrived)[0].request_id == "b"  # type: ignore[attr-defined]
 
 
+def test_a_port_in_use_is_named() -> None:
+    with socket.socket() as other, zmq.Context() as context:
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+        settings: Any = SimpleNamespace(kv_host="127.0.0.1", kv_port=port - 1)
+        with pytest.raises(ConfigError, match=f"kv_port={port}: must be a port that is free on 127.0.0.1, like"):
+            rank_transfers._listener(context, settings, 1, None)
+
+
 def test_what_never_fits_is_refused_at_once(make: Callable[..., WorkerRig]) -> None:
     decode = make("d", num_slots=4)
     decode.expect()
@@ -378,6 +392,17 @@ def test_waiting_for_slots_renews_the_lease_and_ends_after_a_while(make: Callabl
     rank.expire(now + 31)
     (lost,) = decode.wait(TransferLost)
     assert lost.reason == "no staging memory for 5 blocks within 30 s"  # type: ignore[attr-defined]
+
+
+def test_lost_slots_end_the_engine_once_no_request_is_left(make: Callable[..., WorkerRig]) -> None:
+    transfers = make("decode").ranks[0].transfers
+    transfers.expire(time.monotonic())
+    transfers.slots.take(2)
+    with pytest.raises(RuntimeError, match="^2 staging slots belong to no request$"):
+        transfers.expire(time.monotonic())
+    wait_until(lambda: transfers.failure is not None, "the thread of timeouts finds them too")
+    with pytest.raises(RuntimeError, match="has died"):
+        transfers.check()
 
 
 def test_a_sender_that_stops_is_given_up(make: Callable[..., WorkerRig]) -> None:

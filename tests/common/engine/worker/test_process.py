@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import zmq
 import zmq.asyncio
 
 from common.config import DecodeWorkerConfig
+from common.engine.worker import process
 from common.engine.worker.process import WorkerProcess
 from common.errors import ConfigError, ModelError, RankLost
 from common.wire import decode, encode
@@ -34,7 +36,7 @@ from common.wire.messages import (
 )
 from common.wire.sampling_params import SamplingParams
 
-from ....foreign_engine import FACTS, KV_ADDRESS, Faults, ForeignModel, foreign_offer, next_token
+from ....foreign_engine import FACTS, KV_ADDRESS, Faults, ForeignEngine, ForeignModel, foreign_offer, next_token
 from ....waiting import until
 
 WAIT_S = 60.0
@@ -164,6 +166,21 @@ async def test_a_dead_engine_ends_the_process_and_its_model() -> None:
     assert isinstance(died.value.__cause__, RankLost) and model.is_closed
 
 
+async def test_a_stuck_engine_is_not_drained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its supervisor would kill the process meanwhile, and leave the processes of the engine behind."""
+    model = ForeignModel(Faults(pace_s=3600.0))
+    process = process_of(model, drain_timeout_s=3600.0)
+    running = asyncio.create_task(process.run())
+    await until(lambda: process.duties.engine is not None or running.done())
+    process._on_message(b"router", request("a", [1, 2, 3], 5, 1))
+    await until(lambda: process.duties.engine is not None and not process.duties.engine.is_empty)
+    monkeypatch.setattr(ForeignEngine, "is_stuck", lambda *_: True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    async with asyncio.timeout(WAIT_S):
+        await running
+    assert model.is_closed
+
+
 @pytest.mark.parametrize("lost", ["rank 1 is gone", ""])
 async def test_a_lost_part_of_an_engine_ends_its_process(lost: str) -> None:
     """One that only leaves has the worker drain."""
@@ -191,6 +208,17 @@ async def test_an_engine_may_refuse_to_load(error: Exception, monkeypatch: pytes
     monkeypatch.setattr(process, "_load_model", refuse)
     with pytest.raises(type(error)):
         await process.run()
+
+
+async def test_what_a_load_has_started_ends_with_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[object] = []
+    offer = replace(foreign_offer(DecodeWorkerConfig(model="tiny-random")), abandon=lambda: ended.append("load"))
+    monkeypatch.setattr(process, "end_process", ended.append)
+    worker, serving = WorkerProcess(offer), asyncio.create_task(asyncio.sleep(WAIT_S))
+    worker._abandon_loading(serving)
+    assert ended == ["load", 0]
+    serving.cancel()
+    worker.context.destroy(linger=0)
 
 
 async def test_an_adapter_of_a_flag_that_cannot_be_loaded_closes_the_model() -> None:

@@ -18,9 +18,10 @@ import pytest
 
 from benchmarks.stack import free_port
 from common.config import RouterConfig
+from common.machine import PrivateFolder
 from common.wire.listening import listen
 from router.cli.serve import child, keeper, router_processes
-from router.cli.serve.router_processes import RouterProcesses, remove_left, run_together
+from router.cli.serve.router_processes import RouterProcesses, run_together
 
 from .... import waiting
 
@@ -174,7 +175,9 @@ def test_a_port_of_another_program_is_refused(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.slow
-def test_they_die_with_their_parent_and_leave_nothing_for_long(config: RouterConfig) -> None:
+def test_they_die_with_their_parent_and_leave_nothing_for_long(
+    config: RouterConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = (
         "import sys; from common.config import RouterConfig; from router.cli.serve import router_processes\n"
         "router_processes.MODULE = 'pretended_process'\n"
@@ -182,6 +185,7 @@ def test_they_die_with_their_parent_and_leave_nothing_for_long(config: RouterCon
     )
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "TMPDIR": folder}
+        monkeypatch.setattr(tempfile, "tempdir", folder)
         with subprocess.Popen([sys.executable, "-P", "-c", program], env=environment) as parent:
             children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
             deadline = time.monotonic() + WAIT_S
@@ -189,14 +193,14 @@ def test_they_die_with_their_parent_and_leave_nothing_for_long(config: RouterCon
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
             (left,) = Path(folder).iterdir()
-            remove_left(Path(folder))
-            assert left.exists()
+            with PrivateFolder("router"):
+                assert left.exists()
             parent.kill()
         while any(Path(f"/proc/{pid}").exists() for pid in pids):
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        remove_left(Path(folder))
-        assert not left.exists()
+        with PrivateFolder("router"):
+            assert not left.exists()
 
 
 def test_a_shared_port_takes_no_stranger(config: RouterConfig) -> None:

@@ -11,7 +11,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 
@@ -23,7 +24,7 @@ from router.cli.serve import keeper as keeper_module
 from router.cli.serve import serve as serve_module
 from router.cli.serve import supervisor as supervisor_module
 from router.cli.serve.child import Child, child_environment
-from router.cli.serve.keeper import StartFailed, describe_exit
+from router.cli.serve.keeper import Keeper, StartFailed, describe_exit
 from router.cli.serve.probe import claim_port, ready_reason
 from router.cli.serve.processes import ROUTER_OWN, WORKER_OWN, ServePlan, build_parser, read_plan
 from router.cli.serve.serve import main, supervise
@@ -337,6 +338,18 @@ async def test_hanging_processes_may_be_left_alone(records: Path) -> None:
     supervisor.stop()
     await running
     assert "keep router" in names and not any(name.startswith("watch ") for name in names)
+
+
+@pytest.mark.parametrize(("status", "of_service"), [(2, 2), (3, 1), (-9, 1)])
+async def test_what_a_worker_refuses_is_refused_by_the_service(status: int, of_service: int) -> None:
+    async def ended() -> int:
+        return status
+
+    child: Any = SimpleNamespace(name="decode-0", ended=ended)
+    keeper: Any = SimpleNamespace(stopping=asyncio.Event())
+    with pytest.raises(StartFailed, match="^decode-0 exited during startup") as failed:
+        await Keeper.unless_stopped(keeper, asyncio.sleep(60), [child])
+    assert failed.value.status == of_service
 
 
 @pytest.mark.slow

@@ -1,0 +1,68 @@
+"""Temporary folders for sockets and files of one process, which do not outlive it for long."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import shutil
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+FOLDER_LOCK = "lock"
+"""File that the owner of a folder locks. It is as old as the folder."""
+PREFIX = "diptych-"
+MAX_PARENT_CHARS = 40
+"""The path of a Unix socket is limited to about 100 characters, and vLLM's have names of 36."""
+
+_open: set[PrivateFolder] = set()
+
+
+class PrivateFolder:
+    """A temporary folder that only this user can read. A context: it is removed at the end.
+
+    A process that is killed leaves its folders. They are removed when another process creates or closes one.
+    """
+
+    def __init__(self, purpose: str) -> None:
+        """`purpose` is part of the name. Raises OSError."""
+        parent = Path(tempfile.gettempdir())
+        if len(str(parent)) > MAX_PARENT_CHARS:
+            parent = Path("/tmp")
+        _remove_left(parent)
+        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{purpose}-", dir=parent))
+        new = self.path / f"{FOLDER_LOCK}.new"
+        self._lock = new.open("wb")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        new.rename(self.path / FOLDER_LOCK)  # locked before other processes can find it
+        _open.add(self)
+
+    def close(self) -> None:
+        """Remove the folder. Harmless if it was removed."""
+        _open.discard(self)
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+        _remove_left(self.path.parent)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def remove_private_folders() -> None:
+    """Remove all folders of this process, which is about to exit without cleaning up."""
+    for folder in list(_open):
+        folder.close()
+
+
+def _remove_left(parent: Path) -> None:
+    """Remove the folders of killed processes."""
+    for left in parent.glob(f"{PREFIX}*/{FOLDER_LOCK}"):
+        with contextlib.suppress(OSError), left.open("rb") as lock:  # owned by another user, or in use
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left.parent)

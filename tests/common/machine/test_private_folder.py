@@ -1,0 +1,63 @@
+"""Folders of processes: private, removed at the end, and by the next process if one was killed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from common.machine import private_folder
+from common.machine.private_folder import FOLDER_LOCK, PrivateFolder, remove_private_folders
+
+OWNER = """
+import sys
+from common.machine import PrivateFolder
+print(PrivateFolder("owner").path, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(private_folder, "MAX_PARENT_CHARS", len(str(tmp_path)))
+    return tmp_path
+
+
+def test_a_folder_is_private_and_ends_with_its_block(parent: Path) -> None:
+    with PrivateFolder("test") as folder:
+        assert folder.path.parent == parent and folder.path.stat().st_mode & 0o077 == 0
+        (folder.path / "file").touch()
+        assert [file.name for file in folder.path.iterdir() if file.name != "file"] == [FOLDER_LOCK]
+    assert not list(parent.iterdir())
+    folder.close()
+
+
+def test_a_process_that_exits_at_once_can_remove_its_folders(parent: Path) -> None:
+    for name in ("a", "b"):
+        PrivateFolder(name)
+    remove_private_folders()
+    assert not list(parent.iterdir())
+
+
+def test_the_folder_of_a_killed_process_is_removed_by_another(parent: Path) -> None:
+    command = [sys.executable, "-P", "-c", OWNER]
+    with subprocess.Popen(
+        command, env={"TMPDIR": str(parent)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        left = Path(owner.stdout.readline().strip())
+        with PrivateFolder("test"):
+            assert left.exists()
+            owner.kill()
+            owner.wait()
+    assert not list(parent.iterdir())
+
+
+def test_a_long_path_of_temporary_files_is_not_used_for_sockets(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(private_folder, "MAX_PARENT_CHARS", len(str(parent)) - 1)
+    with PrivateFolder("test") as folder:
+        assert folder.path.parent == Path("/tmp")
