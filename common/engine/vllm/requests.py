@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from common.errors import WireError
-from common.wire import LOGPROB_FLOOR, SamplingParams, TokenLogprobs, unpack_tokens
+from common.wire import LOGPROB_FLOOR, Pooling, SamplingParams, TokenLogprobs, unpack_tokens
 
 if TYPE_CHECKING:
     import vllm
@@ -27,6 +27,14 @@ RULES_KEY = "diptych_rules"
 """Key of `TokenRules` in `SamplingParams.extra_args`."""
 MAX_LOGPROB_TOKEN_IDS = 128
 """Limit of vLLM's sampler."""
+WITHOUT_DRAFTS = (
+    *("min_p", "logit_bias"),  # vLLM's own limits
+    *("bad_words", "thinking", "presence_penalty", "frequency_penalty"),  # `token_rules.py` does not see draft tokens
+    "logprob_token_ids",  # vLLM's sampler fails, and with it its engine
+)
+"""Parameters that are rejected with a draft model, wherever the prompt is computed."""
+API_NAMES = {"thinking": "thinking_token_budget"}
+"""Names of parameters that have another one in the API."""
 REFERENCE = re.compile(r"@([A-Za-z_][\w-]*)")
 """Reference to another grammar of a list, in llguidance's Lark format."""
 
@@ -51,20 +59,21 @@ class TokenRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return None if found is None else msgspec.convert(found, cls)
 
 
-def unsupported(params: SamplingParams, *, speculates: bool, earlier: int) -> str:
-    """Return why vLLM cannot serve these parameters, or "". `speculates`: it has a draft model."""
-    if params.pooling:
-        return "this worker generates text"
+def unsupported(params: SamplingParams, *, speculates: bool, pooling: Pooling) -> str:
+    """Return why vLLM cannot serve these parameters, or "".
+
+    `speculates`: it has a draft model. `pooling`: how it pools prompts; "" if it generates text.
+    """
+    if params.pooling != pooling:
+        wanted = f"pooling {params.pooling!r}" if params.pooling else "generated text"
+        provided = f"supports pooling {pooling!r}" if pooling else "generates text"
+        return f"the request requires {wanted}, but this worker {provided}"
     if len(params.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
         given = len(params.logprob_token_ids)
-        return f"logprob_token_ids has {given} tokens, this worker's maximum is {MAX_LOGPROB_TOKEN_IDS}"
-    if speculates:
-        used = [name for name in ("min_p", "logit_bias") if getattr(params, name)]
-        used += [name for name in ("bad_words", "thinking") if getattr(params, name)]
-        if earlier:
-            used += [name for name in ("presence_penalty", "frequency_penalty") if getattr(params, name)]
-        if used:
-            return f"{used[0]} is not supported by workers with --speculative-config"
+        return f"logprob_token_ids has {given} tokens, the maximum with --engine vllm is {MAX_LOGPROB_TOKEN_IDS}"
+    if speculates and (used := [name for name in WITHOUT_DRAFTS if getattr(params, name)]):
+        name = API_NAMES.get(used[0], used[0])
+        return f"{name} is not supported by --engine vllm with --speculative-config: omit it"
     return ""
 
 
@@ -166,13 +175,13 @@ def _nested(grammar: dict[str, Any]) -> str:
     return f"%json {json.dumps(grammar['json_schema'])}"
 
 
-def checked_prompt(packed: bytes, num_output_tokens: int, *, vocab_size: int, max_model_len: int) -> list[int]:
+def checked_prompt(packed: bytes, num_output_tokens: int, *, vocab_size: int, max_prompt_len: int) -> list[int]:
     """Return the tokens of a prompt. Raises WireError if vLLM cannot compute it."""
     token_ids = unpack_tokens(packed)
     if not token_ids:
         raise WireError("the prompt is empty")
-    if len(token_ids) >= max_model_len:
-        raise WireError(f"the prompt has {len(token_ids)} tokens, the maximum is {max_model_len - 1}")
+    if len(token_ids) > max_prompt_len:
+        raise WireError(f"the prompt has {len(token_ids)} tokens, the maximum is {max_prompt_len}")
     if max(token_ids) >= vocab_size:
         raise WireError(f"token id {max(token_ids)} is outside of the vocabulary of {vocab_size}")
     if num_output_tokens >= len(token_ids):
