@@ -251,7 +251,12 @@ class VllmEngine:
             )
         except WireError as error:
             return str(error), False, []
-        if why := unsupported(request.params, speculates=model.speculates, pooling=model.pooling):
+        if why := unsupported(
+            request.params,
+            speculates=model.speculates,
+            pooling=model.pooling,
+            has_first_runner=model.has_first_runner,
+        ):
             return why, False, []
         if model.pooling and isinstance(request, PrefillRequest) and request.decode is not None:
             return "a pooled prompt must not have a decode worker", False, []
@@ -346,7 +351,10 @@ class VllmEngine:
         if output.prompt_logprobs and sequence.params.prompt_logprobs >= 0:
             self._report_prompt_logprobs(sequence, output.prompt_logprobs)
         if output.token_ids and output.reason == "error" and sequence.params.grammar:
-            why = sequence.conflict(output.token_ids[0])
+            *before, rejected = output.token_ids
+            if before:
+                self._on_tokens(sequence, replace(output, token_ids=before, reason=""), now)
+            why = sequence.conflict(rejected)
             why = why or "the answer's format has no token that the other rules allow next"
             self._fail(sequence, "grammar", why, retryable=False)
             return
@@ -370,13 +378,22 @@ class VllmEngine:
         positions = output.logprobs if output.logprobs is not None and params.logprobs >= 0 else ()
         for number, token_id in enumerate(output.token_ids):
             if why := sequence.conflict(token_id):
+                self._report_tokens(sequence)
                 self._fail(sequence, "sampling", why, retryable=False)
                 return
             found = positions[number] if positions else None
-            logprobs = token_logprobs(token_id, found, params, params.logprobs) if found is not None else None
+            logprobs = (
+                token_logprobs(token_id, found, params.logprobs, params.logprob_token_ids)
+                if found is not None
+                else None
+            )
             sequence.append(token_id, logprobs)
         self.metrics.generation_tokens.inc(len(output.token_ids))
-        if self.role == "decode" and not output.reason:
+        if not output.reason:
+            self._report_tokens(sequence)
+
+    def _report_tokens(self, sequence: VllmSequence) -> None:
+        if self.role == "decode":
             self._reports.add_delta(sequence.router, sequence.delta())
 
     def _on_first_token(self, sequence: VllmSequence, output: Output, now: float) -> None:
@@ -451,9 +468,9 @@ class VllmEngine:
 
     def _report_prompt_logprobs(self, sequence: VllmSequence, positions: Sequence[Logprobs | None]) -> None:
         """Report the log probabilities of the prompt's tokens. vLLM returns them once, after all chunks."""
-        params, count = sequence.params, sequence.params.prompt_logprobs
+        count = sequence.params.prompt_logprobs
         found = [
-            token_logprobs(token_id, one, params, count) if one else TokenLogprobs(LOGPROB_FLOOR)
+            token_logprobs(token_id, one, count) if one else TokenLogprobs(LOGPROB_FLOOR)
             for token_id, one in zip(sequence.token_ids[1:], positions[1:], strict=False)
         ]
         size = max(1, min(MAX_OUTPUTS, MAX_ALTERNATIVES // max(1, count)))
@@ -588,6 +605,7 @@ class VllmEngine:
 
     def _report_failed(self, router: bytes, request: Any, phase: str, why: str, *, retryable: bool) -> None:
         attempt = getattr(request, "attempt", 0)
+        self._reports.flush()  # a stop string in its last tokens may end the request before the failure
         self._reports.fail(router, request.request_id, attempt, phase, why, retryable=retryable)
         self.metrics.count_failed(phase)
 

@@ -169,6 +169,10 @@ class VllmModel:
         return self._llm.vllm_config.speculative_config is not None
 
     @property
+    def has_first_runner(self) -> bool:
+        return not self._llm.vllm_config.use_v2_model_runner
+
+    @property
     def world_size(self) -> int:
         return int(self._llm.vllm_config.parallel_config.world_size)
 

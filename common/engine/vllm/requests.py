@@ -30,13 +30,17 @@ MAX_LOGPROB_TOKEN_IDS = 128
 WITHOUT_DRAFTS = (
     *("min_p", "logit_bias"),  # vLLM's own limits
     *("bad_words", "thinking", "presence_penalty", "frequency_penalty"),  # `token_rules.py` does not see draft tokens
-    "logprob_token_ids",  # vLLM's sampler fails, and with it its engine
+    "logprob_token_ids",  # the rejection sampler needs log probabilities of the whole vocabulary
 )
 """Parameters that are rejected with a draft model, wherever the prompt is computed."""
 API_NAMES = {"thinking": "thinking_token_budget"}
 """Names of parameters that have another one in the API."""
 REFERENCE = re.compile(r"@([A-Za-z_][\w-]*)")
 """Reference to another grammar of a list, in llguidance's Lark format."""
+WHITE_SPACE = re.compile(r'(?<="x-guidance":\{)"whitespace_pattern":"(?:[^"\\]|\\.)*"')
+"""The router's limit of white space in JSON. vLLM's llguidance repeats it, and small models fill answers with it."""
+SEPARATORS = '"whitespace_flexible":false,"key_separator":": ?","item_separator":", ?"'
+"""Its replacement: at most a space after a colon or comma."""
 
 
 class TokenRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -59,15 +63,24 @@ class TokenRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return None if found is None else msgspec.convert(found, cls)
 
 
-def unsupported(params: SamplingParams, *, speculates: bool, pooling: Pooling) -> str:
+def unsupported(
+    params: SamplingParams, *, speculates: bool, pooling: Pooling = "", has_first_runner: bool = False
+) -> str:
     """Return why vLLM cannot serve these parameters, or "".
 
-    `speculates`: it has a draft model. `pooling`: how it pools prompts; "" if it generates text.
+    `speculates`: it has a draft model. `pooling`: how it pools prompts; "" if it generates text. `has_first_runner`: it
+    uses its first model runner.
     """
     if params.pooling != pooling:
         wanted = f"pooling {params.pooling!r}" if params.pooling else "generated text"
         provided = f"supports pooling {pooling!r}" if pooling else "generates text"
         return f"the request requires {wanted}, but this worker {provided}"
+    if params.logprob_token_ids and has_first_runner:
+        # Its sampler returns wrong alternatives for all other requests of the step.
+        return (
+            "logprob_token_ids, and allowed_token_ids in a beam search, are not supported by --engine vllm with vLLM's "
+            "first model runner, as on CPUs: omit them"
+        )
     if len(params.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
         given = len(params.logprob_token_ids)
         return f"logprob_token_ids has {given} tokens, the maximum with --engine vllm is {MAX_LOGPROB_TOKEN_IDS}"
@@ -153,6 +166,10 @@ def as_lark(grammar: str) -> str:
 
     A JSON list of grammars becomes its first grammar, with the others as nested rules.
     """
+    return WHITE_SPACE.sub(SEPARATORS, _joined(grammar))
+
+
+def _joined(grammar: str) -> str:
     if not grammar.lstrip().startswith("{"):
         return grammar if grammar.startswith("%llguidance") else f"%llguidance {{}}\n{grammar}"
     first, *others = json.loads(grammar)["grammars"]
@@ -189,11 +206,13 @@ def checked_prompt(packed: bytes, num_output_tokens: int, *, vocab_size: int, ma
     return token_ids
 
 
-def token_logprobs(token_id: int, found: Any, params: SamplingParams, count: int) -> TokenLogprobs:
-    """Convert vLLM's log probabilities of one position, by token id. `count` alternatives were requested."""
+def token_logprobs(token_id: int, found: Any, count: int, ids: Sequence[int] = ()) -> TokenLogprobs:
+    """Convert vLLM's log probabilities of one position, by token id.
+
+    `count` alternatives were requested, or those of the tokens `ids`.
+    """
     own = found.get(token_id)
-    if params.logprob_token_ids:
-        ids: Sequence[int] = params.logprob_token_ids
+    if ids:
         top = sorted(((each, _finite(found[each].logprob)) for each in ids if each in found), key=_best_first)
     else:
         by_rank = sorted((one.rank or 0, each, one) for each, one in found.items() if one.rank)

@@ -9,7 +9,6 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from common.blocks import BlockHasher
-from common.grammar import num_output_needed, token_limits
 from common.latency import StepShape
 from common.wire import SamplingParams, TokenLogprobs
 from common.wire.messages import DecodeRequest, PrefillRequest, Timeline, TokenDelta
@@ -117,16 +116,8 @@ class VllmSequence:
 
         vLLM samples any token if the rules together allow none.
         """
-        params = self.params
         if self.allowed and token_id not in self.allowed:
             return "allowed_token_ids has no token that the other rules allow next"
-        if not params.bad_words:
-            return ""
-        num_output = self.num_output_tokens
-        needed = min(num_output, num_output_needed(params, num_output))
-        end = self.token_ids[len(self.token_ids) - needed :]
-        if token_id in token_limits(params, (), num_output, end).banned:
-            return "bad_words forbid every token that the other rules allow next"
         return ""
 
     def append(self, token_id: int, logprobs: TokenLogprobs | None) -> None:

@@ -30,6 +30,8 @@ from ....foreign_engine import FACTS, Faults, next_token
 STEP_S = 0.001
 NOT_FINITE = 255
 """Prompts that begin with this token have no vector."""
+REJECTED = 7
+"""Token that no grammar allows."""
 
 
 def pack(tokens: list[int]) -> bytes:
@@ -87,6 +89,7 @@ class PretendedVllm:
 
     speculates, failure, is_leaving, adapters, vocab_size, pooling = False, "", False, None, 256, ""
     eos_token_ids = (0,)
+    has_first_runner = False
     kv_address = "tcp://127.0.0.1:7,8"
 
     def __init__(self, faults: Faults, world_size: int = 1, facts: ModelFacts = FACTS) -> None:
@@ -183,8 +186,10 @@ class PretendedVllm:
         )
         if added.most_tokens and answer.num_new >= added.most_tokens:
             reason = reason or "length"
-        if added.params.grammar:  # it allows nothing, and vLLM ends the request once its grammar rejects a token
-            reason = "error"
+        if added.params.grammar:  # it allows one token, and vLLM ends the request once its grammar rejects another
+            answer.outputs.put_nowait(Output((tokens[-1], REJECTED), reason="error", queue_s=0.0))
+            self.answers.remove(answer)
+            return
         answer.outputs.put_nowait(Output((tokens[-1],), reason=reason, queue_s=0.0))
         if reason:
             self.answers.remove(answer)

@@ -21,6 +21,7 @@ from common.engine.vllm.requests import (
 )
 from common.errors import WireError
 from common.wire import LOGPROB_FLOOR, BadWord, Pooling, SamplingParams, ThinkingBudget, TokenLogprobs, pack_tokens
+from router.text.answer_grammar import json_grammar
 
 
 def params(**given: object) -> SamplingParams:
@@ -46,6 +47,33 @@ def params(**given: object) -> SamplingParams:
 def test_what_vllm_cannot_do_is_refused_by_name(given: SamplingParams, speculates: bool, words: str) -> None:
     why = unsupported(given, speculates=speculates, pooling="")
     assert words in why and bool(why) == bool(words)
+
+
+def test_the_first_model_runner_has_no_logprobs_of_chosen_tokens() -> None:
+    """One request with them changes the log probabilities of all others in its batch."""
+    given = params(logprobs=1, logprob_token_ids=(1,))
+    assert not unsupported(given, speculates=False)
+    why = unsupported(given, speculates=False, has_first_runner=True)
+    assert why.startswith("logprob_token_ids, and allowed_token_ids in a beam search, are not supported by")
+    assert not unsupported(params(logprobs=1), speculates=False, has_first_runner=True)
+
+
+@pytest.mark.parametrize("nests", [False, True])
+def test_json_has_little_white_space(nests: bool) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"]}
+    grammar = json_grammar(schema)
+    if nests:
+        named = {"name": "form", "lark_grammar": grammar}
+        grammar = json.dumps({"grammars": [{"lark_grammar": "start: @form\n"}, named]})
+    tokenizer = llguidance.LLTokenizer("byte")
+
+    def is_valid(text: bytes) -> bool:
+        matcher = llguidance.LLMatcher(tokenizer, as_lark(grammar))
+        assert not matcher.get_error()
+        return bool(matcher.try_consume_tokens(list(text)) == len(text))
+
+    assert is_valid(b'{"a":"x"}') and is_valid(b'{"a": "x"}')
+    assert not is_valid(b'{"a":  "x"') and not is_valid(b"{  ")
 
 
 def test_a_model_that_pools_prompts_serves_nothing_else() -> None:
@@ -118,9 +146,9 @@ def test_prompts_are_checked() -> None:
 
 def test_alternatives_are_those_asked_for() -> None:
     found = {5: one(-3.0, 9), 1: one(-0.1, 1), 2: one(-1.0, 2), 3: one(float("-inf"), 3)}
-    assert token_logprobs(5, found, params(logprobs=2), 2) == TokenLogprobs(-3.0, ((1, -0.1), (2, -1.0)), 9)
-    assert token_logprobs(5, found, params(logprobs=0), 0).top == ()
-    by_id = token_logprobs(5, found, params(logprobs=1, logprob_token_ids=(3, 2)), 1)
+    assert token_logprobs(5, found, 2) == TokenLogprobs(-3.0, ((1, -0.1), (2, -1.0)), 9)
+    assert token_logprobs(5, found, 0).top == ()
+    by_id = token_logprobs(5, found, 1, (3, 2))
     assert by_id.top == ((2, -1.0), (3, LOGPROB_FLOOR))
 
 
