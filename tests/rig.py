@@ -41,6 +41,8 @@ ENGINE_SETTINGS: dict[str, dict[str, Any]] = {
     "vllm": {"quantization": "auto", "env": {"DIPTYCH_ENGINE": "vllm", "DIPTYCH_ENGINE_ARGS": "--enforce-eager"}},
 }
 """Settings of stacks by engine."""
+IS_OWN_ENGINE = ENGINE == "diptych"
+"""Whether a seed repeats an answer wherever it is computed, and log probabilities do not depend on the batch."""
 
 
 class Program(ChildProcess):
