@@ -161,6 +161,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         absent["gpu"] = "no CUDA device"
     if find_spec("vllm") is None:
         absent["vllm"] = "vLLM is not installed: make test-vllm"
+    if os.environ.get("TEST_ENGINE") == "vllm":
+        absent["own_engine"] = "only Diptych's engine promises it"
     for item in items:
         is_long = item.get_closest_marker("e2e") or item.name == STATE_MACHINE
         if is_long and not item.get_closest_marker("timeout"):

@@ -41,6 +41,8 @@ ENGINE_SETTINGS: dict[str, dict[str, Any]] = {
     "vllm": {"quantization": "auto", "env": {"DIPTYCH_ENGINE": "vllm", "DIPTYCH_ENGINE_ARGS": "--enforce-eager"}},
 }
 """Settings of stacks by engine."""
+IS_OWN_ENGINE = ENGINE == "diptych"
+"""Whether a seed repeats an answer wherever it is computed, and log probabilities do not depend on the batch."""
 
 
 class Program(ChildProcess):
@@ -82,9 +84,26 @@ def make_stack(
 
     `settings` are those of `StackSettings`.
     """
-    flags = (*WORKER_FLAGS, *worker_flags)
-    settings = {"ready_timeout_s": READY_S, **ENGINE_SETTINGS[ENGINE], **settings}
-    return Stack(StackSettings(prefill, decode, model=model, worker_flags=flags, log_dir=folder, **settings))
+    settings = {"ready_timeout_s": READY_S, **ENGINE_SETTINGS[ENGINE], **settings, "worker_flags": worker_flags}
+    if ENGINE == "vllm":
+        for name in ("worker_flags", "prefill_flags", "decode_flags"):
+            settings[name] = flags_for_vllm(settings.get(name, ()))
+    settings["worker_flags"] = (*WORKER_FLAGS, *settings["worker_flags"])
+    return Stack(StackSettings(prefill, decode, model=model, log_dir=folder, **settings))
+
+
+def flags_for_vllm(flags: Sequence[str]) -> tuple[str, ...]:
+    """Flags of a worker with pairs of name and value, without what vLLM does not have, in units that it accepts."""
+    values = dict(zip(flags[::2], flags[1::2], strict=True))
+    for name in ("--watermark", "--local-prefill-chunk", "--max-draft-tokens", "--block-size"):
+        values.pop(name, None)
+    if (given := values.get("--num-blocks")) is not None:  # of 16 tokens; vLLM's have 128 on a CPU
+        num_blocks = -(-int(given) // 8)
+        values["--max-model-len"] = str(min(4096, num_blocks * 128))
+        values["--num-blocks"] = str(num_blocks + 1)
+    if int(values.get("--max-num-batched-tokens", "64")) < 64:
+        values |= {"--max-num-batched-tokens": "64", "--max-num-seqs": "16"}
+    return tuple(word for pair in values.items() for word in pair)
 
 
 def make_tiny_models_for_vllm() -> None:

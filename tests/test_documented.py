@@ -17,6 +17,8 @@ import pytest
 from benchmarks.load.config import BenchConfig
 from common.config import CONFIG_CLASSES
 from common.config.field import Config, fields_of
+from common.config.vllm import MEANINGLESS
+from common.engine.vllm.requests import API_NAMES, MAX_LOGPROB_TOKEN_IDS, WITHOUT_DRAFTS
 from router.cli.main import COMMANDS
 
 PACKAGES = ("common", "prefill_worker", "decode_worker", "router")
@@ -69,6 +71,17 @@ def test_every_metric_is_documented(repository: Path) -> None:
     names = {text for _, text in calls_in(repository) if METRIC.fullmatch(text)}
     assert {"vllm:num_requests_running", "diptych_kv_blocks"} <= names
     check_named(names, repository / "docs" / "reference" / "metrics.md")
+
+
+def test_what_vllm_does_not_support_is_documented(repository: Path) -> None:
+    page = (repository / "docs" / "guides" / "engines.md").read_text(encoding="utf-8")
+    options = re.search(r"that vLLM does not have are rejected: ([^.]*)\.", page)
+    parameters = re.search(r"with `-- --speculative-config`: (.*)", page)
+    assert options is not None and parameters is not None
+    named = {name.replace("-", "_") for name in re.findall(r"`--(?:no-)?([a-z-]+)`", options[1])}
+    assert named == set(MEANINGLESS)
+    assert re.findall(r"`(\w+)`", parameters[1]) == [API_NAMES.get(name, name) for name in WITHOUT_DRAFTS]
+    assert f"`logprob_token_ids` on a CPU, and more than {MAX_LOGPROB_TOKEN_IDS} on a GPU" in page
 
 
 def test_every_command_is_documented(repository: Path) -> None:

@@ -1,6 +1,6 @@
-"""Runs the tests that need vLLM in an environment of its own, build/vllm: `make test-vllm`.
+"""Runs the tests that need vLLM, and those of the API with vLLM as the engine: `make test-vllm`.
 
-vLLM pins its version of torch, so the environment of all other tests cannot have it. It is made on demand.
+vLLM pins its version of torch, so it has an environment of its own, build/vllm, which is made on demand.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -21,11 +22,38 @@ from .clients.environment import CannotInstall, Client, made_at
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "vllm"
 MARK = "pytest.mark.vllm"
+NOTHING_CHOSEN = 5
+"""Exit code of pytest without any test, such as with `ARGS='-k test_contract'`."""
 EXTRAS = ("router", "worker")
-TOOLS = ("hypothesis", "psutil", "pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "pyyaml", "trustme")
+TOOLS = (
+    "anthropic",
+    "hypothesis",
+    "openai",
+    "psutil",
+    "pytest",
+    "pytest-asyncio",
+    "pytest-timeout",
+    "pytest-xdist",
+    "pyyaml",
+    "trustme",
+)
 """Packages of the extra `dev` that tests of workers need."""
 MEDIA = ("torchaudio", "torchcodec", "torchvision")
 """Packages for images and audio. PyPI's builds do not load with torch for CPUs, and vLLM serves text without them."""
+API = (
+    "api",
+    "anthropic",
+    "structured_answers",
+    "token_rules",
+    "thoughts",
+    "beams",
+    "prompt_logprobs",
+    "embeddings",
+    "lora",
+)
+"""Names of end-to-end tests, tests/e2e/test_*.py, that run with vLLM as the engine."""
+RESTARTS = ("dies", "killed", "takeover", "after_the_start", "without_a_decode_worker", "(two and ranks)")
+"""Words in the names of API tests that are left out, because they start further workers, which takes a minute each."""
 
 
 def environment(environ: Mapping[str, str]) -> Client:
@@ -46,7 +74,7 @@ def files() -> list[str]:
 
 
 def main() -> None:
-    """Make the environment, and replace this process by its pytest. Exits with 1 if it cannot be made."""
+    """Make the environment, and run its pytest twice. Exits with 1 if the environment cannot be made."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--optional", action="store_true", help="exit with 0 if vLLM cannot be installed")
     options, arguments = parser.parse_known_args()
@@ -55,9 +83,13 @@ def main() -> None:
     except CannotInstall as error:
         print(f"make test-vllm: cannot install vLLM, so its tests are skipped: {error}", file=sys.stderr)
         sys.exit(not options.optional)
-    python = str(programs / "python")
-    command = [python, "-m", "pytest", "-rs", "-W", "default", "-m", "vllm", *files(), *arguments]  # vLLM warns
-    os.execve(command[0], command, os.environ | {"PYTHONPATH": str(ROOT), "VIRTUAL_ENV": str(FOLDER)})
+    command = [str(programs / "python"), "-m", "pytest", "-rs", "-W", "default"]  # vLLM warns
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "VIRTUAL_ENV": str(FOLDER)}
+    api = [f"tests/e2e/test_{name}.py" for name in API]
+    chosen = ["-k", " and ".join(f"not {word}" for word in RESTARTS)]
+    runs = ((["-m", MARK.rpartition(".")[2], *files()], {}), ([*chosen, *api], {"TEST_ENGINE": "vllm"}))
+    codes = [subprocess.run([*command, *given, *arguments], env=variables | more).returncode for given, more in runs]
+    sys.exit(max(0 if code == NOTHING_CHOSEN else code for code in codes))
 
 
 if __name__ == "__main__":

@@ -48,6 +48,8 @@ _ONE_ENGINE = "Each worker is one engine: start more workers instead"
 _HOSTS = "Use --rank-hosts before the --"
 _TRANSFER = "Diptych transfers KV between workers"
 _ROUTER = "Requests arrive at the router, which has its own options"
+_DEFAULTS = "Requests carry all sampling parameters, with the defaults of the router"
+_TASK = "Use --task before the --"
 OWNED: Mapping[str, str] = {
     "--model": "Use --model before the --",
     "--tokenizer": "The router tokenizes with the files of --model",
@@ -83,6 +85,13 @@ OWNED: Mapping[str, str] = {
     "--tool-call-parser": _ROUTER,
     "--reasoning-parser": _ROUTER,
     "--enable-auto-tool-choice": _ROUTER,
+    "--reasoning-config": _ROUTER,
+    "--generation-config": _DEFAULTS,
+    "--override-generation-config": _DEFAULTS,
+    "--structured-outputs-config": "The router writes grammars for llguidance",
+    "--runner": _TASK,
+    "--convert": _TASK,
+    "--pooler-config": _TASK,
 }
 """Arguments of vLLM that Diptych sets itself, or that have no meaning here, with the reason. `*` matches any ending."""
 PIPELINES = ("--pipeline-parallel-size", "-pp", "--prefill-context-parallel-size", "-pcp")

@@ -16,6 +16,8 @@ from common.wire import TOKEN_BYTES, BadWord, SamplingParams, ThinkingBudget, pa
 
 MAX_CACHED_MASKS = 64
 """Number of cached masks of token lists. Each takes 16 KiB with a vocabulary of 131,072 tokens."""
+BANNED = -1e30
+"""Logit of banned tokens: below all logits, above tokens that a grammar or `allowed_token_ids` forbid."""
 MAX_SPLIT_TOKENS = 8
 """Number of tokens by which a grammar may delay the end marker of a thinking budget: those of a split character."""
 TokensToBytes = Callable[[Sequence[int]], bytes]

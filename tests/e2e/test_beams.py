@@ -140,6 +140,7 @@ def test_a_worker_that_dies_in_the_middle_of_a_search_changes_no_beam(
         assert got["logprobs"]["token_logprobs"] == pytest.approx(right["logprobs"]["token_logprobs"], abs=1e-3)
 
 
+@pytest.mark.own_engine
 def test_a_search_whose_steps_are_preempted_finds_the_same_beams(system_of: Any, random_prompts: Any) -> None:
     """Its prompt takes 25 steps beside ten streams, whose tokens need more blocks meanwhile than there are.
 

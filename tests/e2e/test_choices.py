@@ -13,7 +13,7 @@ from benchmarks.stack import StackProcess
 
 from ..rig import MODEL, PROBE_TIMEOUT_S, samples, wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.own_engine]
 
 NUM_TOKENS = 400
 LOGPROB_TOLERANCE = 1e-3

@@ -23,6 +23,7 @@ def test_same_seed_same_text_alone_and_in_a_batch(system_of: Any, random_prompts
     assert other_seed != alone
 
 
+@pytest.mark.own_engine
 def test_disaggregated_and_local_sample_the_same(system_of: Any, random_prompts: Any) -> None:
     prompts = random_prompts((50, 130, 257), vocab_size=256, seed=2)
     remote = system_of(router_flags=("--local-prefill-threshold", "0")).generate(prompts, seed=7, **SAMPLED)

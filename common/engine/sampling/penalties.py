@@ -13,11 +13,10 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor, where
 
+from common.grammar import BANNED
 from common.wire import SamplingParams
 from kernels import to_device
 
-BANNED = -1e30
-"""Logit of banned tokens: below all logits, above tokens that a grammar forbids."""
 Ids = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.float32]
 

@@ -13,6 +13,7 @@ from common.wire import SamplingParams
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
+    from vllm.outputs import PoolingRequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
@@ -48,7 +49,8 @@ class Output:
     """New tokens of a request, and its end.
 
     `reason` is vLLM's finish reason, "" before the end. `prompt_logprobs` are those of all positions of the prompt, in
-    one output. `queue_s` is the time from arrival to the first step; None if unknown.
+    one output. `queue_s` is the time from arrival to the first step; None if unknown. `vector` is the pooled prompt of
+    a request with `params.pooling`: float32, little-endian, b"" if it is not finite.
     """
 
     token_ids: Sequence[int] = ()
@@ -57,6 +59,7 @@ class Output:
     prompt_logprobs: Sequence[Logprobs | None] = ()
     num_cached_tokens: int = 0
     queue_s: float | None = None
+    vector: bytes | None = None
 
 
 class Answer(Protocol):
@@ -90,17 +93,22 @@ class VllmClient:
         self._llm = llm
         # vLLM's first model runner draws from the beginning of a seed's sequence for every request.
         self._mixes_seed = not llm.vllm_config.use_v2_model_runner
+        pooler = llm.vllm_config.model_config.pooler_config
+        self._pooling_task = pooler.task if pooler is not None else None
 
     async def add(self, added: Added) -> VllmAnswer:
         from vllm.exceptions import VLLMValidationError
         from vllm.inputs.engine import tokens_input
+        from vllm.pooling_params import PoolingParams
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
             collector = await self._llm.add_request(
                 added.name,
                 tokens_input(list(added.token_ids), cache_salt=added.cache_salt or None),
-                sampling_params(
+                PoolingParams(task=self._pooling_task, use_activation=False)
+                if added.params.pooling
+                else sampling_params(
                     added.params,
                     num_prompt_tokens=len(added.token_ids),
                     earlier=added.earlier,
@@ -133,12 +141,15 @@ class VllmAnswer:
         self._llm, self._collector = llm, collector
 
     async def next(self) -> Output:
+        from vllm.outputs import PoolingRequestOutput
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
             output = self._collector.get_nowait() or await self._collector.get()
         except EngineDeadError as error:
             raise CoreDied(str(error)) from error
+        if isinstance(output, PoolingRequestOutput):
+            return pooled_output(output)
         [found] = output.outputs
         times = output.metrics
         is_timed = times is not None and bool(times.scheduled_ts)
@@ -153,3 +164,12 @@ class VllmAnswer:
 
     async def abort(self) -> None:
         await self._llm.abort(self._collector.request_id, internal=True)
+
+
+def pooled_output(output: PoolingRequestOutput[Any]) -> Output:
+    """Convert the output of a pooled prompt. It has no vector if vLLM ended the request without one."""
+    vector = output.outputs.data.float().cpu()
+    if output.error is not None or not vector.numel():
+        return Output(reason="error")
+    packed = vector.numpy().astype("<f4").tobytes() if vector.isfinite().all() else b""
+    return Output(reason="stop", num_cached_tokens=output.num_cached_tokens or 0, vector=packed)

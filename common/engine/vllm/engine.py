@@ -244,16 +244,23 @@ class VllmEngine:
 
     def _checked(self, request: PrefillRequest | DecodeRequest) -> tuple[str, bool, list[int]]:
         """Return why a request must be rejected, or "", whether that is retryable, and the tokens of its prompt."""
-        model, earlier = self._model, request.num_output_tokens
+        model = self._model
+        longest = model.facts.max_model_len - (0 if model.pooling else 1)
         try:
             token_ids = checked_prompt(
-                request.prompt, earlier, vocab_size=model.vocab_size, max_model_len=model.facts.max_model_len
+                request.prompt, request.num_output_tokens, vocab_size=model.vocab_size, max_prompt_len=longest
             )
         except WireError as error:
             return str(error), False, []
-        is_continued = earlier > 0 or (isinstance(request, DecodeRequest) and bool(request.prefill_worker))
-        if why := unsupported(request.params, speculates=model.speculates, earlier=earlier + is_continued):
+        if why := unsupported(
+            request.params,
+            speculates=model.speculates,
+            pooling=model.pooling,
+            has_first_runner=model.has_first_runner,
+        ):
             return why, False, []
+        if model.pooling and isinstance(request, PrefillRequest) and request.decode is not None:
+            return "a pooled prompt must not have a decode worker", False, []
         if isinstance(request, DecodeRequest) and request.num_reserved_tokens:
             return "workers with --engine vllm do not take over running requests with their KV", True, []
         if request.adapter and (model.adapters is None or model.adapters.request(request.adapter) is None):
@@ -344,11 +351,21 @@ class VllmEngine:
         self._worked_at = now
         if output.prompt_logprobs and sequence.params.prompt_logprobs >= 0:
             self._report_prompt_logprobs(sequence, output.prompt_logprobs)
+        if output.token_ids and output.reason == "error" and sequence.params.grammar:
+            *before, rejected = output.token_ids
+            if before:
+                self._on_tokens(sequence, replace(output, token_ids=before, reason=""), now)
+            why = sequence.conflict(rejected)
+            why = why or "the answer's format has no token that the other rules allow next"
+            self._fail(sequence, "grammar", why, retryable=False)
+            return
         if output.token_ids:
             self._on_tokens(sequence, output, now)
-        if not output.reason:
+        if not output.reason or sequence.is_dropped:
             return
-        if output.reason not in FINISHED or not sequence.has_first_token:
+        if output.vector is not None:
+            self._on_pooled(sequence, output, output.vector, now)
+        elif output.reason not in FINISHED or not sequence.has_first_token:
             self._fail(sequence, self.role, f"vLLM ended the request: {output.reason}", retryable=True)
         elif self.role == "prefill":
             self._on_prefilled(sequence, now)
@@ -361,11 +378,23 @@ class VllmEngine:
             self._on_first_token(sequence, output, now)
         positions = output.logprobs if output.logprobs is not None and params.logprobs >= 0 else ()
         for number, token_id in enumerate(output.token_ids):
+            if why := sequence.conflict(token_id):
+                self._report_tokens(sequence)
+                self._fail(sequence, "sampling", why, retryable=False)
+                return
             found = positions[number] if positions else None
-            logprobs = token_logprobs(token_id, found, params, params.logprobs) if found is not None else None
+            logprobs = (
+                token_logprobs(token_id, found, params.logprobs, params.logprob_token_ids)
+                if found is not None
+                else None
+            )
             sequence.append(token_id, logprobs)
         self.metrics.generation_tokens.inc(len(output.token_ids))
-        if self.role == "decode" and not output.reason:
+        if not output.reason:
+            self._report_tokens(sequence)
+
+    def _report_tokens(self, sequence: VllmSequence) -> None:
+        if self.role == "decode":
             self._reports.add_delta(sequence.router, sequence.delta())
 
     def _on_first_token(self, sequence: VllmSequence, output: Output, now: float) -> None:
@@ -380,6 +409,18 @@ class VllmEngine:
         metrics.prefill_seconds.observe(sequence.prefill_s)
         self._count_prompt(sequence, sequence.num_cached)
         metrics.count_computed(sequence.num_request_tokens - sequence.num_cached)
+
+    def _on_pooled(self, sequence: VllmSequence, output: Output, values: bytes, now: float) -> None:
+        """Report the vector of a prompt."""
+        if not values:
+            why = "the model's hidden states are not finite, no vector can be computed"
+            self._fail(sequence, "prefill", why, retryable=False)
+            return
+        self._on_first_token(sequence, output, now)
+        self._reports.report_pooled(sequence, values)
+        self._reports.add_delta(sequence.router, sequence.delta("stop", sequence.timeline(now)))
+        self.metrics.count_finished("stop")
+        self._remove(sequence)
 
     def _count_prompt(self, sequence: VllmSequence, num_hits: int) -> None:
         self.metrics.prompt_tokens.inc(sequence.num_request_tokens)
@@ -428,9 +469,9 @@ class VllmEngine:
 
     def _report_prompt_logprobs(self, sequence: VllmSequence, positions: Sequence[Logprobs | None]) -> None:
         """Report the log probabilities of the prompt's tokens. vLLM returns them once, after all chunks."""
-        params, count = sequence.params, sequence.params.prompt_logprobs
+        count = sequence.params.prompt_logprobs
         found = [
-            token_logprobs(token_id, one, params, count) if one else TokenLogprobs(LOGPROB_FLOOR)
+            token_logprobs(token_id, one, count) if one else TokenLogprobs(LOGPROB_FLOOR)
             for token_id, one in zip(sequence.token_ids[1:], positions[1:], strict=False)
         ]
         size = max(1, min(MAX_OUTPUTS, MAX_ALTERNATIVES // max(1, count)))
@@ -566,6 +607,7 @@ class VllmEngine:
 
     def _report_failed(self, router: bytes, request: Any, phase: str, why: str, *, retryable: bool) -> None:
         attempt = getattr(request, "attempt", 0)
+        self._reports.flush()  # a stop string in its last tokens may end the request before the failure
         self._reports.fail(router, request.request_id, attempt, phase, why, retryable=retryable)
         self.metrics.count_failed(phase)
 

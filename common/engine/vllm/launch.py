@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from common.config import WorkerConfig
 from common.engine.vllm.core_log import MAX_REASON_CHARS, WORKER_PID, first_error, write_logging_config
 from common.errors import MAX_SHOWN_CHARS, ConfigError, ModelError, RankLost, UsageError
-from common.model_files import ModelFiles
+from common.model_files import GENERATES, ModelFiles, ServedTask
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -84,7 +84,7 @@ def prepare_memory(config: WorkerConfig) -> None:
         os.environ.pop(KV_SPACE, None)  # overrides the argument
 
 
-def engine_arguments(config: WorkerConfig, files: ModelFiles) -> list[str]:
+def engine_arguments(config: WorkerConfig, files: ModelFiles, task: ServedTask = GENERATES) -> list[str]:
     """Return vLLM's arguments for our settings, followed by those of the user, which override them."""
     if files.format != "hf" or files.config is None:
         raise ModelError(f"{files.model_id} is a .gguf file: --engine vllm needs a folder in Hugging Face's format")
@@ -120,7 +120,20 @@ def engine_arguments(config: WorkerConfig, files: ModelFiles) -> list[str]:
         arguments.append("--no-use-tqdm-on-load")
     if not config.enable_prefix_caching:
         arguments.append("--no-enable-prefix-caching")
-    return [*arguments, *config.engine_args]
+    return [*arguments, *pooling_arguments(task), *config.engine_args]
+
+
+def pooling_arguments(task: ServedTask) -> list[str]:
+    """Return vLLM's arguments for a model that pools prompts. The router normalises vectors and scores."""
+    if task.generates:
+        return []
+    kind = "embed" if task.name == "embed" else "classify"
+    pooler = {"task": kind, "pooling_type": task.pooling.upper(), "use_activation": False}
+    arguments = ["--runner", "pooling", "--convert", kind, "--pooler-config", json.dumps(pooler)]
+    if task.answers is not None:  # vLLM subtracts their rows of the output layer
+        tokens = {"method": "from_2_way_softmax", "classifier_from_token": ["no", "yes"]}
+        arguments += ["--hf-overrides", json.dumps(tokens)]
+    return arguments
 
 
 def engine_config(

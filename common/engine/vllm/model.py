@@ -58,8 +58,8 @@ from common.engine.vllm.link import (
 from common.engine.worker import ModelFacts, WorkerMetrics, WorkerParts
 from common.errors import ModelError
 from common.machine import PrivateFolder
-from common.model_files import ModelFiles, served_task, weights_fingerprint
-from common.wire import SamplingParams, in_url
+from common.model_files import ModelFiles, ServedTask, served_task, weights_fingerprint
+from common.wire import Pooling, SamplingParams, in_url
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -148,6 +148,7 @@ class VllmModel:
         *,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
+        pooling: Pooling,
         kv_address: str,
         adapters: VllmAdapters | None,
         hosts: EngineHosts | None,
@@ -155,7 +156,7 @@ class VllmModel:
         self.thread, self.link, self.cached = thread, link, cached
         self.client = VllmClient(llm)
         self._llm = llm
-        self.facts, self.vocab_size, self.eos_token_ids = facts, vocab_size, eos_token_ids
+        self.facts, self.vocab_size, self.eos_token_ids, self.pooling = facts, vocab_size, eos_token_ids, pooling
         self.kv_address, self.adapters, self._hosts = kv_address, adapters, hosts
         self.on_event: Callable[[int, LinkEvent], None] = lambda rank, event: None
         """Receives the events of ranks and scheduler, on the engine thread. Set by the engine."""
@@ -166,6 +167,10 @@ class VllmModel:
     @property
     def speculates(self) -> bool:
         return self._llm.vllm_config.speculative_config is not None
+
+    @property
+    def has_first_runner(self) -> bool:
+        return not self._llm.vllm_config.use_v2_model_runner
 
     @property
     def world_size(self) -> int:
@@ -211,8 +216,9 @@ async def _cancelled(task: asyncio.Task[Any] | None) -> None:
 
 def load_vllm(files: ModelFiles, config: WorkerConfig, parts: WorkerParts, block_log: BlockLog) -> VllmModel:
     """Start vLLM and load the model. Blocks. Raises ConfigError or ModelError, RankLost if a host does not join."""
-    if not served_task(files, getattr(config, "task", "auto")).generates:
-        raise ModelError(f"{files.model_id} does not generate text: --engine vllm serves only models that do")
+    task = served_task(files, config.task)
+    if not task.generates and parts.identity.role == "decode":
+        raise ModelError(f"{files.model_id} does not generate text: only prefill workers serve it")
     folder = PrivateFolder("vllm")
     core_files = CoreFiles(folder.path)
     prepare_files(config.log_level, core_files)
@@ -222,7 +228,7 @@ def load_vllm(files: ModelFiles, config: WorkerConfig, parts: WorkerParts, block
     before, hosts = process_tree(), None
     try:
         hosts = EngineHosts.wait(config)
-        return _load(files, config, parts, block_log, core_files, folder, thread, hosts)
+        return _load(files, task, config, parts, block_log, core_files, folder, thread, hosts)
     except BaseException:
         if hosts is not None:
             hosts.close()
@@ -234,6 +240,7 @@ def load_vllm(files: ModelFiles, config: WorkerConfig, parts: WorkerParts, block
 
 def _load(
     files: ModelFiles,
+    task: ServedTask,
     config: WorkerConfig,
     parts: WorkerParts,
     block_log: BlockLog,
@@ -246,7 +253,7 @@ def _load(
     context = zmq.asyncio.Context(parts.context)  # on the sockets' threads of this process
     link, link_address = thread.call(_linked(thread, context, ranks, config, parts, hosts), CALL_S)
     settings = msgspec.structs.replace(connector_settings(config, parts, link), link_address=link_address)
-    arguments = engine_arguments(config, files)
+    arguments = engine_arguments(config, files, task)
     of_host = hosts.arguments() if hosts is not None else ()
     vllm_config = engine_config([*arguments, *of_host], core_files, settings.extra_config())
     weights = weights_of(files, vllm_config)
@@ -263,7 +270,7 @@ def _load(
         )
     ready = thread.call(ranks.all(world_size), READY_S + 1.0)
     ends = _ends(files, llm)
-    thread.call(_warmed_up(VllmClient(llm), ends), WARM_UP_S)
+    thread.call(_warmed_up(VllmClient(llm), ends, task.pooling), WARM_UP_S)
     facts = facts_of(files, vllm_config, weights, ready[0].layout)
     cached = CachedBlocks(facts.block_size, block_log)
     adapters = VllmAdapters(llm, thread.loop, config.lora_places) if config.lora_places else None
@@ -277,6 +284,7 @@ def _load(
         folder,
         vocab_size=int(vllm_config.model_config.get_vocab_size()),
         eos_token_ids=ends,
+        pooling=task.pooling,
         kv_address=advertised([one.kv_address for one in ready], shown),
         adapters=adapters,
         hosts=hosts,
@@ -315,9 +323,9 @@ def _ends(files: ModelFiles, llm: AsyncLLM) -> tuple[int, ...]:
     return tuple(dict.fromkeys([*files.eos_token_ids, *([own] if own is not None else [])]))
 
 
-async def _warmed_up(client: VllmClient, ends: tuple[int, ...]) -> None:
+async def _warmed_up(client: VllmClient, ends: tuple[int, ...], pooling: Pooling) -> None:
     """Compute one token with log probabilities, for which vLLM compiles code, during which no request progresses."""
-    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=1)
+    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=1, pooling=pooling)
     answer = await client.add(Added("warm-up", [0], params, ends, TransferParams()))
     while not (await answer.next()).reason:
         pass

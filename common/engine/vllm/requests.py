@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from common.errors import WireError
-from common.wire import LOGPROB_FLOOR, SamplingParams, TokenLogprobs, unpack_tokens
+from common.wire import LOGPROB_FLOOR, Pooling, SamplingParams, TokenLogprobs, unpack_tokens
 
 if TYPE_CHECKING:
     import vllm
@@ -27,8 +27,20 @@ RULES_KEY = "diptych_rules"
 """Key of `TokenRules` in `SamplingParams.extra_args`."""
 MAX_LOGPROB_TOKEN_IDS = 128
 """Limit of vLLM's sampler."""
+WITHOUT_DRAFTS = (
+    *("min_p", "logit_bias"),  # vLLM's own limits
+    *("bad_words", "thinking", "presence_penalty", "frequency_penalty"),  # `token_rules.py` does not see draft tokens
+    "logprob_token_ids",  # the rejection sampler needs log probabilities of the whole vocabulary
+)
+"""Parameters that are rejected with a draft model, wherever the prompt is computed."""
+API_NAMES = {"thinking": "thinking_token_budget"}
+"""Names of parameters that have another one in the API."""
 REFERENCE = re.compile(r"@([A-Za-z_][\w-]*)")
 """Reference to another grammar of a list, in llguidance's Lark format."""
+WHITE_SPACE = re.compile(r'(?<="x-guidance":\{)"whitespace_pattern":"(?:[^"\\]|\\.)*"')
+"""The router's limit of white space in JSON. vLLM's llguidance repeats it, and small models fill answers with it."""
+SEPARATORS = '"whitespace_flexible":false,"key_separator":": ?","item_separator":", ?"'
+"""Its replacement: at most a space after a colon or comma."""
 
 
 class TokenRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -51,20 +63,30 @@ class TokenRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return None if found is None else msgspec.convert(found, cls)
 
 
-def unsupported(params: SamplingParams, *, speculates: bool, earlier: int) -> str:
-    """Return why vLLM cannot serve these parameters, or "". `speculates`: it has a draft model."""
-    if params.pooling:
-        return "this worker generates text"
+def unsupported(
+    params: SamplingParams, *, speculates: bool, pooling: Pooling = "", has_first_runner: bool = False
+) -> str:
+    """Return why vLLM cannot serve these parameters, or "".
+
+    `speculates`: it has a draft model. `pooling`: how it pools prompts; "" if it generates text. `has_first_runner`: it
+    uses its first model runner.
+    """
+    if params.pooling != pooling:
+        wanted = f"pooling {params.pooling!r}" if params.pooling else "generated text"
+        provided = f"supports pooling {pooling!r}" if pooling else "generates text"
+        return f"the request requires {wanted}, but this worker {provided}"
+    if params.logprob_token_ids and has_first_runner:
+        # Its sampler returns wrong alternatives for all other requests of the step.
+        return (
+            "logprob_token_ids, and allowed_token_ids in a beam search, are not supported by --engine vllm with vLLM's "
+            "first model runner, as on CPUs: omit them"
+        )
     if len(params.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
         given = len(params.logprob_token_ids)
-        return f"logprob_token_ids has {given} tokens, this worker's maximum is {MAX_LOGPROB_TOKEN_IDS}"
-    if speculates:
-        used = [name for name in ("min_p", "logit_bias") if getattr(params, name)]
-        used += [name for name in ("bad_words", "thinking") if getattr(params, name)]
-        if earlier:
-            used += [name for name in ("presence_penalty", "frequency_penalty") if getattr(params, name)]
-        if used:
-            return f"{used[0]} is not supported by workers with --speculative-config"
+        return f"logprob_token_ids has {given} tokens, the maximum with --engine vllm is {MAX_LOGPROB_TOKEN_IDS}"
+    if speculates and (used := [name for name in WITHOUT_DRAFTS if getattr(params, name)]):
+        name = API_NAMES.get(used[0], used[0])
+        return f"{name} is not supported by --engine vllm with --speculative-config: omit it"
     return ""
 
 
@@ -144,6 +166,10 @@ def as_lark(grammar: str) -> str:
 
     A JSON list of grammars becomes its first grammar, with the others as nested rules.
     """
+    return WHITE_SPACE.sub(SEPARATORS, _joined(grammar))
+
+
+def _joined(grammar: str) -> str:
     if not grammar.lstrip().startswith("{"):
         return grammar if grammar.startswith("%llguidance") else f"%llguidance {{}}\n{grammar}"
     first, *others = json.loads(grammar)["grammars"]
@@ -166,13 +192,13 @@ def _nested(grammar: dict[str, Any]) -> str:
     return f"%json {json.dumps(grammar['json_schema'])}"
 
 
-def checked_prompt(packed: bytes, num_output_tokens: int, *, vocab_size: int, max_model_len: int) -> list[int]:
+def checked_prompt(packed: bytes, num_output_tokens: int, *, vocab_size: int, max_prompt_len: int) -> list[int]:
     """Return the tokens of a prompt. Raises WireError if vLLM cannot compute it."""
     token_ids = unpack_tokens(packed)
     if not token_ids:
         raise WireError("the prompt is empty")
-    if len(token_ids) >= max_model_len:
-        raise WireError(f"the prompt has {len(token_ids)} tokens, the maximum is {max_model_len - 1}")
+    if len(token_ids) > max_prompt_len:
+        raise WireError(f"the prompt has {len(token_ids)} tokens, the maximum is {max_prompt_len}")
     if max(token_ids) >= vocab_size:
         raise WireError(f"token id {max(token_ids)} is outside of the vocabulary of {vocab_size}")
     if num_output_tokens >= len(token_ids):
@@ -180,11 +206,13 @@ def checked_prompt(packed: bytes, num_output_tokens: int, *, vocab_size: int, ma
     return token_ids
 
 
-def token_logprobs(token_id: int, found: Any, params: SamplingParams, count: int) -> TokenLogprobs:
-    """Convert vLLM's log probabilities of one position, by token id. `count` alternatives were requested."""
+def token_logprobs(token_id: int, found: Any, count: int, ids: Sequence[int] = ()) -> TokenLogprobs:
+    """Convert vLLM's log probabilities of one position, by token id.
+
+    `count` alternatives were requested, or those of the tokens `ids`.
+    """
     own = found.get(token_id)
-    if params.logprob_token_ids:
-        ids: Sequence[int] = params.logprob_token_ids
+    if ids:
         top = sorted(((each, _finite(found[each].logprob)) for each in ids if each in found), key=_best_first)
     else:
         by_rank = sorted((one.rank or 0, each, one) for each, one in found.items() if one.rank)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from common.engine.vllm.requests import TokenRules
-from common.grammar import num_output_needed, token_limits
+from common.grammar import BANNED, num_output_needed, token_limits
 
 TokensFrom = Callable[[int], Tensor]
 """Returns the tokens of a sequence from a position on, int64 [n], on the device of the logits."""
@@ -37,7 +37,8 @@ class RowRules:
         end = tokens_from(num_tokens - needed).tolist() if needed else []
         limits = token_limits(params, (), num_output, end)
         if limits.banned:
-            logits[torch.tensor(limits.banned, device=logits.device)] = -math.inf
+            banned = torch.tensor(limits.banned, device=logits.device)
+            logits[banned] = logits[banned].clamp(max=BANNED)
         # A forced token that the grammar forbids has no effect: it would split a character.
         if limits.forced is not None and logits[limits.forced] > -math.inf:
             kept = logits[limits.forced].clone()

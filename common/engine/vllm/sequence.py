@@ -36,8 +36,8 @@ class VllmSequence:
 
     `num_expected_hits` tokens were in the prefix cache when it arrived. `waits_for`: ranks that have not reported the
     end of its transfer. `is_lent`: its blocks may be read by a transfer. `answer`: the request in vLLM, once added,
-    whose outputs `task` reads. `num_reported` output tokens were reported, including those of earlier attempts. Times
-    are monotonic.
+    whose outputs `task` reads. `num_reported` output tokens were reported, including those of earlier attempts.
+    `allowed`: the only tokens that the answer may contain; empty for all. Times are monotonic.
     """
 
     router: bytes
@@ -49,6 +49,7 @@ class VllmSequence:
     phase: Phase
     num_request_tokens: int = field(init=False)
     num_reported: int = field(init=False)
+    allowed: frozenset[int] = field(init=False)
     num_expected_hits: int = 0
     waits_for: set[int] = field(default_factory=set)
     first_block: int = 0
@@ -72,6 +73,7 @@ class VllmSequence:
     def __post_init__(self) -> None:
         self.num_request_tokens = len(self.token_ids)
         self.num_reported = self.request.num_output_tokens
+        self.allowed = frozenset(self.params.allowed_token_ids)
 
     @property
     def request_id(self) -> str:
@@ -108,6 +110,15 @@ class VllmSequence:
     def due_at(self) -> float:
         """Time at which the first token is due; infinity without a goal."""
         return self.accepted_at + self.request.ttft_s if self.request.ttft_s else math.inf
+
+    def conflict(self, token_id: int) -> str:
+        """Return why the request's rules forbid this token as the next one, or "".
+
+        vLLM samples any token if the rules together allow none.
+        """
+        if self.allowed and token_id not in self.allowed:
+            return "allowed_token_ids has no token that the other rules allow next"
+        return ""
 
     def append(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         self.token_ids.append(token_id)

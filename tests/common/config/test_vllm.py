@@ -63,6 +63,9 @@ def test_settings_that_both_engines_have_are_accepted() -> None:
         ("-dp", "Each worker is one engine: start more workers instead"),
         ("--port", "Requests arrive at the router, which has its own options"),
         ("--ssl-keyfile", "Requests arrive at the router, which has its own options"),
+        ("--override-generation-config", "Requests carry all sampling parameters, with the defaults of the router"),
+        ("--structured-outputs-config.backend", "The router writes grammars for llguidance"),
+        ("--runner", "Use --task before the --"),
     ],
 )
 def test_an_argument_that_diptych_sets_is_refused(argument: str, reason: str) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.engine.sampling.penalties import BANNED, Adjustment, GrowingArray, LogitChanges, TokenCounts
+from common.engine.sampling.penalties import Adjustment, GrowingArray, LogitChanges, TokenCounts
+from common.grammar import BANNED
 from common.wire.sampling_params import SamplingParams
 
 VOCAB = 97

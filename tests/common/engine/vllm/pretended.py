@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,15 @@ from common.wire import Role
 from ....foreign_engine import FACTS, Faults, next_token
 
 STEP_S = 0.001
+NOT_FINITE = 255
+"""Prompts that begin with this token have no vector."""
+REJECTED = 7
+"""Token that no grammar allows."""
+
+
+def pack(tokens: list[int]) -> bytes:
+    """Return the vector of a prompt: its first token and its length."""
+    return struct.pack("<2f", tokens[0], len(tokens))
 
 
 @dataclass(eq=False)
@@ -78,8 +88,9 @@ class PretendedLink:
 class PretendedVllm:
     """A `VllmModel` of one or more ranks, and the client of its vLLM."""
 
-    speculates, failure, is_leaving, adapters, vocab_size = False, "", False, None, 256
+    speculates, failure, is_leaving, adapters, vocab_size, pooling = False, "", False, None, 256, ""
     eos_token_ids = (0,)
+    has_first_runner = False
     kv_address = "tcp://127.0.0.1:7,8"
 
     def __init__(self, faults: Faults, world_size: int = 1, facts: ModelFacts = FACTS) -> None:
@@ -156,6 +167,11 @@ class PretendedVllm:
 
     def _sample(self, answer: PretendedAnswer) -> None:
         added, tokens = answer.added, answer.token_ids
+        if added.params.pooling:
+            is_finite = tokens[0] != NOT_FINITE
+            answer.outputs.put_nowait(Output(reason="stop", vector=pack(tokens) if is_finite else b""))
+            self.answers.remove(answer)
+            return
         if not answer.is_running:
             answer.is_running = True
             self._cache(tokens)
@@ -171,6 +187,10 @@ class PretendedVllm:
         )
         if added.most_tokens and answer.num_new >= added.most_tokens:
             reason = reason or "length"
+        if added.params.grammar:  # it allows one token, and vLLM ends the request once its grammar rejects another
+            answer.outputs.put_nowait(Output((tokens[-1], REJECTED), reason="error", queue_s=0.0))
+            self.answers.remove(answer)
+            return
         answer.outputs.put_nowait(Output((tokens[-1],), reason=reason, queue_s=0.0))
         if reason:
             self.answers.remove(answer)

@@ -16,7 +16,7 @@ from common.engine.vllm import engine as engine_module
 from common.engine.vllm.link import SCHEDULER, Arrived, Cancel, Done, Expect, Forget, Sent, TransferLost
 from common.engine.worker import EngineStatus, RequestReceived, WorkerMetrics, WorkerParts
 from common.engine.worker.vitals import WorkerIdentity
-from common.wire import Role, SamplingParams, pack_tokens
+from common.wire import Pooling, Role, SamplingParams, pack_tokens
 from common.wire.messages import (
     AbortRequest,
     DecodeRequest,
@@ -24,6 +24,7 @@ from common.wire.messages import (
     KVDone,
     KVTarget,
     Message,
+    PooledOutput,
     PrefillRequest,
     RequestFailed,
     ResetPrefixCache,
@@ -32,14 +33,16 @@ from common.wire.messages import (
 )
 
 from ....engine_rig import prompt
-from ....foreign_engine import Faults, next_token
+from ....foreign_engine import FACTS, Faults, next_token
 from ....waiting import until
-from .pretended import PretendedVllm, pretended_offer, pretended_vllm
+from .pretended import NOT_FINITE, PretendedVllm, pack, pretended_offer, pretended_vllm
 
 ROUTER = b"router"
 TARGET = KVTarget("d-0", 4, "tcp://127.0.0.1:7,8")
 PROMPT = prompt(70)
 PACE_S = 0.05
+FIRST = next_token(PROMPT)
+OTHER = FIRST ^ 1
 LABELS = {"model_name": "m", "engine": "w"}
 
 
@@ -162,6 +165,74 @@ async def test_a_permanent_failure_reaches_the_decode_worker(prefill: Rig, model
     prefill.prefill(deadline_s=0.01)
     (cancel,) = await prefill.orders(Cancel)
     assert cancel.phase in ("prefill", "transfer") and "deadline" in cancel.reason
+
+
+@pytest.fixture
+def pooling(prefill: Rig, model: PretendedVllm, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sends a prompt of tokens to a worker whose model pools prompts."""
+    monkeypatch.setattr(model, "pooling", "last")
+
+    def ask(tokens: list[int], pooling: Pooling = "last", **fields: Any) -> None:
+        params = SamplingParams(max_tokens=1, pooling=pooling)
+        values: dict[str, Any] = {"attempt": 1} | fields
+        prefill.tell(PrefillRequest(request_id="a", prompt=pack_tokens(tokens), params=params, **values))
+
+    return ask
+
+
+async def test_the_vector_of_a_prompt_precedes_its_end(prefill: Rig, pooling: Callable[..., None]) -> None:
+    longest = prompt(FACTS.max_model_len)
+    pooling(longest)
+    await until(lambda: prefill.deltas())
+    (delta,) = prefill.deltas()
+    messages = [message for _, message in prefill.sent if isinstance(message, PooledOutput | TokenOutput)]
+    assert isinstance(messages[0], PooledOutput) and messages[0].values == pack(longest)
+    assert (delta.token_ids, delta.finish_reason) == ((), "stop")
+    assert prefill.engine.is_empty
+
+
+@pytest.mark.parametrize(
+    ("tokens", "fields", "why"),
+    [
+        (PROMPT, {"pooling": "mean"}, "supports pooling 'last'"),
+        (PROMPT, {"decode": TARGET}, "must not have a decode worker"),
+        ([NOT_FINITE, 1], {}, "not finite"),
+        (prompt(FACTS.max_model_len + 1), {}, f"maximum is {FACTS.max_model_len}"),
+    ],
+    ids=["another pooling", "a decode worker", "not finite", "too long"],
+)
+async def test_a_prompt_without_a_vector_fails(
+    prefill: Rig, pooling: Callable[..., None], tokens: list[int], fields: dict[str, Any], why: str
+) -> None:
+    pooling(tokens, **fields)
+    await until(prefill.failures)
+    (failed,) = prefill.failures()
+    assert why in failed.message and not failed.retryable
+
+
+@pytest.mark.parametrize(
+    ("rules", "phase", "why"),
+    [
+        ({"allowed_token_ids": (OTHER,)}, "sampling", "allowed_token_ids has no token that the other rules allow next"),
+        ({"grammar": "start: /x/"}, "grammar", "the answer's format has no token that the other rules allow next"),
+    ],
+    ids=["allowed tokens", "grammar"],
+)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_rules_that_no_token_fits_fail_the_request_for_good(
+    make: Callable[[Role], Rig], role: Role, rules: dict[str, Any], phase: str, why: str
+) -> None:
+    """vLLM then samples some token, which must not reach the client."""
+    rig = make(role)
+    params = SamplingParams(max_tokens=9, temperature=0.0, **rules)
+    kind = {"prefill": PrefillRequest, "decode": DecodeRequest}[role]
+    rig.tell(kind(request_id="a", attempt=1, prompt=pack_tokens(PROMPT), params=params))
+    await until(rig.failures)
+    (failed,) = rig.failures()
+    assert why in failed.message and (failed.phase, failed.retryable) == (phase, False)
+    tokens = [token for delta in rig.deltas() for token in delta.token_ids]
+    assert tokens == ([FIRST] if phase == "grammar" and role == "decode" else []) and rig.engine.is_empty
+    assert rig.sent[-1][1] is failed, "tokens follow the failure"
 
 
 async def test_an_answer_of_one_token_sends_no_kv(prefill: Rig, model: PretendedVllm) -> None:

@@ -30,7 +30,7 @@ from common.engine.vllm.launch import (
     start_problem,
 )
 from common.errors import ModelError, RankLost
-from common.model_files import ModelFiles
+from common.model_files import GENERATES, ModelFiles, ServedTask
 
 RANK_ERROR = """ERROR WorkerProc failed to start.
 Traceback (most recent call last):
@@ -51,8 +51,8 @@ def files(**given: Any) -> ModelFiles:
     )  # fmt: skip
 
 
-def given(config: DecodeWorkerConfig | PrefillWorkerConfig) -> dict[str, str]:
-    arguments = engine_arguments(config, files())
+def given(config: DecodeWorkerConfig | PrefillWorkerConfig, task: ServedTask = GENERATES) -> dict[str, str]:
+    arguments = engine_arguments(config, files(), task)
     return {name: value for name, value in zip(arguments, [*arguments[1:], ""], strict=True) if name.startswith("--")}
 
 
@@ -95,6 +95,29 @@ def test_the_kv_cache_may_have_a_fraction_of_a_gibibyte(monkeypatch: pytest.Monk
 def test_own_arguments_of_vllm_come_last() -> None:
     config = DecodeWorkerConfig(engine="vllm", engine_args=("--dtype", "half", "--enforce-eager"), dtype="float32")
     assert engine_arguments(config, files())[-3:] == ["--dtype", "half", "--enforce-eager"]
+
+
+@pytest.mark.parametrize(
+    ("task", "convert", "pooling_type"),
+    [
+        (ServedTask("embed", "mean", 8, normalise=True), "embed", "MEAN"),
+        (ServedTask("score", "last", 1, sigmoid=True), "classify", "LAST"),
+        (ServedTask("score", "last", 1, answers=(7, 8)), "classify", "LAST"),
+    ],
+    ids=["embed", "score", "answers"],
+)
+def test_vllm_pools_prompts_as_the_task_requires(task: ServedTask, convert: str, pooling_type: str) -> None:
+    """The router normalises, so vLLM must not."""
+    found = given(PrefillWorkerConfig(engine="vllm", device="cpu"), task)
+    pooler = {"task": convert, "pooling_type": pooling_type, "use_activation": False}
+    assert (found["--runner"], found["--convert"]) == ("pooling", convert)
+    assert json.loads(found["--pooler-config"]) == pooler
+    head = json.loads(found.get("--hf-overrides", "{}"))
+    assert head.get("classifier_from_token") == (["no", "yes"] if task.answers else None)
+
+
+def test_a_model_that_generates_does_not_pool() -> None:
+    assert not {"--runner", "--pooler-config"} & set(given(PrefillWorkerConfig(engine="vllm", device="cpu")))
 
 
 def test_gguf_files_are_refused() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import struct
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import zmq
 from prometheus_client import REGISTRY, Counter, Gauge
 
@@ -17,11 +20,12 @@ from common.config import DecodeWorkerConfig, PrefillWorkerConfig
 from common.engine.kv import BlockLog
 from common.engine.vllm import model as model_module
 from common.engine.vllm.adapters import VllmAdapters, describe_adapter
+from common.engine.vllm.client import Output, pooled_output
 from common.engine.vllm.model import COMMON_SERIES, VllmCollector, advertised, connector_settings, facts_of, load_vllm
 from common.engine.worker import EngineStatus, WorkerMetrics, WorkerParts
 from common.engine.worker.vitals import WorkerIdentity
 from common.errors import ModelError
-from common.model_files import ModelFiles
+from common.model_files import GENERATES, ModelFiles
 
 LAYOUT = (
     "dtype=float32 stages=1 full(block_size=128 heads=2 head_bytes=100) window(block_size=128 heads=2 head_bytes=50)"
@@ -61,7 +65,7 @@ def test_a_start_that_failed_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -
         ("engine_config", refuse),
         ("prepare_files", lambda *_: None),
         ("process_tree", frozenset),
-        ("served_task", lambda *_: SimpleNamespace(generates=True)),
+        ("served_task", lambda *_: GENERATES),
     ):
         monkeypatch.setattr(model_module, name, replacement)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -73,6 +77,22 @@ def test_a_start_that_failed_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -
     ending.start()
     ending.join(10.0)
     assert not ending.is_alive(), "a socket is open"
+
+
+@pytest.mark.parametrize(
+    ("vector", "error", "expected"),
+    [
+        ([1.5, -2.0], None, Output(reason="stop", num_cached_tokens=3, vector=struct.pack("<2f", 1.5, -2.0))),
+        ([1.5, math.nan], None, Output(reason="stop", num_cached_tokens=3, vector=b"")),
+        ([], None, Output(reason="error")),  # an aborted request
+        ([1.5], "vLLM failed", Output(reason="error")),
+    ],
+    ids=["finite", "not finite", "none", "failed"],
+)
+def test_a_pooled_prompt_has_a_vector_of_float32(vector: list[float], error: str | None, expected: Output) -> None:
+    data = SimpleNamespace(data=torch.tensor(vector, dtype=torch.bfloat16))
+    found: Any = SimpleNamespace(outputs=data, error=error, num_cached_tokens=3)
+    assert pooled_output(found) == expected
 
 
 def test_timeouts_and_streams_reach_the_connectors() -> None:

@@ -8,6 +8,7 @@ import torch
 
 from common.engine.vllm.requests import TokenRules
 from common.engine.vllm.row_rules import HostRow
+from common.grammar import BANNED
 from common.wire import BadWord, SamplingParams, ThinkingBudget
 
 VOCAB = 12
@@ -49,7 +50,15 @@ def test_penalties_count_earlier_output(params: SamplingParams, earlier: int) ->
 def test_bad_words_may_begin_in_earlier_output(earlier: int) -> None:
     params = SamplingParams(max_tokens=9, bad_words=(BadWord.of([4, 5, 6]), BadWord.of([7]), BadWord.of([2, 3, 8])))
     logits = logits_after(params, earlier, OUTPUT)
-    assert [token for token in range(VOCAB) if logits[token] == -torch.inf] == [6, 7]
+    assert [token for token in range(VOCAB) if logits[token] <= BANNED] == [6, 7]
+
+
+def test_a_bad_word_is_used_if_a_grammar_allows_nothing_else() -> None:
+    params = SamplingParams(max_tokens=9, bad_words=(BadWord.of([7]), BadWord.of([8])))
+    logits = torch.full((VOCAB,), -torch.inf)
+    logits[7] = 0.5
+    HostRow(TokenRules(start=1, params=msgspec.msgpack.encode(params)), [1], []).apply(logits)
+    assert allowed(logits) == [7]
 
 
 @pytest.mark.parametrize("earlier", [0, 2, 4])
