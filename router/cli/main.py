@@ -96,6 +96,12 @@ COMMANDS = {
         "router.cli.top",
         "router.cli.client_flags:top_parser",
     ),
+    "explain": Command(
+        "Use",
+        "show why a request took its time",
+        "router.cli.explain",
+        "router.cli.client_flags:explain_parser",
+    ),
     "batch": Command(
         "Use",
         "send all requests of a file and write the answers",
