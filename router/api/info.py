@@ -18,7 +18,7 @@ from common.errors import RETRY_AFTER_S, InvalidRequest, Unavailable
 from router.api import service_answers
 from router.api.anthropic import answers as anthropic_answers
 from router.api.explain import explained
-from router.api.load import load_of, merged_load, own_load
+from router.api.load import history_of, load_of, merged_load, own_load
 from router.api.openai import answers as openai_answers
 from router.api.openapi import documented
 from router.api.pages import (
@@ -43,6 +43,7 @@ from router.generation import (
     key_of,
     router_state_of,
 )
+from router.observe import merged_history
 from router.request import MODELS_PATH, check_number_of_ids
 from router.request.errors import RequestNotFound, error_response, speaks_anthropic
 from router.request.fields import DetokenizeRequest, TokenizeRequest
@@ -143,6 +144,22 @@ async def load(request: Request) -> Response:
     others = (orjson.loads(body) for body in (await router_state.siblings.ask_all("/load", **params)).values())
     loads = [orjson.loads(orjson.dumps(own_load(router_state, model))), *others]
     return _json(merged_load([one["load"] for one in loads], [one["counts"] for one in loads]))
+
+
+@probe_routes.get("/load/history", **documented(None, service_answers.LoadHistory))
+async def load_history(request: Request) -> Response:
+    """Return the load of the last hour in steps of ten seconds, of all models together or of the one in `?model=`.
+
+    It begins with the start of the router's process.
+    """
+    router_state, asked = router_state_of(request), request.query_params.get("model")
+    model = None if asked is None else router_state.models.one(asked)
+    own = history_of(router_state, model)
+    if router_state.siblings is None:
+        return _json(own)
+    params = {} if model is None else {"model": model.name}
+    others = (await router_state.siblings.ask_all("/load/history", **params)).values()
+    return _json(merged_history([own, *map(orjson.loads, others)]))
 
 
 @probe_routes.get(

@@ -201,6 +201,36 @@ class Load(BaseModel):
     warnings: list[LoggedWarning]
 
 
+class LoadPoint(BaseModel):
+    """The load `at` a Unix time. Rates per second, latencies in milliseconds, shares from 0 to 1; null: no data."""
+
+    at: int
+    inFlight: float | None
+    waiting: float | None
+    requests: float | None
+    failed: float | None
+    output: float | None
+    prompt: float | None
+    transferBytes: float | None
+    ttftMet: float | None
+    tpotMet: float | None
+    ttft50: float | None
+    ttft99: float | None
+    tpot50: float | None
+    tpot99: float | None
+    prefillKv: float | None
+    decodeKv: float | None
+    transfer50: float | None
+
+
+class LoadHistory(BaseModel):
+    """Points of the last hour, the oldest first. `started_at`: start of the router's process, in Unix seconds."""
+
+    step_s: int
+    started_at: float
+    points: list[LoadPoint]
+
+
 class CandidateStatus(BaseModel):
     """A worker that was considered, with predicted times in milliseconds; null: unlimited.
 

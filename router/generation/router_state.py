@@ -18,7 +18,7 @@ from router.generation.models import Models
 from router.generation.request_history import RequestHistory
 from router.generation.request_log import RequestLog
 from router.generation.tracing import Tracing
-from router.observe import RouterMetrics
+from router.observe import LoadHistory, RouterMetrics
 from router.request import BodyBudget, BodyReader
 
 if TYPE_CHECKING:  # only routers of several processes need its HTTP client
@@ -57,6 +57,7 @@ class RouterState:
     unread: UnreadBudget = field(default_factory=UnreadBudget)
     logprob_time: LoopTimeBudget = field(default_factory=LoopTimeBudget)
     history: RequestHistory = field(default_factory=RequestHistory)
+    load_history: LoadHistory = field(default_factory=lambda: LoadHistory(time.time()))
 
     def __post_init__(self) -> None:
         self.bodies = BodyBudget(self.config.max_body_bytes)
