@@ -27,7 +27,7 @@ MAX_CHOICES: Final = 4
 """Choices of a request that are recorded; the others are counted."""
 MAX_ERROR_CHARS: Final = 200
 """Maximum length of an error in records and the log. Errors may quote client input."""
-REQUEST_BYTES, STEP_BYTES, CANDIDATE_BYTES = 2_000, 200, 1_500
+REQUEST_BYTES, STEP_BYTES, CANDIDATE_BYTES = 2_000, 200, 800
 """Estimated memory of a request without steps, of a step, and of a candidate worker with its state at that time."""
 
 
@@ -73,9 +73,9 @@ class RequestHistoryEntry(msgspec.Struct, frozen=True):
         """Estimated memory."""
         size = REQUEST_BYTES
         for choice in self.choices:
-            for step in choice.steps:
-                size += STEP_BYTES
-                for one in step.choice.considered if step.choice is not None else ():
+            size += STEP_BYTES * len(choice.steps)
+            for placed in [step.choice for step in choice.steps if step.choice is not None]:
+                for one in placed.considered:
                     size += CANDIDATE_BYTES * (len(one.prefill) + len(one.decode) + len(one.local))
         return size
 
@@ -171,7 +171,7 @@ def _entry(log: RequestLog, record: RequestRecord, *, is_running: bool) -> Reque
 def _steps(trail: Trail | None) -> tuple[tuple[Step, ...], int]:
     if trail is None:
         return (), 0
-    return tuple(map(_shortened, trail.steps)), trail.num_omitted
+    return tuple([one if one.choice is None else _shortened(one) for one in trail.steps]), trail.num_omitted
 
 
 def _shortened(step: Step) -> Step:

@@ -37,7 +37,10 @@ class WeighedWorker(msgspec.Struct, frozen=True):
 
 def shortened(choice: Choice) -> Choice:
     """Return the choice with at most `MAX_CANDIDATES` candidates per role and layout."""
-    if all(len(group) <= MAX_CANDIDATES for one in choice.considered for group in (one.prefill, one.decode, one.local)):
+    for one in choice.considered:
+        if max(len(one.prefill), len(one.decode), len(one.local)) > MAX_CANDIDATES:
+            break
+    else:
         return choice
     chosen = (choice.prefill, choice.decode)
 

@@ -58,3 +58,17 @@ async def test_a_key_finds_only_its_own_requests(start: Any, tmp_path: Path) -> 
 
 async def test_an_id_is_required(running: Any) -> None:
     assert (await running.http.get("/explain")).json()["error"]["param"] == "id"
+
+
+async def test_another_process_of_the_router_may_know_it(running: Any, monkeypatch: Any) -> None:
+    asked: list[tuple[str, dict[str, str]]] = []
+
+    class Others:
+        async def ask_all(self, path: str, **params: str) -> dict[int, bytes]:
+            asked.append((path, params))
+            return {1: b'{"id": "there"}'} if params["id"] == "there" else {}
+
+    monkeypatch.setattr(running.app.state.router_state, "siblings", Others())
+    assert (await running.http.get("/explain", params={"id": "there"})).json() == {"id": "there"}
+    assert (await running.http.get("/explain", params={"id": "nowhere"})).status_code == 404
+    assert asked == [("/explain", {"id": "there"}), ("/explain", {"id": "nowhere"})]
