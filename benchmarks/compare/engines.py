@@ -17,8 +17,8 @@ from benchmarks.compare.openvino import OpenVino
 from benchmarks.compare.peer import Launch, Peer, Site
 from benchmarks.compare.transformers import Transformers
 from benchmarks.compare.vllm import Vllm, Vllm1P1D
-from common.model_files.cache_folder import cache_folder
 from common.model_files.files import ModelFiles
+from common.model_files.model_cache import cache_folder
 
 PEERS: dict[str, Peer] = {
     peer.name: peer

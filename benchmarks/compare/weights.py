@@ -23,10 +23,10 @@ from torch import Tensor
 
 from benchmarks.compare.peer import PeerError
 from common.engine.models.load import open_model
-from common.model_files.cache_folder import cache_folder, locked
 from common.model_files.config import ModelConfig
 from common.model_files.files import ModelFiles
 from common.model_files.gguf.tensors import GGUFFile
+from common.model_files.model_cache import cache_folder, locked
 
 GGUF_TYPES = {
     "gguf-bf16": (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),

@@ -1,6 +1,14 @@
 from common.machine.child_process import ChildProcess
 from common.machine.cores import CoreShare, pin_to_cores, spin_briefly
-from common.machine.files import NO_ROOM, READ_S, UnreadableFile, is_full, raise_file_limit, read_regular_file
+from common.machine.files import (
+    NO_ROOM,
+    READ_S,
+    UnreadableFile,
+    is_full,
+    raise_file_limit,
+    read_regular_file,
+    write_failure,
+)
 from common.machine.gpus import (
     AvailableGPUs,
     count_gpus,
@@ -46,4 +54,5 @@ __all__ = [
     "remove_private_folders",
     "spin_briefly",
     "with_device",
+    "write_failure",
 ]

@@ -14,6 +14,7 @@ import resource
 import stat
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 STALL_S = 30.0
@@ -118,6 +119,21 @@ def is_full(folder: Path) -> bool:
     except OSError:
         return False
     return about.f_bavail * about.f_frsize < FULL_BYTES or (about.f_files > 0 and about.f_favail == 0)
+
+
+def write_failure(path: Path | str, error: OSError, needed: int = 0) -> str:
+    """Describe why `path` could not be written; for a full disk with the needed (0: unknown) and the free bytes."""
+    if error.errno not in NO_ROOM:
+        return f"cannot write {path}: {error.strerror or error}"
+    what = "the disk quota is exceeded" if error.errno == errno.EDQUOT else "no space is left on the disk"
+    sizes = [f"{needed:,} bytes are needed"] if needed else []
+    with suppress(OSError):
+        place = next(one for one in (Path(path).absolute(), *Path(path).absolute().parents) if one.exists())
+        about = os.statvfs(place)
+        sizes.append(f"{about.f_bavail * about.f_frsize:,} bytes are free")
+        if about.f_files and not about.f_favail:
+            sizes.append("no inode is free")
+    return f"cannot write {path}: {what} ({', '.join(sizes)})"
 
 
 def raise_file_limit() -> None:

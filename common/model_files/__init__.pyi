@@ -4,7 +4,16 @@ from common.model_files.files import ModelFiles
 from common.model_files.fingerprint import layout_fingerprint, weights_fingerprint
 from common.model_files.gguf_config import TensorFacts, from_gguf
 from common.model_files.json_file import read_json
-from common.model_files.library import LocalModel, download_place, find_model, hold_model, local_models, remove_model
+from common.model_files.library import (
+    LocalModel,
+    download_place,
+    find_model,
+    hold_model,
+    hub_cache,
+    local_models,
+    remove_model,
+)
+from common.model_files.model_cache import cache_folder
 from common.model_files.quantization import Quantization
 from common.model_files.resolve import resolve_model
 from common.model_files.stamp import hash_weights
@@ -44,12 +53,14 @@ __all__ = [
     "Tokenizer",
     "WeightScheme",
     "builtin_name",
+    "cache_folder",
     "download_place",
     "find_model",
     "from_gguf",
     "from_hf",
     "hash_weights",
     "hold_model",
+    "hub_cache",
     "layout_fingerprint",
     "local_models",
     "read_json",

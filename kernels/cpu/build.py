@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -39,7 +40,10 @@ def load_native() -> ctypes.CDLL | None:
     try:
         library = _load(_cache_folder())
     except (OSError, subprocess.SubprocessError) as error:
-        log.warning("CPU kernels cannot be built (%s): attention runs on the slower torch path", _reason(error))
+        place = f"in {_cache_folder()}, where {_free_bytes(_cache_folder()):,} bytes are free"
+        log.warning(
+            "CPU kernels cannot be built %s (%s): attention runs on the slower torch path", place, _reason(error)
+        )
         return None
     log.info("CPU kernels: compiled for this machine, %d threads", torch.get_num_threads())
     return library
@@ -130,6 +134,10 @@ def _cpu() -> str:
     except OSError:
         return platform.processor()
     return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+
+
+def _free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(next(one for one in (folder, *folder.parents) if one.exists())).free
 
 
 def _reason(error: Exception) -> str:

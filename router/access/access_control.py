@@ -42,7 +42,10 @@ log = logging.getLogger(__name__)
 OPEN_PATHS = frozenset(("/", "/dashboard", "/docs", "/live", "/health", "/ready", "/metrics", "/ping"))
 OPEN_PREFIX = "/static/"
 ADMIN_PATHS = frozenset(
-    ("/load", "/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/api/pull", "/api/delete")
+    (
+        *("/load", "/load/history", "/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+        *("/api/pull", "/api/delete"),
+    )
 )
 WATCH_POLL_S = 0.5
 """Polling interval for changes that sibling processes have accepted."""

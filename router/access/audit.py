@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 import orjson
 
 from common.errors import ConfigError
+from common.machine import write_failure
 from common.observe import REMIND_S
 
 log = logging.getLogger(__name__)
@@ -139,7 +140,7 @@ class AuditLog:
         now = time.monotonic()
         if now - self._complained_at >= REMIND_S:
             self._complained_at = now
-            log.error("audit log: cannot write", extra={"file": self._path, "why": error.strerror})
+            log.error("audit log: %s; lines are dropped, requests are still served", write_failure(self._path, error))
 
 
 def open_log(path: str) -> int:

@@ -17,7 +17,8 @@ from common import __version__
 from common.errors import RETRY_AFTER_S, InvalidRequest, Unavailable
 from router.api import service_answers
 from router.api.anthropic import answers as anthropic_answers
-from router.api.load import load_of, merged_load, own_load
+from router.api.explain import explained
+from router.api.load import history_of, load_of, merged_load, own_load
 from router.api.openai import answers as openai_answers
 from router.api.openapi import documented
 from router.api.pages import (
@@ -32,6 +33,7 @@ from router.api.pages import (
     library,
     page,
 )
+from router.api.query import MAX_VALUE_SHOWN, parameters
 from router.generation import (
     RouterState,
     ServedModel,
@@ -41,8 +43,9 @@ from router.generation import (
     key_of,
     router_state_of,
 )
+from router.observe import merged_history
 from router.request import MODELS_PATH, check_number_of_ids
-from router.request.errors import error_response, speaks_anthropic
+from router.request.errors import RequestNotFound, error_response, speaks_anthropic
 from router.request.fields import DetokenizeRequest, TokenizeRequest
 from router.text import SHORT_TEXT
 
@@ -141,6 +144,49 @@ async def load(request: Request) -> Response:
     others = (orjson.loads(body) for body in (await router_state.siblings.ask_all("/load", **params)).values())
     loads = [orjson.loads(orjson.dumps(own_load(router_state, model))), *others]
     return _json(merged_load([one["load"] for one in loads], [one["counts"] for one in loads]))
+
+
+@probe_routes.get("/load/history", **documented(None, service_answers.LoadHistory))
+async def load_history(request: Request) -> Response:
+    """Return the load of the last hour in steps of ten seconds, of all models together or of the one in `?model=`.
+
+    It begins with the start of the router's process.
+    """
+    router_state, asked = router_state_of(request), request.query_params.get("model")
+    model = None if asked is None else router_state.models.one(asked)
+    own = history_of(router_state, model)
+    if router_state.siblings is None:
+        return _json(own)
+    params = {} if model is None else {"model": model.name}
+    others = (await router_state.siblings.ask_all("/load/history", **params)).values()
+    return _json(merged_history([own, *map(orjson.loads, others)]))
+
+
+@probe_routes.get(
+    "/explain",
+    **documented(None, service_answers.Explanation) | {"openapi_extra": parameters(id={"type": "string"})},
+)
+async def explain(request: Request) -> Response:
+    """Return why a running or recent request ran where it did, and its predicted and measured times.
+
+    `?id=` is the response's `x-request-id` or `id`. A key without admin rights finds only its own requests.
+    """
+    router_state, name = router_state_of(request), request.query_params.get("id", "")
+    if not name:
+        raise InvalidRequest("id: required: the x-request-id or id of a response", param="id")
+    ring, key = router_state.access.ring, key_of(request)
+    owner = None if ring is None or key.admin else key.name
+    if (entry := next(router_state.history.find(name, owner), None)) is not None:
+        return _json(explained(entry))
+    if router_state.siblings is not None:
+        params = {"id": name} if owner is None else {"id": name, "key": owner}
+        for body in (await router_state.siblings.ask_all("/explain", **params)).values():
+            return Response(body, media_type="application/json")
+    history = router_state.history
+    raise RequestNotFound(
+        f"The request {name[:MAX_VALUE_SHOWN]!r} is unknown here. This router has the running requests and the last "
+        f"{len(history):,} ended ones, of {history.span_s / 60:.0f} minutes."
+    )
 
 
 @probe_routes.post("/reset_prefix_cache", **documented(None, service_answers.Status))

@@ -12,7 +12,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from common.errors import RequestError, Unavailable
-from router.api.load import own_load
+from router.api.explain import explained
+from router.api.load import history_of, own_load
 from router.api.responses.service import ResponseService
 from router.generation import RouterState
 from router.request.errors import error_response
@@ -34,6 +35,8 @@ def internal_app(router_state: RouterState, responses: ResponseService, siblings
         Route("/health", endpoints.health),
         Route("/metrics", endpoints.metrics),
         Route("/load", endpoints.load),
+        Route("/load/history", endpoints.load_history),
+        Route("/explain", endpoints.explain),
         Route(AVAILABLE, endpoints.available),
         Route(SETTLE, endpoints.settle),
         Route(EVENTS, endpoints.events),
@@ -64,6 +67,15 @@ class _InternalEndpoints:
     async def load(self, request: Request) -> Response:
         asked = request.query_params.get("model")
         return _json(own_load(self._router_state, None if asked is None else self._router_state.models.one(asked)))
+
+    async def load_history(self, request: Request) -> Response:
+        asked = request.query_params.get("model")
+        return _json(history_of(self._router_state, None if asked is None else self._router_state.models.one(asked)))
+
+    async def explain(self, request: Request) -> Response:
+        asked = request.query_params
+        entry = next(self._router_state.history.find(asked["id"], asked.get("key")), None)
+        return Response(status_code=NOT_OWNED) if entry is None else _json(explained(entry))
 
     async def available(self, request: Request) -> Response:
         return _json(self._router_state.models.available)

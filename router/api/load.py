@@ -5,16 +5,21 @@ Loads are merged at two levels: those of several models in one process, and the 
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from common.observe import recent_warnings
 from router.dispatch import ClassLoad, DispatchLoad
 from router.generation import RouterState, ServedModel
-from router.observe import Traffic, percentiles_of
+from router.observe import STEP_S, Point, Traffic, percentiles_of
 from router.planner import Goals, Outlook, goals_of
+
+log = logging.getLogger(__name__)
 
 Load = Mapping[str, Any]
 """The response of `/load`, as another process sent it."""
@@ -43,6 +48,65 @@ def own_load(router_state: RouterState, model: ServedModel | None = None) -> dic
     """Return `load_of` with latency histograms, from which the percentiles of several processes are computed."""
     metrics = (router_state if model is None else model).metrics
     return {"load": load_of(router_state, model), "counts": metrics.traffic.counts(time.monotonic())}
+
+
+def sample_of(load: DispatchLoad, traffic: Traffic) -> Point:
+    """Return a point of the dashboard's charts; None where there is no data."""
+    rates, ttft, tpot, transfer = traffic.rates, traffic.ttft, traffic.tpot, traffic.transfer
+    return {
+        "inFlight": sum(load.stages.values()),
+        "waiting": load.stages.get("queue", 0),
+        "requests": rates.requests_per_s,
+        "failed": rates.failed_per_s,
+        "output": rates.output_tokens_per_s,
+        "prompt": rates.prompt_tokens_per_s,
+        "transferBytes": rates.transfer_bytes_per_s,
+        "ttftMet": _worst(load, "ttft"),
+        "tpotMet": _worst(load, "tpot"),
+        "ttft50": ttft.p50_ms if ttft.num else None,
+        "ttft99": ttft.p99_ms if ttft.num else None,
+        "tpot50": tpot.p50_ms if tpot.num else None,
+        "tpot99": tpot.p99_ms if tpot.num else None,
+        "prefillKv": _blocks_used(load, "prefill"),
+        "decodeKv": _blocks_used(load, "decode"),
+        "transfer50": transfer.p50_ms if transfer.num else None,
+    }
+
+
+def record_load(router_state: RouterState, now: float) -> None:
+    """Add the current load to the history, of each model and of all together. `now` is wall-clock time."""
+    history, served, clock = router_state.load_history, router_state.models.served, time.monotonic()
+    loads = [model.client.load() for model in served.values()]
+    history.add("", sample_of(joined_load(loads), router_state.metrics.traffic.summary(clock)), now)
+    if len(loads) > 1:
+        for (name, model), load in zip(served.items(), loads, strict=True):
+            history.add(name, sample_of(load, model.metrics.traffic.summary(clock)), now)
+
+
+async def record_loads(router_state: RouterState) -> None:
+    """Record the load every `STEP_S` seconds until cancelled."""
+    while True:
+        await asyncio.sleep(STEP_S)
+        try:
+            record_load(router_state, time.time())
+        except Exception:  # charts must not end the router
+            log.exception("the load could not be recorded for the dashboard")
+
+
+def history_of(router_state: RouterState, model: ServedModel | None) -> dict[str, Any]:
+    """Return the load history of a model, or of all models, in this process."""
+    several = model is not None and len(router_state.models.served) > 1
+    return router_state.load_history.body(model.name if model is not None and several else "", time.time())
+
+
+def _worst(load: DispatchLoad, goal: str) -> float | None:
+    return min((one.attainment[goal] for one in load.classes if goal in one.attainment), default=None)
+
+
+def _blocks_used(load: DispatchLoad, role: str) -> float | None:
+    ready = [one for one in load.workers if one.role == role and one.state == "ready"]
+    num_blocks = sum(one.num_blocks for one in ready)
+    return 1 - sum(one.num_available_blocks for one in ready) / num_blocks if num_blocks else None
 
 
 def _model(model: ServedModel) -> dict[str, object]:
@@ -80,6 +144,7 @@ def load_body(
         "workers": load.workers,
         "plan": None if outlook is None else _plan(outlook, goals),
         "events": load.events,
+        "warnings": recent_warnings.newest(time.time()),
     }
 
 
@@ -164,6 +229,7 @@ def merged_load(loads: Sequence[Load], counts: Sequence[Mapping[str, Sequence[in
         "traffic": {**first["traffic"], "rates": rates, **percentiles_of(times)},
         "classes": _merged_classes([load["classes"] for load in loads], weights),
         "workers": [_merged_worker(one, loads) for one in first["workers"]],
+        "warnings": sorted((one for load in loads for one in load["warnings"]), key=lambda one: one["age_s"]),
     }
 
 

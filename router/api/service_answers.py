@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 
 class Status(BaseModel):
@@ -95,6 +95,13 @@ class WorkerEvent(BaseModel):
     age_s: float
 
 
+class LoggedWarning(BaseModel):
+    """A warning or error in the router's log."""
+
+    age_s: float
+    text: str
+
+
 class PoolPlanStatus(BaseModel):
     wanted: int
     needed: int
@@ -176,7 +183,9 @@ class TrafficStatus(BaseModel):
 
 
 class Load(BaseModel):
-    """Load of the service. `plan` is null with `--planner off` and for several models. `events`: newest first.
+    """Load of the service. `plan` is null with `--planner off` and for several models.
+
+    `events` and `warnings` of the router's log: newest first.
 
     For several models, `classes` have the tightest goals and the lowest attainments; `models` have those of each model.
     """
@@ -189,6 +198,140 @@ class Load(BaseModel):
     workers: list[WorkerStatus]
     plan: PlanStatus | None
     events: list[WorkerEvent]
+    warnings: list[LoggedWarning]
+
+
+class LoadPoint(BaseModel):
+    """The load `at` a Unix time. Rates per second, latencies in milliseconds, shares from 0 to 1; null: no data."""
+
+    at: int
+    inFlight: float | None
+    waiting: float | None
+    requests: float | None
+    failed: float | None
+    output: float | None
+    prompt: float | None
+    transferBytes: float | None
+    ttftMet: float | None
+    tpotMet: float | None
+    ttft50: float | None
+    ttft99: float | None
+    tpot50: float | None
+    tpot99: float | None
+    prefillKv: float | None
+    decodeKv: float | None
+    transfer50: float | None
+
+
+class LoadHistory(BaseModel):
+    """Points of the last hour, the oldest first. `started_at`: start of the router's process, in Unix seconds."""
+
+    step_s: int
+    started_at: float
+    points: list[LoadPoint]
+
+
+class CandidateStatus(BaseModel):
+    """A worker that was considered, with predicted times in milliseconds; null: unlimited.
+
+    `cost_ms` is what the policy compared. `slot_ms`: until the batch has a free slot. `token_ms`: per later token.
+    `delays_others_ms`: total delay of running sequences. `is_measured`: whether the predictions come from the worker's
+    own steps. `problem`: why it ranks below others.
+    """
+
+    worker: str
+    role: str
+    chosen: bool
+    computes_prompt: bool
+    cost_ms: float | None
+    queue_ms: float | None
+    prefill_ms: float | None
+    lag_ms: float | None
+    transfer_ms: float | None
+    slot_ms: float | None
+    token_ms: float | None
+    delays_others_ms: float | None
+    is_measured: bool
+    requests: int
+    cached_tokens: int
+    problem: str
+
+
+class DecisionStatus(BaseModel):
+    """A routing decision. `kind`: remote (both workers), local (decode worker) or prefill (prefill worker)."""
+
+    at_ms: float
+    kind: str
+    prefill_worker: str
+    decode_worker: str
+    reason: str
+    candidates: list[CandidateStatus]
+
+
+class StepStatus(BaseModel):
+    """What happened: accepted, waits, held, placed, token, failed, replaced, revoked, restarted, moved or stayed."""
+
+    at_ms: float
+    kind: str
+    detail: str
+
+
+class StageStatus(BaseModel):
+    """A stage that a request went through. `predicted_ms` is null if it was not predicted."""
+
+    name: str
+    began_ms: float
+    took_ms: float
+    predicted_ms: float | None
+    where: str
+    waits_for: str
+
+
+class GoalStatus(BaseModel):
+    """A goal, its prediction at the last placement, and the measured time, in milliseconds. null: none."""
+
+    goal_ms: float | None
+    predicted_ms: float | None
+    measured_ms: float | None
+    met: bool | None
+
+
+class ExplainedChoice(BaseModel):
+    """One choice of an answer. `goals` are `ttft` and `tpot`."""
+
+    index: int
+    output_tokens: int
+    finish_reason: str
+    attempts: int
+    preemptions: int
+    transfer_bytes: int
+    stages: list[StageStatus]
+    goals: dict[str, GoalStatus]
+    steps: list[StepStatus]
+    omitted_steps: int
+    decisions: list[DecisionStatus]
+
+
+class Explanation(BaseModel):
+    """A request in milliseconds since the arrival of its head. `choices` are the first four of `num_choices`."""
+
+    request_id: str
+    id: str
+    path: str
+    model: str
+    key: str
+    class_: str = Field(alias="class")
+    state: Literal["running", "finished", "failed", "disconnected"]
+    status: int | None
+    error: str
+    reason: str
+    arrived_at: str
+    total_ms: float
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    num_choices: int
+    choices: list[ExplainedChoice]
 
 
 class Tokens(BaseModel):

@@ -74,6 +74,41 @@ def ps_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def explain_parser() -> argparse.ArgumentParser:
+    """Build the parser of `diptych explain`."""
+    parser = CommandParser(
+        "diptych explain",
+        description="Show why a request ran on its workers, and its predicted and measured times. A router knows its "
+        "running requests and those of up to an hour.",
+    )
+    parser.add_argument("id", metavar="REQUEST_ID", help="the x-request-id header or the id of the response")
+    parser.add_argument("--url", default=DEFAULT_URL, help=f"URL of the router (default {DEFAULT_URL})")
+    parser.add_argument("--json", action="store_true", help="print the response of /explain as JSON")
+    add_access(parser)
+    return parser
+
+
+def doctor_parser() -> argparse.ArgumentParser:
+    """Build the parser of `diptych doctor`."""
+    parser = CommandParser(
+        "diptych doctor",
+        description="Check this machine, the settings and a running service. Exit status 1 if something is wrong.",
+    )
+    parser.add_argument("--url", default="", help=f"URL of the router (default {DEFAULT_URL}, if one runs there)")
+    parser.add_argument(
+        "-o",
+        "--output",
+        default="",
+        metavar="FILE",
+        help="write a tar.gz for a bug report, without keys, prompts, and names of hosts and users",
+    )
+    parser.add_argument(
+        "--config", default="", metavar="FILE", help="TOML file with settings to check (default: DIPTYCH_CONFIG)"
+    )
+    add_access(parser)
+    return parser
+
+
 def run_parser() -> argparse.ArgumentParser:
     """Build the parser of `diptych run`."""
     parser = CommandParser(

@@ -96,6 +96,12 @@ COMMANDS = {
         "router.cli.top",
         "router.cli.client_flags:top_parser",
     ),
+    "explain": Command(
+        "Use",
+        "show why a request took its time",
+        "router.cli.explain",
+        "router.cli.client_flags:explain_parser",
+    ),
     "batch": Command(
         "Use",
         "send all requests of a file and write the answers",
@@ -128,6 +134,12 @@ COMMANDS = {
         "estimate the number of workers for a load",
         "router.cli.size",
         "router.cli.size:build_parser",
+    ),
+    "doctor": Command(
+        "Set up",
+        "check this machine and a service",
+        "router.cli.doctor",
+        "router.cli.client_flags:doctor_parser",
     ),
     "api-key": Command(
         "Set up",

@@ -68,6 +68,7 @@ REDRAW_S = 0.5
 MAX_KEY_BYTES = 64
 """Maximum number of bytes per read from the keyboard."""
 QUIT = b"qQ\x03\x04"
+NO_KEY = "the router requires an API key: set --api-key or DIPTYCH_API_KEY"
 NO_LOAD = "the server is not a Diptych router of this version"
 
 
@@ -126,6 +127,16 @@ class Answer:
     problem: str = ""
 
 
+@dataclass(frozen=True)
+class Reply:
+    """An HTTP response, or the reason why there is none."""
+
+    status: int = 0
+    body: bytes = b""
+    problem: str = ""
+    date: str = ""
+
+
 class WrongUrl(Exception):
     """The text is not a valid router URL."""
 
@@ -166,26 +177,31 @@ class LoadSource:
 
     def ask(self) -> Answer:
         """Request the load. Errors of the network or the server are returned as a problem."""
+        reply = self.get("/load", {"model": self.model} if self.model else {})
+        return Answer(problem=reply.problem) if reply.problem else _read(reply.status, reply.body)
+
+    def get(self, path: str, asked: Mapping[str, str] | None = None) -> Reply:
+        """Send a GET request. Errors of the network are returned as a problem."""
         try:
             connection = self.connect()
         except OSError as error:
-            return Answer(problem=f"cannot use {self.ca_file}: {error.strerror or error}")
+            return Reply(problem=f"cannot use {self.ca_file}: {error.strerror or error}")
         try:
-            asked = f"?{urlencode({'model': self.model})}" if self.model else ""
-            connection.putrequest("GET", f"{self.path}/load{asked}", skip_accept_encoding=True)
+            query = f"?{urlencode(asked)}" if asked else ""
+            connection.putrequest("GET", f"{self.path}{path}{query}", skip_accept_encoding=True)
             connection.putheader("Connection", "close")
             if self.key:
                 connection.putheader("Authorization", f"Bearer {self.key}".encode())
             connection.endheaders()
             reply = connection.getresponse()
-            return _read(reply.status, reply.read(MAX_ANSWER_BYTES))
+            return Reply(reply.status, reply.read(MAX_ANSWER_BYTES), date=reply.getheader("date", ""))
         except ssl.SSLCertVerificationError as error:
-            return Answer(problem=f"the router's certificate is not trusted ({error.verify_message}): use --ca-file")
+            return Reply(problem=f"the router's certificate is not trusted ({error.verify_message}): use --ca-file")
         except TimeoutError:
-            return Answer(problem=f"the router does not answer within {TIMEOUT_S:g} s")
+            return Reply(problem=f"the router does not answer within {TIMEOUT_S:g} s")
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "strerror", None) or error or type(error).__name__
-            return Answer(problem=f"the router does not answer: {reason}")
+            return Reply(problem=f"the router does not answer: {reason}")
         finally:
             connection.close()
 
@@ -207,7 +223,7 @@ class LoadSource:
 
 def _read(status: int, body: bytes) -> Answer:
     if status == 401:
-        return Answer(problem="the router requires an API key: set --api-key or DIPTYCH_API_KEY")
+        return Answer(problem=NO_KEY)
     if status == 403:
         return Answer(problem="this API key has no access to /load: use one with admin = true")
     try:
@@ -218,9 +234,14 @@ def _read(status: int, body: bytes) -> Answer:
         return Answer(load=answer)
     if status == 200:
         return Answer(problem=NO_LOAD)
+    return Answer(problem=refusal_of(status, answer))
+
+
+def refusal_of(status: int, answer: object) -> str:
+    """Describe an error response, given its parsed body."""
     error = answer.get("error") if isinstance(answer, dict) else None
     reason = error.get("message") if isinstance(error, dict) else None
-    return Answer(problem=f"the router answers HTTP {status}{f': {reason}' if reason else ''}")
+    return f"the router answers HTTP {status}{f': {reason}' if reason else ''}"
 
 
 def picture(load: Mapping[str, Any], num_lines: int = 0) -> Group:

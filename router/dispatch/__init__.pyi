@@ -12,6 +12,7 @@ from router.dispatch.client import (
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.load import ClassLoad, DispatchLoad
 from router.dispatch.prompt import Prompt
+from router.dispatch.trail import Step, Trail
 
 __all__ = [
     "ANYONE",
@@ -24,7 +25,9 @@ __all__ = [
     "Prediction",
     "Prompt",
     "RequestTimeline",
+    "Step",
     "Superseded",
     "TokenEvent",
     "TokenSource",
+    "Trail",
 ]

@@ -17,6 +17,7 @@ import msgspec
 from common.config import COMMON_SHARE, DEFAULT, NO_LANE, RequestClass
 from common.wire import SamplingParams, TokenLogprobs
 from router.dispatch.prompt import Prompt
+from router.dispatch.trail import Trail
 from router.policy import Forecast
 
 Sink = Callable[["TokenEvent"], bool]
@@ -43,6 +44,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     - `sink`: see `Sink`.
     - `continues` marks a later step of an admitted answer, which skips admission. The first step reserves capacity for
       up to `num_at_once` concurrent steps.
+    - `trail` records the steps of the request in the dispatcher; None to record nothing.
     """
 
     request_id: str
@@ -63,6 +65,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     sink: Sink | None = None
     continues: bool = False
     num_at_once: int = 1
+    trail: Trail | None = None
 
     @property
     def lane(self) -> str:

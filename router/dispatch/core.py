@@ -264,6 +264,7 @@ class DispatchCore:
             state.admitted = self._admission.check(
                 choice, now, request_class, request.key, state.num_tokens, num_expected
             )
+        state.note(now, "accepted")
         self.states[request.request_id] = state
         self._decoding.add(state)
         self._silence.add(state)
@@ -310,6 +311,7 @@ class DispatchCore:
         if grew:
             self._actions.wake(state.request.request_id)
         if first:
+            state.note(now, "token", assignment.name)
             self._registry.on_request_served(assignment.address)
             self._placement.computed(assignment, now)
             self._scheduler.room_expected(now)

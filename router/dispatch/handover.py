@@ -85,6 +85,7 @@ class HandOverOrders:
         Without that report, the router aborts the request on the source.
         """
         before, successor = state.succeed(now)
+        state.note(now, "moved", f"from {before.name} to {successor.name}")
         if moved:
             self._placement.remember(state, successor, now)
         self._placement.leave(state, before, abort=not moved)
@@ -96,6 +97,7 @@ class HandOverOrders:
         if successor is not None:
             self._placement.leave(state, successor, abort=True)
         state.attempts.handover_after = now + RETRY_HANDOVER_S
+        state.note(now, "stayed", reason)
         self._close(state, "failed")
         log.info("request %s: not handed over: %s", state.request.request_id, reason)
 

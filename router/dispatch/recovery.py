@@ -65,6 +65,8 @@ class Recovery:
         if failed is state.attempts.prefill and decode is not None and self.claim_trial(state):
             self._placement.remove(state, failed)
             if self._placement.replace_prefill(state, now):
+                prefill = state.attempts.prefill
+                state.note(now, "replaced", prefill.name if prefill is not None else decode.name)
                 return None
         self._requeue(state, now)
         return None
@@ -74,6 +76,7 @@ class Recovery:
         if state.attempts.is_through_with(differing):
             self._placement.computed(differing, now)
             return
+        state.note(now, "restarted", f"{differing.name} computed other tokens than those already sent")
         self._requeue(state, now)
 
     def claim_trial(self, state: RequestState) -> bool:

@@ -114,10 +114,11 @@ class RequestScheduler:
     def place_new(self, state: RequestState, now: float, chosen: tuple[Choice, RequestShape] | None) -> None:
         """Place a new request at `chosen`, unless it must wait for capacity or for earlier requests."""
         if chosen is not None and self._waiting.num_held and self._held.concerns(chosen[0]):
-            self._hold(state, chosen[0])
+            self._hold(state, chosen[0], now)
             if next(self._waiting.in_order(now)) is not state:
                 return
-        self.try_place(state, now, chosen)
+        if not self.try_place(state, now, chosen) and state.held_s is None:
+            state.note(now, "waits", self._obstacle(state, now))
 
     def try_place(self, state: RequestState, now: float, chosen: tuple[Choice, RequestShape] | None = None) -> bool:
         """Place the next queued request. `chosen` is the result of a `Placement.choose` just before."""
@@ -137,6 +138,7 @@ class RequestScheduler:
         self._waiting.placed(state)
         kind = "prefill" if state.attempts.decode is None else "remote" if state.attempts.prefill else "local"
         self._counters.num_choices[kind] += 1
+        state.note(now, "placed", kind, choice)
         return True
 
     def serve(self, now: float) -> None:
@@ -193,6 +195,7 @@ class RequestScheduler:
             self._counters.num_taken_back += 1
             fields = {"wait_here_s": here_s, "wait_there_s": chosen[0].forecast.ttft_s}
             log.info("request %s: revoked from %s, which is slow", state.request.request_id, prefill.name, extra=fields)
+            state.note(now, "revoked", f"{prefill.name} would start {here_s:.2f} s from now")
             self._placement.start_over(state)
             self._waiting.add(state, now)
             self.try_place(state, now, chosen)
@@ -227,13 +230,14 @@ class RequestScheduler:
         room_in_s = self._held.room_in_s(choice, state.request.priority, now, is_late=is_late)
         if room_in_s <= 0:
             return False
-        self._hold(state, choice)
+        self._hold(state, choice, now)
         self._serve_in(max(LEAST_PAUSE_S, room_in_s), now)
         return True
 
-    def _hold(self, state: RequestState, choice: Choice) -> None:
+    def _hold(self, state: RequestState, choice: Choice, now: float) -> None:
         if state.held_s is None:
             state.forecast = choice.forecast
+            state.note(now, "held", f"behind {self._held.held_s:.2f} s of prompts for each prefill worker")
         self._waiting.hold(state, choice.forecast.prompt_s)
 
     def _serve_in(self, pause_s: float, now: float) -> None:

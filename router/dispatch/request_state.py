@@ -16,8 +16,9 @@ from common.wire.messages import PooledOutput, PromptResult, Timeline, TokenDelt
 from router.dispatch.client import DraftCounts, GenerationRequest, Prediction, RequestTimeline, TokenEvent
 from router.dispatch.prompt import Prompt, PromptHashCache
 from router.dispatch.stream import TokenStream
+from router.dispatch.trail import Step
 from router.fleet import Booking
-from router.policy import Forecast
+from router.policy import Choice, Forecast
 
 
 def added(past: Timeline, spent: Timeline) -> Timeline:
@@ -398,6 +399,11 @@ class RequestState:
 
     # ------------------------------------------------------------ changes
 
+    def note(self, now: float, kind: str, detail: str = "", choice: Choice | None = None) -> None:
+        """Record a step for `diptych explain`; see `Step`."""
+        if (trail := self.request.trail) is not None:
+            trail.add(Step(now, kind, detail, choice))
+
     def assign(self, assignment: Assignment, now: float) -> None:
         """Record that an order was sent to a worker."""
         if self.attempts.prefill is None and self.attempts.decode is None:
@@ -416,6 +422,7 @@ class RequestState:
     def record_failure(self, failed: Assignment, reason: str, now: float, *, died: bool) -> None:
         """Record a failed or dead worker."""
         self.attempts.record_failure(failed, reason, died=died)
+        self.note(now, "failed", reason)
         self.times.progress_at = now
         self.stream.drop_ahead()
 

@@ -19,6 +19,7 @@ from router.generation.plan import (
     PlannedPrompt,
     make_plan,
 )
+from router.generation.request_history import ChoiceHistory, RequestHistory, RequestHistoryEntry
 from router.generation.request_log import RequestLog
 from router.generation.router_state import RouterState, key_of, router_state_of
 from router.generation.served_model import ServedModel, ServingClient
@@ -29,6 +30,7 @@ __all__ = [
     "AnswerChoice",
     "AnswerParts",
     "AnswerPlan",
+    "ChoiceHistory",
     "arguments_of",
     "GenerationResponse",
     "RouterState",
@@ -41,6 +43,8 @@ __all__ = [
     "Piece",
     "PlannedPrompt",
     "RequestContext",
+    "RequestHistory",
+    "RequestHistoryEntry",
     "RequestLog",
     "SEND_GRACE_S",
     "STREAM_HEADERS",

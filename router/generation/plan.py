@@ -13,12 +13,13 @@ import msgspec
 
 from common.errors import ContextLengthExceeded, InvalidRequest
 from common.wire import MAX_TOP_LOGPROBS, BadWord, Pooling, SamplingParams, ThinkingBudget
-from router.dispatch import GenerationRequest, Prompt
+from router.dispatch import GenerationRequest, Prompt, Trail
 from router.generation.beam_search import BeamSettings
 from router.generation.budgets import MAX_PROMPT_LOGPROBS
 from router.generation.choice import AnswerChoice
 from router.generation.context import RequestContext
 from router.generation.parts import AnswerParts
+from router.generation.request_history import MAX_CHOICES
 from router.generation.served_model import ServedModel
 from router.generation.structure import begins_in_form
 from router.generation.thoughts import thinking_budget
@@ -170,7 +171,7 @@ def make_plan(
         for k in range(fields.num_sampled):
             index = len(choices)
             seeded = msgspec.structs.replace(params, seed=derive_seed(seed, k)) if k else params
-            request = _request(model, context, f"{answer_id}-{index}", prompt, shared, salt, adapter, seeded)
+            request = _request(model, context, f"{answer_id}-{index}", prompt, shared, salt, adapter, seeded, index)
             choices.append(
                 _choice(
                     model,
@@ -212,8 +213,9 @@ def _request(
     salt: str,
     adapter: str,
     params: SamplingParams,
+    index: int,
 ) -> GenerationRequest:
-    """Build the dispatcher's request for one choice. All choices of a prompt share `shared`."""
+    """Build the dispatcher's request for choice `index`. All choices of a prompt share `shared`."""
     request_class = context.request_class
     return GenerationRequest(
         request_id=request_id,
@@ -231,6 +233,7 @@ def _request(
         share=request_class.share,
         pooled_width=model.task.width if params.pooling else 0,
         adapter=adapter,
+        trail=Trail() if index < MAX_CHOICES else None,
     )
 
 

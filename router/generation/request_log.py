@@ -17,15 +17,13 @@ from common.config import DEFAULT
 from common.errors import RequestError
 from router.access import ClientRequest
 from router.generation.choice import AnswerChoice
+from router.generation.request_history import MAX_ERROR_CHARS, RequestHistory
 from router.generation.tracing import RequestTrace
 from router.observe import RequestRecord, RouterMetrics
 from router.policy import Forecast
 from router.request.errors import CLIENT_CLOSED, loggable
 
 log = logging.getLogger(__name__)
-
-MAX_ERROR_CHARS = 200
-"""Maximum length of an error in the log. Errors may quote client input."""
 
 
 @dataclass
@@ -34,6 +32,7 @@ class RequestLog:
 
     metrics: RouterMetrics
     client_request: ClientRequest
+    history: RequestHistory
     trace: RequestTrace | None = None
     id: str = ""
     model: str = ""
@@ -42,6 +41,9 @@ class RequestLog:
     choices: Sequence[AnswerChoice] = ()
     status: int = 200
     error: RequestError | None = None
+
+    def __post_init__(self) -> None:
+        self.history.began(self)
 
     def fail(self, error: RequestError) -> None:
         """Record that the answer is, or ends in, an error."""
@@ -54,8 +56,9 @@ class RequestLog:
         self.status = CLIENT_CLOSED
 
     def end(self) -> None:
-        """Pass the record to metrics, audit log, log and trace."""
-        record = self._record()
+        """Pass the record to metrics, history, audit log, log and trace."""
+        record = self.record()
+        self.history.ended(self, record)
         self.metrics.observe_request(record)
         self.client_request.answered(record)
         ignored_tools = (
@@ -77,7 +80,8 @@ class RequestLog:
             cached.setdefault(choice.prompt, choice.num_cached_tokens)
         return sum(cached.values())
 
-    def _record(self) -> RequestRecord:
+    def record(self) -> RequestRecord:
+        """Return the record of the request so far."""
         return RequestRecord(
             request_id=self.client_request.request_id,
             path=self.client_request.path,

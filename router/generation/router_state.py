@@ -15,9 +15,10 @@ from router.access import AccessControl, ApiKey, ClientRequest, CompletionRate
 from router.dispatch import Caller
 from router.generation.budgets import LogprobBudget, LoopTimeBudget, UnreadBudget
 from router.generation.models import Models
+from router.generation.request_history import RequestHistory
 from router.generation.request_log import RequestLog
 from router.generation.tracing import Tracing
-from router.observe import RouterMetrics
+from router.observe import LoadHistory, RouterMetrics
 from router.request import BodyBudget, BodyReader
 
 if TYPE_CHECKING:  # only routers of several processes need its HTTP client
@@ -55,6 +56,8 @@ class RouterState:
     prompt_logprobs: LogprobBudget = field(default_factory=LogprobBudget)
     unread: UnreadBudget = field(default_factory=UnreadBudget)
     logprob_time: LoopTimeBudget = field(default_factory=LoopTimeBudget)
+    history: RequestHistory = field(default_factory=RequestHistory)
+    load_history: LoadHistory = field(default_factory=lambda: LoadHistory(time.time()))
 
     def __post_init__(self) -> None:
         self.bodies = BodyBudget(self.config.max_body_bytes)
@@ -67,7 +70,7 @@ class RouterState:
 
     def begin(self, client_request: ClientRequest, headers: Mapping[str, str]) -> tuple[RequestLog, str]:
         """Create the log of a generation request, and return it with the `traceparent` for its workers."""
-        log = RequestLog(self.metrics, client_request)
+        log = RequestLog(self.metrics, client_request, self.history)
         if self.tracing is None:
             return log, headers.get("traceparent", "")
         trace = log.trace = self.tracing.begin(client_request.path, headers, client_request.began)

@@ -1,4 +1,5 @@
 from router.observe.collectors import DiscoveryCollector, PlanCollector, PoolCollector
+from router.observe.load_history import STEP_S, LoadHistory, Point, merged_history
 from router.observe.measured_client import MeasuredClient
 from router.observe.metrics import ENGINE, RouterMetrics
 from router.observe.recent_traffic import Traffic, percentiles_of
@@ -9,12 +10,16 @@ __all__ = [
     "ChoiceRecord",
     "DiscoveryCollector",
     "ENGINE",
+    "LoadHistory",
     "MeasuredClient",
     "PlanCollector",
+    "Point",
     "PoolCollector",
     "RequestRecord",
     "RouterMetrics",
     "SLOWindow",
+    "STEP_S",
     "Traffic",
+    "merged_history",
     "percentiles_of",
 ]

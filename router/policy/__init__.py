@@ -4,6 +4,7 @@ policy             interface of a routing policy
 plugins            routing policies by name, or from a module
 plain              round robin, least loaded and others
 routing            the built-in routing policy
+decision           description of a decision for `diptych explain`
 shortlist          candidate selection in large pools
 forecast           predicted times of a request on a worker, now and when its KV arrives
 output_lengths     predicted length of answers

@@ -1,4 +1,5 @@
 from router.policy.balance import Running, choose_move, overload_reason
+from router.policy.decision import WeighedWorker, reason, shortened, weighed
 from router.policy.forecast import (
     UNTRIED_PREFILL_SLOWDOWN,
     Forecast,
@@ -43,6 +44,10 @@ __all__ = [
     "OutputLengths",
     "POLICIES",
     "WaitLimit",
+    "WeighedWorker",
+    "reason",
+    "shortened",
+    "weighed",
     "PlainPolicy",
     "Policy",
     "RequestShape",

@@ -8,15 +8,53 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 
+import msgspec
+
 from router.fleet import Worker
-from router.policy.forecast import Forecast, combined, forecast_decode, forecast_local, forecast_prefill
+from router.policy.forecast import Forecast, ForecastInputs, combined, forecast_decode, forecast_local, forecast_prefill
 from router.policy.request_shape import RequestShape
 
 UNPREDICTED = Forecast()
 """Forecast of a choice without one."""
+HIT_TOKENS, MOST_SPARED = 64, 4
+"""In ties, this many cached tokens on a decode worker count as one request less, up to the second value. Beyond that an
+idle worker is preferred, so a shared prompt does not attract all traffic."""
+
+
+class Candidate(msgspec.Struct, frozen=True, gc=False):
+    """A candidate worker with its forecast. The lowest rank wins, then the lowest cost.
+
+    `rank`: whether the worker might cut the answer short, is suspect, lacks KV blocks. `hits`: cached prompt tokens.
+    """
+
+    worker: Worker
+    inputs: ForecastInputs
+    forecast: Forecast
+    rank: tuple[bool, bool, bool]
+    cost_s: float
+    hits: int = 0
+
+    @property
+    def turn(self) -> tuple[int, int, int, str]:
+        """Tie-breaker, lowest first. Cached tokens count as fewer requests."""
+        worker = self.worker
+        spared = min(MOST_SPARED, self.hits // HIT_TOKENS)
+        return (self.inputs.num_likely - spared, worker.bookings.num_dispatched, worker.order, worker.address)
+
+
+class Considered(msgspec.Struct, frozen=True, gc=False):
+    """The candidates of one KV layout: prefill workers, decode workers for an answer whose prompt a prefill worker
+    computes, and decode workers that would compute the prompt. `remote_s` is the cost of the best prefill and decode
+    worker, in seconds.
+    """
+
+    prefill: Sequence[Candidate] = ()
+    decode: Sequence[Candidate] = ()
+    local: Sequence[Candidate] = ()
+    remote_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +63,13 @@ class Choice:
 
     Without `prefill` the decode worker computes the prompt. Without `decode` the answer has one token.
 
-    If a policy omits the forecast, the router predicts it.
+    If a policy omits the forecast, the router predicts it. `considered` is what `diptych explain` shows; may be empty.
     """
 
     prefill: Worker | None
     decode: Worker | None
     forecast: Forecast = UNPREDICTED
+    considered: tuple[Considered, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def local(self) -> bool:

@@ -9,14 +9,12 @@ choose the same worker between two of its reports.
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import msgspec
+from dataclasses import replace
 
 from common.latency import StepModel
 from router.fleet import Worker, by_fingerprint
 from router.policy.forecast import (
     Forecast,
-    ForecastInputs,
     chunk_s,
     combined,
     forecast_decode,
@@ -27,7 +25,7 @@ from router.policy.forecast import (
     num_lacking_blocks,
 )
 from router.policy.output_lengths import UNKNOWN_LENGTH
-from router.policy.policy import Choice, Policy
+from router.policy.policy import Candidate, Choice, Considered, Policy
 from router.policy.request_shape import NO_HITS, RequestShape
 
 TOLERANCE, MOST_TOLERANCE, TOLERANCE_S = 0.1, 0.5, 1e-3
@@ -35,9 +33,6 @@ TOLERANCE, MOST_TOLERANCE, TOLERANCE_S = 0.1, 0.5, 1e-3
 errors of the two workers' step models, up to the second value."""
 FEW_STEPS = 64
 """Minimum number of steps after which a step model's error estimate is used."""
-HIT_TOKENS, MOST_SPARED = 64, 4
-"""In ties, this many cached tokens on a decode worker count as one request less, up to the second value. Beyond that an
-idle worker is preferred, so a shared prompt does not attract all traffic."""
 LEAST_GAIN, LEAST_GAIN_S = 0.8, 0.02
 """A prompt is computed on the side opposite to the threshold only if that costs at most this fraction, and this many
 seconds less. Predictions have errors, and prompts cause gaps between tokens."""
@@ -46,24 +41,6 @@ URGENT_SHARE = 0.5
 other side if that is sooner, as far as the goal for tokens limits the delay of others."""
 USUAL = RequestShape(2048, UNKNOWN_LENGTH, NO_HITS)
 """Reference request for comparing workers before a request is known."""
-
-
-class _Place(msgspec.Struct, frozen=True, gc=False):
-    """A candidate worker with its forecast. The lowest rank wins, then the lowest cost."""
-
-    worker: Worker
-    inputs: ForecastInputs
-    forecast: Forecast
-    rank: tuple[bool, bool, bool]
-    cost_s: float
-    hits: int = 0
-
-    @property
-    def turn(self) -> tuple[int, int, int, str]:
-        """Tie-breaker, lowest first. Cached tokens count as fewer requests."""
-        worker = self.worker
-        spared = min(MOST_SPARED, self.hits // HIT_TOKENS)
-        return (self.inputs.num_likely - spared, worker.bookings.num_dispatched, worker.order, worker.address)
 
 
 class RoutingPolicy(Policy):
@@ -81,14 +58,20 @@ class RoutingPolicy(Policy):
     ) -> Choice | None:
         """Return the workers for a new request, None if none can take it."""
         if shape.num_remaining == 1 and prefill:
-            best = _best([_prefill_place(worker, shape, now) for worker in prefill])
-            return Choice(best.worker, None, best.forecast)
+            places = [_prefill_place(worker, shape, now) for worker in prefill]
+            best = _best(places)
+            return Choice(best.worker, None, best.forecast, (Considered(places),))
         partners = {} if shape.alone else by_fingerprint(prefill)
         found = [
             self._pair(partners.get(fingerprint, []), group, shape, now)
             for fingerprint, group in by_fingerprint(decode).items()
         ]
-        return min(found, key=lambda pair: pair[0], default=(None, None))[1]
+        if len(found) == 1:
+            return found[0][1]
+        if not found:
+            return None
+        _, chosen = min(found, key=lambda pair: pair[0])
+        return replace(chosen, considered=tuple(group for _, choice in found for group in choice.considered))
 
     def choose_prefill(
         self, prefill: Sequence[Worker], decode: Worker, shape: RequestShape, now: float
@@ -102,19 +85,21 @@ class RoutingPolicy(Policy):
         """Return the best choice among workers of one fingerprint, preceded by its sort key."""
         remote = [_decode_place(worker, shape) for worker in decode]
         if not prefill:
-            return _alone(_best([_local_place(place, shape, now) for place in remote]))
-        first = _best([_prefill_place(worker, shape, now) for worker in prefill])
-        then = _best(remote)
+            places = [_local_place(place, shape, now) for place in remote]
+            return _alone(_best(places), Considered(local=places))
+        firsts = [_prefill_place(worker, shape, now) for worker in prefill]
+        first, then = _best(firsts), _best(remote)
         cost_s = _pair_s(first, then)
         local = (self._local(place, first, then, cost_s, shape, now) for place in remote)
         if alone := [place for place in local if place is not None]:
-            return _alone(_best(alone))
+            return _alone(_best(alone), Considered(firsts, remote, alone, cost_s))
         rank = (max(first.rank, then.rank), cost_s, *then.turn)
-        return rank, Choice(first.worker, then.worker, combined(first.forecast, then.forecast))
+        considered = (Considered(firsts, remote, remote_s=cost_s),)
+        return rank, Choice(first.worker, then.worker, combined(first.forecast, then.forecast), considered)
 
     def _local(
-        self, place: _Place, first: _Place, then: _Place, remote_s: float, shape: RequestShape, now: float
-    ) -> _Place | None:
+        self, place: Candidate, first: Candidate, then: Candidate, remote_s: float, shape: RequestShape, now: float
+    ) -> Candidate | None:
         """Return a decode worker that should compute the prompt although there are prefill workers, or None.
 
         `remote_s` is the cost with prefill workers.
@@ -140,7 +125,7 @@ class RoutingPolicy(Policy):
             return local if near and not (known and _is_better(remote_s, local.cost_s)) else None
         return local if known and _is_better(local.cost_s - same_s, remote_s - same_s) else None
 
-    def _urgent(self, place: _Place, first: _Place, shape: RequestShape, now: float) -> _Place | None:
+    def _urgent(self, place: Candidate, first: Candidate, shape: RequestShape, now: float) -> Candidate | None:
         """Return a decode worker that produces the first token sooner if a prefill worker would be late, or None.
 
         A worker that knows the goal keeps its chunks small enough for it (`step_budget.py`), so the delay of others is
@@ -156,7 +141,7 @@ class RoutingPolicy(Policy):
         if chunk_s(place.worker, shape) > shape.tpot_s:
             return None
         cost_s = _decode_cost_s(there, shape) - there.delay_s
-        return _Place(place.worker, place.inputs, there, place.rank, cost_s, place.hits)
+        return Candidate(place.worker, place.inputs, there, place.rank, cost_s, place.hits)
 
 
 def usual_cost(worker: Worker) -> tuple[bool, float]:
@@ -172,26 +157,26 @@ def _is_late_there(there: Forecast, first: Forecast, shape: RequestShape) -> boo
     return bool(shape.tpot_s) and there_s > URGENT_SHARE * shape.ttft_s > 0 and first.ttft_s < there_s - LEAST_GAIN_S
 
 
-def _decode_place(worker: Worker, shape: RequestShape) -> _Place:
+def _decode_place(worker: Worker, shape: RequestShape) -> Candidate:
     """Evaluate a decode worker for an answer whose prompt a prefill worker computes."""
     inputs, forecast, uncached = forecast_inputs(worker), forecast_decode(worker, shape), shape.uncached(worker)
     cuts = shape.num_tokens + shape.num_remaining > inputs.max_tokens  # a full-length answer does not fit
     lacks_room = num_lacking_blocks(inputs, uncached + shape.num_expected) > 0
     rank, hits = (cuts, worker.life.suspect, lacks_room), shape.num_tokens - uncached
-    return _Place(worker, inputs, forecast, rank, _decode_cost_s(forecast, shape), hits)
+    return Candidate(worker, inputs, forecast, rank, _decode_cost_s(forecast, shape), hits)
 
 
-def _local_place(place: _Place, shape: RequestShape, now: float, first: Worker | None = None) -> _Place:
+def _local_place(place: Candidate, shape: RequestShape, now: float, first: Worker | None = None) -> Candidate:
     """Evaluate the same worker if it computes the prompt instead of the prefill worker `first`.
 
     If it caches more of the prompt, it is considered even if it has not computed a prompt yet.
     """
     like = first if first is not None and _holds_more(place, first, shape) else None
     forecast = forecast_local(place.worker, shape, place.forecast, now, like)
-    return _Place(place.worker, place.inputs, forecast, place.rank, _decode_cost_s(forecast, shape), place.hits)
+    return Candidate(place.worker, place.inputs, forecast, place.rank, _decode_cost_s(forecast, shape), place.hits)
 
 
-def _holds_more(place: _Place, first: Worker, shape: RequestShape) -> bool:
+def _holds_more(place: Candidate, first: Worker, shape: RequestShape) -> bool:
     """Return whether a decode worker caches more of the prompt than a prefill worker, such as the previous answer."""
     return place.hits > shape.hits.get(first.address, 0)
 
@@ -201,7 +186,7 @@ def _decode_cost_s(forecast: Forecast, shape: RequestShape) -> float:
     return own_s + forecast.delay_s
 
 
-def _pair_s(first: _Place, then: _Place) -> float:
+def _pair_s(first: Candidate, then: Candidate) -> float:
     """Return the cost of a prefill and a decode worker, without the part of the transfer that prefill hides."""
     return first.cost_s + then.cost_s - hidden_s(first.forecast.prompt_s, then.forecast.transfer_s)
 
@@ -211,24 +196,24 @@ def _is_better(cost_s: float, other_s: float) -> bool:
     return cost_s < min(LEAST_GAIN * other_s, other_s - LEAST_GAIN_S)
 
 
-def _prefill_place(worker: Worker, shape: RequestShape, now: float) -> _Place:
+def _prefill_place(worker: Worker, shape: RequestShape, now: float) -> Candidate:
     inputs, forecast = forecast_inputs(worker), forecast_prefill(worker, shape, now)
     cost_s = forecast.ttft_s + inputs.other_routers_s
-    return _Place(worker, inputs, forecast, (False, worker.life.suspect, False), cost_s)
+    return Candidate(worker, inputs, forecast, (False, worker.life.suspect, False), cost_s)
 
 
-def _alone(place: _Place) -> tuple[tuple[object, ...], Choice]:
-    return (place.rank, place.cost_s, *place.turn), Choice(None, place.worker, place.forecast)
+def _alone(place: Candidate, considered: Considered) -> tuple[tuple[object, ...], Choice]:
+    return (place.rank, place.cost_s, *place.turn), Choice(None, place.worker, place.forecast, (considered,))
 
 
-def _best(places: Sequence[_Place]) -> _Place:
+def _best(places: Sequence[Candidate]) -> Candidate:
     """Return the candidate with the lowest cost, or the least loaded of about equal ones."""
     if len(places) == 1:
         return places[0]
     least = min(places, key=lambda place: (place.rank, place.cost_s))
     most_s, surely_s = (1.0 + MOST_TOLERANCE) * least.cost_s + TOLERANCE_S, least.cost_s + TOLERANCE_S
     near = (place for place in places if place.cost_s <= most_s and place.rank == least.rank)
-    equal = [place for place in near if place.cost_s <= surely_s or place.cost_s <= _equal_s(least, place)]
+    equal = [place for place in near if place.cost_s <= surely_s or place.cost_s <= equal_s(least, place)]
     if len(equal) == 1:
         return least
     return min(equal, key=lambda place: place.turn)
@@ -239,7 +224,7 @@ def _error_of(model: StepModel) -> float:
     return model.error if model.num_steps >= FEW_STEPS else MOST_TOLERANCE
 
 
-def _equal_s(least: _Place, other: _Place) -> float:
+def equal_s(least: Candidate, other: Candidate) -> float:
     """Return the cost up to which the other candidate counts as equal to the cheapest.
 
     Candidates with the same model differ only by their work.

@@ -51,6 +51,12 @@ class UnknownPath(RequestError):
     code = "unknown_url"
 
 
+class RequestNotFound(RequestError):
+    status = 404
+    type = "invalid_request_error"
+    code = "request_not_found"
+
+
 class MethodNotAllowed(RequestError):
     status = 405
     type = "invalid_request_error"

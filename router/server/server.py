@@ -37,7 +37,7 @@ from starlette.applications import Starlette
 
 from common.config import RouterConfig, is_loopback
 from common.wire import CLIENTS_BACKLOG, listening
-from router.api import AVAILABLE, internal_app
+from router.api import AVAILABLE, internal_app, record_loads
 from router.api.responses import ResponseService
 from router.fleet import MAX_DISCOVERED
 from router.generation import SEND_GRACE_S, RouterState
@@ -320,6 +320,7 @@ async def serve(
     running = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     stopping = asyncio.create_task(stop.wait(), name="stop")
     watching = asyncio.create_task(router_state.access.watch(), name="watch")
+    recording = asyncio.create_task(record_loads(router_state), name="record-load")
     if batches is not None:
         batches.start()
     await asyncio.wait((running, stopping, watching), return_when=asyncio.FIRST_COMPLETED)
@@ -337,8 +338,9 @@ async def serve(
     finally:
         if inner is not None:
             await inner.close()
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+        for task in (watching, recording):
+            task.cancel()
+        await asyncio.gather(watching, recording, return_exceptions=True)
         if batches is not None:
             await batches.close()
         await kept.close()

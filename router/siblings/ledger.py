@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from common.machine import write_failure
 from common.observe import REMIND_S
 from router.siblings.part import RouterPart
 
@@ -155,7 +156,8 @@ class MetricsLedger:
         now = time.monotonic()
         if now - self._logged_at >= REMIND_S:
             self._logged_at = now
-            log.error("cannot store metrics: counts since the last scrape are lost if this process dies: %s", error)
+            why = write_failure(self._part.folder, error)
+            log.error("cannot store metrics: counts since the last scrape are lost if this process dies: %s", why)
 
 
 def _contents(files: Iterable[Path]) -> Iterator[bytes]:

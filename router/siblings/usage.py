@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+from common.machine import write_failure
 from router.siblings.part import RouterPart
 
 log = logging.getLogger(__name__)
@@ -110,7 +111,9 @@ def _allocate(descriptor: int, row: int) -> bool:
         if hasattr(os, "posix_fallocate"):  # not on macOS
             os.posix_fallocate(descriptor, row * ROW_BYTES, ROW_BYTES)
     except OSError as error:
-        log.error("cannot share key usage between router processes; each applies limits separately: %s", error)
+        file = os.readlink(f"/proc/self/fd/{descriptor}") if os.path.exists("/proc/self/fd") else "the usage file"
+        why = write_failure(file, error, ROW_BYTES)
+        log.error("cannot share key usage between router processes; each applies limits separately: %s", why)
         return False
     return True
 

@@ -9,6 +9,7 @@ the thread opens the file once space is free. Until then all operations fail, an
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import queue
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.machine import LEASES_S, NO_ROOM, WallClock, is_full
+from common.machine import LEASES_S, NO_ROOM, WallClock, is_full, write_failure
 from common.observe import REMIND_S
 from router.stored.errors import StoreFailed
 from router.stored.records import IN_MEMORY
@@ -241,7 +242,11 @@ class Database:
         now = time.monotonic()
         if now - self._logged_at >= REMIND_S:
             self._logged_at = now
-            log.error("store of %s: %s", self._name, message, extra={"path": self.path, "reason": reason})
+            shown = message
+            if reason == "full" and self.path != IN_MEMORY:  # clients do not learn of paths
+                full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                shown = f"{message}; {write_failure(self.path, full)}"
+            log.error("store of %s: %s", self._name, shown, extra={"path": self.path, "reason": reason})
         return StoreFailed(reason, message)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.model_files.cache_folder import locked
+from common.model_files.model_cache import locked
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "clients"

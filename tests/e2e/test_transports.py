@@ -18,7 +18,7 @@ import pytest
 
 from benchmarks.stack import Stack
 from common.engine.transfer.transports.nixl import READ_S
-from common.model_files.cache_folder import locked
+from common.model_files.model_cache import locked
 
 from .. import pretended_cuda
 from ..rig import make_faulty

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from benchmarks.compare.peer import PeerError
 from benchmarks.compare.weights import EMBEDDING, begin_copy, end_copy, written_once
-from common.model_files.cache_folder import cache_folder
 from common.model_files.files import ModelFiles
+from common.model_files.model_cache import cache_folder
 
 SEED: Final = 1
 DEVIATION: Final = 0.02

@@ -34,7 +34,7 @@ from common.engine.worker.metrics import AdapterCollector, WorkerMetrics
 from common.engine.worker.probes import WorkerHTTP
 from common.engine.worker.vitals import WorkerIdentity, heartbeat_of, hello_of, probe_of
 from common.errors import ConfigError, DiptychError, ModelError
-from common.machine import NO_ROOM, keep_large_buffers, raise_file_limit, remove_private_folders
+from common.machine import NO_ROOM, keep_large_buffers, raise_file_limit, remove_private_folders, write_failure
 from common.model_files import hold_model, resolve_model
 from common.wire import Curve, Gatekeeper, in_url, warn_if_readable
 from common.wire.messages import (
@@ -322,7 +322,8 @@ class WorkerProcess:
             if error.errno not in NO_ROOM:
                 raise
             if not again:
-                log.error("cannot write --address-file, retrying every %g s: %s", ADDRESS_RETRY_S, error)
+                why = write_failure(self.config.address_file, error, len(json.dumps(body)))
+                log.error("--address-file: %s; retrying every %g s", why, ADDRESS_RETRY_S)
             retry = partial(self._write_address_file, address, http_port, again=True)
             asyncio.get_running_loop().call_later(ADDRESS_RETRY_S, retry)
 

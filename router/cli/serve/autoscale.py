@@ -14,6 +14,7 @@ from typing import Protocol
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.config import WorkerConfig
+from common.machine import write_failure
 from common.wire import Role
 from router.cli.serve.child import RouterChild, WorkerChild
 from router.cli.serve.probe import metrics_page
@@ -116,7 +117,7 @@ class LocalPools:
                 new.replace(self.file)
             except OSError as error:  # on a full disk the service continues, and the next call retries
                 if not self._is_failing:
-                    log.error("supervisor: cannot write %s, will retry: %s", self.file, error)
+                    log.error("supervisor: %s; will retry", write_failure(self.file, error, len(text)))
                 self._is_failing = True
                 return
             self._listed, self._is_failing = text, False

@@ -1,7 +1,7 @@
 "use strict";
 // The contents of the dashboard as plain data, from a response of /load. Uses no DOM, so that tests can run it.
 const Figures = (() => {
-  const SPAN_MS = 5 * 60 * 1000, GAP_MS = 10000, MOST_WORKERS = 100, MOST_PAUSE_MS = 30000;
+  const SPAN_MS = 5 * 60 * 1000, HOUR_MS = 3600 * 1000, GAP_MS = 10000, STEP_MS = 10000, MOST_WORKERS = 100, MOST_PAUSE_MS = 30000;
   const NONE = "–", NAMES = { queue: "Waiting in the router", prefill: "Prefill", transfer: "KV transfer", decode: "Decode" };
   const STATES = { ready: "", connected: "warm", draining: "warm", withheld: "warm" };
   const KINDS = {
@@ -182,23 +182,42 @@ const Figures = (() => {
     };
   }
 
-  // The points of the last minutes, oldest first.
-  const remember = (points, at, point) => [...points.filter((one) => one.at > at - SPAN_MS), { at, ...point }];
+  // The points of the last hour, oldest first: all of the last minutes, and one in ten seconds before.
+  function remember(points, at, point) {
+    const kept = [];
+    for (const one of points) {
+      const isRecent = one.at > at - SPAN_MS, isApart = !kept.length || one.begins || one.at - kept.at(-1).at >= STEP_MS;
+      if (one.at > at - HOUR_MS && (isRecent || isApart)) kept.push(isRecent ? one : { ...one, gapMs: 2.5 * STEP_MS });
+    }
+    return [...kept, { at, ...point }];
+  }
 
-  // Time span of the charts, in milliseconds: all points, at least a minute.
-  const spanMs = (points, now) => Math.min(SPAN_MS, Math.max(60000, ...points.slice(0, 1).map((one) => now - one.at)));
+  // Adds a response of /load/history where the page has no points. Times become those of `now`; `wall` is the same in Unix ms.
+  // The start of the router is a point without values, which interrupts the lines.
+  function joined(points, history, now, wall) {
+    const of = (seconds) => now - (wall - 1000 * seconds);
+    const isFree = (at) => at <= now && at > now - HOUR_MS && !points.some((one) => !one.begins && Math.abs(one.at - at) < STEP_MS);
+    const past = history.points.map((one) => ({ ...one, at: of(one.at), gapMs: 2.5 * 1000 * history.step_s })).filter((one) => isFree(one.at));
+    const begins = of(history.started_at), isKnown = points.some((one) => one.begins && Math.abs(one.at - begins) < STEP_MS);
+    const marks = begins > now - HOUR_MS && !isKnown ? [{ at: begins, begins: true }] : [];
+    return [...points, ...past, ...marks].sort((a, b) => a.at - b.at);
+  }
+
+  // The points within a span, and the span of their chart in milliseconds: all points, at least a minute.
+  const within = (points, now, most) => points.filter((one) => one.at > now - most);
+  const spanMs = (points, now, most = SPAN_MS) => Math.min(most, Math.max(60000, ...points.slice(0, 1).map((one) => now - one.at)));
   const spanText = (ms) => (ms < 120000 ? `${Math.round(ms / 1000)} s ago` : `${Math.round(ms / 60000)} min ago`);
 
   // The `d` of an SVG path through the values, with gaps where the page did not poll.
-  function line(points, pick, top, now, width, height) {
-    const span = spanMs(points, now);
+  function line(points, pick, top, now, width, height, most = SPAN_MS) {
+    const span = spanMs(points, now, most);
     const parts = [];
     let before = -Infinity;
     for (const point of points) {
-      const value = pick(point);
+      const value = pick(point) ?? null;
       if (value === null) { before = -Infinity; continue; }
       const x = width * (1 - (now - point.at) / span), y = height * (1 - Math.min(1, value / (top || 1)));
-      parts.push(`${point.at - before > GAP_MS ? "M" : "L"}${x.toFixed(1)} ${y.toFixed(1)}`);
+      parts.push(`${point.at - before > (point.gapMs ?? GAP_MS) ? "M" : "L"}${x.toFixed(1)} ${y.toFixed(1)}`);
       before = point.at;
     }
     return parts.join("");
@@ -206,7 +225,7 @@ const Figures = (() => {
 
   return {
     NONE, TIME_COLUMNS, POOL_COLUMNS, CLASS_COLUMNS, WORKER_COLUMNS, ago, ms, number, bytes, percent, whole, pauseMs, modelsLine, stages, timeRows,
-    poolRows, classRows, workerRows, planLines, eventLines, worst, sample, remember, spanMs, spanText, line,
+    poolRows, classRows, workerRows, planLines, eventLines, worst, sample, remember, joined, within, spanMs, spanText, line, SPAN_MS, HOUR_MS, GAP_MS,
   };
 })();
 if (typeof module !== "undefined") module.exports = Figures;

@@ -54,11 +54,24 @@ async function ask() {
 function take(answer) {
   const now = performance.now();
   [load, seenAt] = [answer, now];
+  if (!points.length || now - points.at(-1).at > Figures.GAP_MS) recall(); // a new page, or one that did not poll
   points = Figures.remember(points, now, Figures.sample(load));
   if (!model) models = load.models.map((one) => one.id);
   $("problem").hidden = $("unlock").hidden = true;
   $("picture").hidden = false;
   draw();
+}
+
+// Fetches the points that the router recorded while this page did not poll.
+async function recall() {
+  const asked = model;
+  try {
+    const path = asked ? `/load/history?model=${encodeURIComponent(asked)}` : "/load/history";
+    const response = await fetch(path, { headers: headers(), cache: "no-store", signal: AbortSignal.timeout(ANSWER_MS) });
+    if (!response.ok || asked !== model) return;
+    points = Figures.joined(points, await response.json(), performance.now(), Date.now());
+    if (load) draw();
+  } catch { /* the charts begin now */ }
 }
 
 function fail(message) {
@@ -145,7 +158,7 @@ function card(element, one) {
     element.append(made("h3", ""), made("p", "big"), made("ul", ""), made("p", "top"), chart);
     element.className = "card";
   }
-  const [name, big, details, topLine, chart] = element.children, top = Cards.topOf(one, points), now = performance.now();
+  const [name, big, details, topLine, chart] = element.children, now = performance.now(), shown = Figures.within(points, now, spanOf()), top = Cards.topOf(one, shown);
   write(name, one.name);
   write(big, one.value);
   big.className = ["big", one.none ? "none" : "", one.level ?? ""].filter(Boolean).join(" ");
@@ -154,9 +167,11 @@ function card(element, one) {
     item.className = `${line} ${level}`.trim();
   });
   write(topLine, `max ${one.scale(top)}`);
-  one.lines.forEach((pick, index) => chart.children[index].setAttribute("d", Figures.line(points, (point) => point[pick] ?? null, top, now, WIDTH, HEIGHT)));
+  one.lines.forEach((pick, index) => chart.children[index].setAttribute("d", Figures.line(shown, (point) => point[pick] ?? null, top, now, WIDTH, HEIGHT, spanOf())));
   chart.setAttribute("aria-label", Cards.labelOf(one, top));
 }
+
+const spanOf = () => ($("span").value === "hour" ? Figures.HOUR_MS : Figures.SPAN_MS);
 
 function drawPicker() {
   const picker = $("model");
@@ -213,6 +228,7 @@ $("model").addEventListener("change", () => {
   [model, points] = [$("model").value, []]; // charts must not mix models
   if (!locked) ask();
 });
+$("span").addEventListener("change", () => { if (load) draw(); });
 $("pause").addEventListener("click", () => {
   paused = !paused;
   $("pause").setAttribute("aria-pressed", String(paused));

@@ -127,11 +127,11 @@ def test_the_plan_says_what_binds_and_what_cannot_be() -> None:
 
 
 @pytest.mark.slow
-def test_the_time_line_forgets_and_shows_gaps() -> None:
+def test_the_time_line_thins_and_shows_gaps() -> None:
     points = "[0, 1000, 2000, 100000].reduce((all, at) => F.remember(all, at, {n: at ? 1 : null}), [])"
     path, later = figures(f"F.line({points}, (p) => p.n, 2, 100000, 300, 100)", f"F.remember({points}, 301500, {{}})")
     assert path == "M3.0 50.0L6.0 50.0M300.0 50.0", "a line through two, and one behind a gap"
-    assert [point["at"] for point in later] == [2000, 100000, 301500]
+    assert [point["at"] for point in later] == [0, 2000, 100000, 301500]
     ages = ("[]", "[{at: 1e5}]", "[{at: 0}]", "[{at: -9e5}]")
     spans = figures(*(f"F.spanText(F.spanMs({age}, 130000))" for age in ages))
     assert spans == ["60 s ago", "60 s ago", "2 min ago", "5 min ago"]
@@ -336,3 +336,34 @@ async def test_a_real_browser_has_room_for_all_of_it(browser: Any, start: Any, w
     cut = f"{wide}.map((one) => one.innerText)"
     assert await page.value(cut) == []
     assert page.problems == []
+
+
+def test_the_history_of_the_router_fills_what_the_page_did_not_see() -> None:
+    wall, now = 1_800_000_000_000, 500_000
+    past = [{"at": wall / 1000 - 10 * number, "n": number} for number in range(60, 0, -1)]
+    history = json.dumps({"step_s": 10, "started_at": wall / 1000 - 605, "points": past})
+    own = f"[{{at: {now - 15_000}, n: 7}}, {{at: {now - 14_000}, n: 8}}]"
+    (points, again), path = figures(
+        f"((once) => [once, F.joined(once, {history}, {now}, {wall})])(F.joined({own}, {history}, {now}, {wall}))",
+        f"F.line(F.joined([], {history}, {now}, {wall}), (p) => p.n, 60, {now}, 300, 100, F.HOUR_MS)",
+    )
+    assert points == again and points[0] == {"at": now - 605_000, "begins": True}
+    assert [point["n"] for point in points[-4:]] == [4, 3, 7, 8]
+    assert path.count("M") == 1 and path.count("L") == 59
+
+
+def test_a_restart_of_the_router_is_a_gap() -> None:
+    wall, now = 1_800_000_000_000, 500_000
+    new = {"step_s": 10, "started_at": wall / 1000 - 12, "points": [{"at": wall / 1000 - 1, "n": 1}]}
+    old = f"[{{at: {now - 30_000}, n: 5}}, {{at: {now - 20_000}, n: 5}}]"
+    (path,) = figures(f"F.line(F.joined({old}, {json.dumps(new)}, {now}, {wall}), (p) => p.n, 5, {now}, 300, 100)")
+    assert path.count("M") == 2 and path.count("L") == 1
+
+
+def test_old_points_are_thinned_and_last_an_hour() -> None:
+    grown = "Array.from({length: 4200}, (_, i) => i * 1000).reduce((all, at) => F.remember(all, at, {n: 1}), [])"
+    (kept, first, path) = figures(
+        f"({grown}).length", f"({grown})[0].at", f"F.line({grown}, (p) => p.n, 1, 4199000, 300, 100, F.HOUR_MS)"
+    )
+    assert 600 < kept < 700 and 599_000 < first <= 610_000
+    assert path.count("M") == 1

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from typing import Any
 
 import orjson
@@ -9,7 +10,7 @@ import pytest
 
 from common import __version__
 from common.model_files.tokenizer import Tokenizer
-from router.api import info
+from router.api import info, load
 
 
 async def test_health_and_ready(start: Any, tools: Any) -> None:
@@ -222,3 +223,13 @@ async def test_answers_are_what_the_schema_says(running: Any) -> None:
         model.model_validate_json((await running.http.get(path)).content, strict=True)
     error = (await running.completion(n=0)).content
     openai_answers.ErrorBody.model_validate_json(error, extra="forbid", strict=True)
+
+
+async def test_the_history_of_the_load_is_that_of_the_dashboards_charts(running: Any) -> None:
+    state = running.app.state.router_state
+    await running.completion(max_tokens=3)
+    load.record_load(state, time.time())
+    body = (await running.http.get("/load/history")).json()
+    (point,) = body["points"]
+    assert (point["inFlight"], point["waiting"], point["ttft50"] > 0, point["prefillKv"]) == (2, 0, True, None)
+    assert point["decodeKv"] == pytest.approx(0.1) and body["started_at"] <= point["at"]

@@ -45,7 +45,7 @@ def test_percentiles_are_those_of_all_observations() -> None:
     for value in range(1, 101):
         together.observe(value / 100, 0.0)
     load: dict[str, Any] = {
-        **{"server_load": 0, "stages": {}, "classes": [], "workers": [], "models": []},
+        **{"server_load": 0, "stages": {}, "classes": [], "workers": [], "models": [], "warnings": []},
         "traffic": {"rates": {"requests_per_s": 1.5}, "ttft": {"num": 1}},
     }
     counts = [{kind: one.counts(0.0) for kind in KINDS} for one in times]

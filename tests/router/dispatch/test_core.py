@@ -23,6 +23,7 @@ from router.dispatch.client import GenerationRequest
 from router.dispatch.core import Actions, DispatchCore
 from router.dispatch.request_scheduler import MAX_PLACED_A_TURN
 from router.dispatch.silence import silence_reason
+from router.dispatch.trail import Trail
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import WorkerState
@@ -111,6 +112,24 @@ def test_the_wait_for_the_step_that_a_worker_is_in_counts_as_waiting() -> None:
     assert event is not None and event.timeline is not None
     assert event.timeline.queue_s == pytest.approx(0.5 + 2.0)  # at the router, and from 1.0 to the step at 3.0
     assert (event.timeline.prefill_s, event.timeline.decode_s) == (1.0, 5.0)
+
+
+def test_the_steps_of_a_request_are_recorded_with_its_decisions() -> None:
+    rig, trail = Rig(), Trail()
+    rig.core.submit(request("a", trail=trail), 0.5)
+    rig.greet(1.0)
+    rig.tokens("a", 0, 7, now=4.0)
+    rig.core.on_lost(D, "silent for more than 2 s", 5.0)
+    steps = [(step.at, step.kind, step.detail) for step in trail.steps]
+    assert steps[0] == (0.5, "accepted", "")
+    assert steps[1][1] == "waits" and steps[1][2].startswith("no decode worker is ready")
+    assert steps[2:5] == [
+        (1.0, "placed", "local"),
+        (4.0, "token", "decode worker d"),
+        (5.0, "failed", "decode worker d was lost: silent for more than 2 s"),
+    ]
+    choice = trail.steps[2].choice
+    assert choice is not None and [one.worker.address for one in choice.considered[0].local] == [D]
 
 
 def test_what_has_no_worker_waits_in_order_and_is_placed_a_few_a_turn() -> None:

@@ -22,6 +22,7 @@ import xxhash
 
 from common.blocks import DIGEST_BYTES
 from common.errors import ConfigError
+from common.machine import write_failure
 
 log = logging.getLogger(__name__)
 PAGE = 4096
@@ -65,8 +66,11 @@ class BlockFile:
         """Write a block. If it raises OSError, the contents of the slot are undefined."""
         self._last_write += 1
         head = _HEAD.pack(block_hash, xxhash.xxh3_64_intdigest(block), self._last_write)
-        _write_all(self._fd, block, self._slots_at + slot * self._stride)
-        _write_all(self._fd, memoryview(head + _seal(slot, head)), self._entry_at(slot))
+        try:
+            _write_all(self._fd, block, self._slots_at + slot * self._stride)
+            _write_all(self._fd, memoryview(head + _seal(slot, head)), self._entry_at(slot))
+        except OSError as error:
+            raise OSError(error.errno, write_failure(self.path, error, self._stride)) from error
 
     def read(self, slot: int, block_hash: bytes, into: memoryview) -> bool:
         """Read the block into `into`; False if the slot does not contain it intact. Raises OSError."""

@@ -15,6 +15,7 @@ from common.engine.kv.tiers.copies import copied_incoming, copied_outgoing
 from common.engine.kv.tiers.host_slots import HostSlotStore
 from common.engine.kv.tiers.tier import BlockTier
 from common.errors import ConfigError
+from common.machine import write_failure
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 """Errors of a full or failing disk, as opposed to an invalid path."""
@@ -68,5 +69,6 @@ def _disk(config: WorkerConfig, kv: KVCache, fingerprint: str) -> BlockTier:
         if error.errno not in DISK_ERRORS:
             raise
         tier = BlockTier("disk", NullSlotStore(kv.wire_bytes))
-        tier.fail("written", error)
+        needed = num_slots * kv.wire_bytes
+        tier.fail("written", OSError(error.errno, write_failure(config.kv_disk_path, error, needed)))
         return tier

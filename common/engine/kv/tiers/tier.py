@@ -168,7 +168,7 @@ class BlockTier:
         log.error(
             "%s tier: disabled until the worker restarts: a block could not be %s (%s). "
             "Dropped %d blocks (capacity %d); affected prompts are computed instead",
-            *(self.name, what, error, num_lost, self.num_slots),
+            *(self.name, what, getattr(error, "strerror", None) or error, num_lost, self.num_slots),
         )
 
     def _lose_all(self) -> None:

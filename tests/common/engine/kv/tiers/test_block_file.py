@@ -143,3 +143,16 @@ def test_two_workers_cannot_have_one_file(path: Path) -> None:
     assert read(file, 4, 1) == content(1)
     file.close()
     opened(path).close()
+
+
+def test_a_full_disk_is_named_with_its_free_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file = BlockFile(tmp_path / "kv", "f", 100, 4)
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(
+        OSError, match=f"cannot write {tmp_path}/kv: no space is left on the disk .4,096 bytes are needed"
+    ):
+        file.write(0, b"h" * 32, memoryview(bytes(100)))
+    file.close()

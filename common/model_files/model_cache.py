@@ -11,6 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from common.errors import ModelError
+from common.machine import NO_ROOM, write_failure
+
+FULL_REMEDY = "Delete models with diptych rm, or set DIPTYCH_CACHE (Hugging Face models: HF_HOME) to a larger disk"
 
 
 def cache_folder() -> Path:
@@ -31,16 +34,28 @@ def make_folder(folder: Path) -> Path:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace `path` atomically: readers see either the old or the new content."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    """Replace `path` atomically: readers see the old or the new content. Raises ModelError if the disk is full."""
+    with explained_if_full(path, len(content)):
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def explained_if_full(path: Path, num_bytes: int = 0) -> Iterator[None]:
+    """Turn the error of a full disk, while `num_bytes` are written to `path`, into a ModelError with the remedy."""
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        raise ModelError(f"{write_failure(path, error, num_bytes)}. {FULL_REMEDY}") from error
 
 
 @contextmanager

@@ -1,0 +1,339 @@
+"""`diptych doctor`: check this machine and a running service, and write a bundle for a bug report.
+
+Each check yields findings. What is printed and written has no secrets, prompts, host names or names of keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import sys
+import tarfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from email.utils import parsedate_to_datetime
+from importlib.metadata import distributions
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from common import __version__
+from common.config import CONFIG_CLASSES, RouterConfig, Sources, fields_of, with_flag
+from common.errors import ConfigError
+from common.machine import find_gpus, host_memory
+from common.model_files import cache_folder, hub_cache
+from common.observe import in_bytes
+from common.packages import foreign_packages
+from router.cli.client_flags import DEFAULT_URL, doctor_parser
+from router.cli.scrub import HIDDEN, Scrubber, secrets_in
+
+PROG: Final = "diptych doctor"
+OK, WARNING, FAILURE = "ok", "warning", "failure"
+PACKAGES: Final = (
+    "torch",
+    "triton",
+    "vllm",
+    "transformers",
+    "tokenizers",
+    "pyzmq",
+    "msgspec",
+    "fastapi",
+    "starlette",
+    "uvicorn",
+)
+KEY_FILES: Final = ("curve_key", "curve_trusted", "api_key_file", "tls_key")
+LEAST_MEMORY: Final = 4 * 2**30
+LEAST_DISK: Final = 5 * 10**9
+LEAST_FILES: Final = 4096
+MAX_SKEW_S: Final = 5.0
+MAX_LINES: Final = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """A sentence about one check, with what to do in it unless the level is OK."""
+
+    level: str
+    text: str
+
+
+class Doctor:
+    """Runs the checks. `files` are the contents of the bundle by name."""
+
+    def __init__(
+        self, url: str, *, given: bool, key: str, ca_file: str, config: str, environ: Mapping[str, str]
+    ) -> None:
+        self._url, self._given, self._key, self._ca_file = url, given, key, ca_file
+        self._config, self._environ = config, environ
+        self.files: dict[str, str] = {}
+        self.scrubber = Scrubber(secrets_in(environ) | ({key} if key else set()))
+        self.scrubber.hide("host", (socket.gethostname(), socket.gethostname().partition(".")[0]))
+        self.scrubber.hide("host", filter(None, (urlsplit(url if "://" in url else f"//{url}").hostname,)))
+
+    def findings(self) -> Iterator[Finding]:
+        """Run all checks."""
+        checks = (self._versions, self._processor, self._memory, self._gpu, self._kernels, self._limits, self._disk)
+        for check in (*checks, self._settings, self._service):
+            try:
+                yield from check()
+            except Exception as error:  # a check that fails is a finding; the others still help
+                yield Finding(WARNING, f"The check {check.__name__.strip('_')} failed ({error!r}). Report it as a bug.")
+
+    # ------------------------------------------------------------ machine
+
+    def _versions(self) -> Iterator[Finding]:
+        found = {one.metadata["Name"].lower(): one.version for one in distributions() if one.metadata["Name"]}
+        self.files["packages.txt"] = "\n".join(f"{name} {version}" for name, version in sorted(found.items()))
+        named = ", ".join(f"{name} {found[name]}" for name in PACKAGES if name in found)
+        yield Finding(OK, f"Diptych {__version__}, Python {platform.python_version()}, {platform.platform()}; {named}.")
+        for name, place in foreign_packages():
+            text = f"The package {name} comes from {place}. Install Diptych into its own environment."
+            yield Finding(FAILURE, text)
+
+    def _processor(self) -> Iterator[Finding]:
+        flags: set[str] = set()
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                flags = set(line.partition(":")[2].split())
+                break
+        here = sorted(
+            flag
+            for flag in flags
+            if flag.startswith(("avx2", "avx512", "amx", "fma", "f16c", "sve", "asimd", "bf16", "i8mm"))
+        )
+        usable, all_of = len(os.sched_getaffinity(0)), os.cpu_count()
+        yield Finding(
+            OK, f"{usable} of {all_of} cores are usable, {platform.machine()}: {' '.join(here) or 'no vector flags'}."
+        )
+        if platform.machine() == "x86_64" and "avx2" not in flags:
+            yield Finding(
+                WARNING, "This CPU has no AVX2: CPU kernels use the slow path. Use another machine for CPU workers."
+            )
+
+    def _memory(self) -> Iterator[Finding]:
+        memory = host_memory()
+        if memory is None:
+            yield Finding(WARNING, "The available memory is unknown. Check that /proc is mounted.")
+            return
+        level = OK if memory.num_bytes >= LEAST_MEMORY else WARNING
+        advice = "" if level == OK else " Stop other processes or choose a smaller model."
+        yield Finding(level, f"{in_bytes(memory.num_bytes)} of memory are available ({memory.limit}).{advice}")
+
+    def _gpu(self) -> Iterator[Finding]:
+        gpus = find_gpus(self._environ)
+        text = f"{gpus.num_gpus} GPUs are usable." if gpus.num_gpus else f"No GPU is usable: {gpus.refusal}."
+        yield Finding(OK, text)
+
+    def _kernels(self) -> Iterator[Finding]:
+        spec = find_spec("kernels")
+        if spec is None or spec.origin is None:
+            yield Finding(WARNING, "The package kernels is missing. Reinstall Diptych to run workers here.")
+            return
+        shipped = sorted(one.name for one in Path(spec.origin).parent.rglob("built/*.so"))
+        compiled = sorted(one.name for one in (cache_folder() / "native").glob("kernels-*.so"))
+        compiler = next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), "")
+        if shipped or compiled:
+            yield Finding(OK, f"{len(shipped or compiled)} builds of the CPU kernels are present.")
+        elif compiler:
+            yield Finding(OK, f"CPU kernels are not compiled yet; the first worker compiles them with {compiler}.")
+        else:
+            yield Finding(
+                WARNING, "There are no compiled CPU kernels and no C++ compiler. Install g++ for full speed on CPUs."
+            )
+
+    def _limits(self) -> Iterator[Finding]:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        shown = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard:,}"
+        low = hard != resource.RLIM_INFINITY and hard < LEAST_FILES
+        advice = f" Raise the hard limit above {LEAST_FILES:,} (LimitNOFILE, ulimit -Hn)." if low else ""
+        yield Finding(WARNING if low else OK, f"Open files: soft limit {soft:,}, hard limit {shown}.{advice}")
+
+    def _disk(self) -> Iterator[Finding]:
+        for folder, name in ((cache_folder(), "DIPTYCH_CACHE"), (hub_cache(), "HF_HOME")):
+            yield from self._folder(folder, name)
+        shared = Path("/dev/shm")
+        if shared.exists():
+            yield Finding(OK, f"/dev/shm has {in_bytes(shutil.disk_usage(shared).free)} of free space.")
+
+    def _folder(self, folder: Path, variable: str) -> Iterator[Finding]:
+        place = next(one for one in (folder, *folder.parents) if one.exists())
+        free = shutil.disk_usage(place).free
+        level = OK if free >= LEAST_DISK else WARNING
+        advice = "" if level == OK else f" Delete models with diptych rm, or set {variable} to a larger disk."
+        yield Finding(level, f"The cache {folder} has {in_bytes(free)} of free space.{advice}")
+        if not os.access(place, os.W_OK):
+            yield Finding(FAILURE, f"The cache {folder} is not writable. Set {variable} to a writable folder.")
+
+    # ------------------------------------------------------------ settings
+
+    def _settings(self) -> Iterator[Finding]:
+        path, lines = self._config or self._environ.get("DIPTYCH_CONFIG", ""), []
+        try:
+            sources = Sources.open(path, self._environ, RouterConfig)
+            for config in CONFIG_CLASSES:
+                values, fields = sources.values(config), {field.name: field for field in fields_of(config)}
+                self.scrubber.add(secrets_in({}, (str(values.get(name) or "") for name in KEY_FILES)))
+                lines.append(f"[{config.section}]")
+                for name, value in values.items():
+                    shown = HIDDEN if fields[name].rule.secret else fields[name].render(value)
+                    lines.append(f"{name} = {shown}")
+        except ConfigError as error:
+            yield Finding(FAILURE, f"The settings are invalid: {with_flag(error)}.")
+        else:
+            number = sum(not line.startswith("[") for line in lines)
+            origin = f"{path} and the environment" if path else "the environment"
+            yield Finding(OK, f"{number} settings come from {origin}. They are valid.")
+        self.files["settings.toml"] = "\n".join(lines)
+
+    # ------------------------------------------------------------ service
+
+    def _service(self) -> Iterator[Finding]:
+        from router.cli.top import LoadSource  # needs an optional package
+
+        source = LoadSource.of(self._url, self._key, self._ca_file)
+        asked = time.time()
+        reply = source.get("/version")
+        took_s = time.time() - asked
+        if reply.problem:
+            yield from self._no_service(source.port, reply.problem)
+            return
+        body = _parsed(reply.body)
+        version = str(body.get("version", "")) if reply.status == 200 else ""
+        if not version:
+            text = f"The server at {source.url} is not a Diptych router (HTTP {reply.status}). Check --url."
+            yield Finding(FAILURE, text)
+            return
+        if version == __version__:
+            yield Finding(OK, f"The router at {source.url} has version {version}.")
+        else:
+            yield Finding(WARNING, f"The router has version {version}, this command {__version__}. Finish the upgrade.")
+        if reply.date:
+            skew_s = abs(parsedate_to_datetime(reply.date).timestamp() - asked - took_s / 2)
+            advice = " Synchronise the clocks (NTP); leases and certificates depend on them."
+            late = skew_s > MAX_SKEW_S
+            yield Finding(
+                WARNING if late else OK,
+                f"The clocks of this machine and of the router differ by {skew_s:.0f} s.{advice if late else ''}",
+            )
+        for path, meaning in (("/health", "healthy"), ("/ready", "ready")):
+            reply = source.get(path)
+            if reply.status == 200:
+                yield Finding(OK, f"The router is {meaning}.")
+            else:
+                error = _parsed(reply.body).get("error")
+                why = error.get("message") if isinstance(error, dict) else reply.problem or f"HTTP {reply.status}"
+                yield Finding(FAILURE, f"The router is not {meaning}: {str(why).rstrip('.')}. See its log.")
+        metrics = source.get("/metrics")
+        if metrics.status == 200:
+            text = metrics.body.decode(errors="replace")
+            self.scrubber.hide("key", re.findall(r'\bkey="([^"]+)"', text))
+            self.files["metrics.txt"] = text
+        yield from self._workers(source)
+
+    def _no_service(self, port: int, problem: str) -> Iterator[Finding]:
+        if self._given:
+            yield Finding(
+                FAILURE, f"{problem[:1].upper()}{problem[1:]}. Start the router, or check --url and the network."
+            )
+            return
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError as error:
+                text = f"Port {port} is in use by another program ({error.strerror}). Set --port of diptych serve."
+                yield Finding(WARNING, text)
+            else:
+                yield Finding(OK, f"No service runs at {self._url}, and port {port} is free.")
+
+    def _workers(self, source: Any) -> Iterator[Finding]:
+        reply = source.get("/load")
+        if reply.status in (401, 403):
+            text = "The workers and warnings of the service are not included: set --api-key to an admin key."
+            yield Finding(WARNING, text)
+            return
+        load = _parsed(reply.body)
+        if reply.status != 200 or "workers" not in load:
+            yield Finding(
+                WARNING, f"/load does not answer ({reply.problem or f'HTTP {reply.status}'}). See the router's log."
+            )
+            return
+        hosts = {urlsplit(str(one["address"])).hostname for one in load["workers"]}
+        self.scrubber.hide("host", filter(None, hosts))
+        self.files["load.json"] = json.dumps(load, indent=1)
+        ready = [one for one in load["workers"] if one["state"] == "ready"]
+        yield Finding(OK if ready else FAILURE, f"{len(ready)} of {len(load['workers'])} workers are ready.")
+        for one in [one for one in load["workers"] if one["state"] != "ready"][:MAX_LINES]:
+            name = one["worker_id"] or one["address"]
+            why = one["reason"] if one["reason"] not in ("", one["state"]) else "no reason is known"
+            advice = f"See its log and the network to {one['address']}."
+            yield Finding(WARNING, f"The {one['role']} worker {name} is {one['state']}: {why}. {advice}")
+        for one in load.get("warnings", [])[:MAX_LINES]:
+            yield Finding(WARNING, f"The router logged {one['age_s']:.0f} s ago: {one['text']}")
+
+
+def _parsed(body: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(body)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write_bundle(path: Path, files: Mapping[str, str]) -> None:
+    """Write the files as a tar.gz, readable by the user only. Raises OSError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
+        for name, text in files.items():
+            content = text.encode()
+            about = tarfile.TarInfo(f"diptych-doctor/{name}")
+            about.size, about.mtime = len(content), int(time.time())
+            archive.addfile(about, io.BytesIO(content))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Returns exit status 0, 1 if something is wrong, or 2 for invalid arguments."""
+    options = doctor_parser().parse_args(argv)
+    from router.cli.top import LoadSource, WrongUrl  # needs an optional package
+
+    url = options.url or DEFAULT_URL
+    try:
+        LoadSource.of(url, options.api_key)
+    except WrongUrl as error:
+        print(f"{PROG}: {error}", file=sys.stderr)
+        return 2
+    doctor = Doctor(
+        url,
+        given=bool(options.url),
+        key=options.api_key,
+        ca_file=options.ca_file,
+        config=options.config,
+        environ=os.environ,
+    )
+    findings = list(doctor.findings())
+    scrubbed = [Finding(one.level, doctor.scrubber.text(one.text)) for one in findings]
+    for one in findings:
+        print(f"{one.level:<8} {one.text}")
+    failed = sum(one.level == FAILURE for one in findings)
+    if options.output:
+        report = "".join(f"{one.level:<8} {one.text}\n" for one in scrubbed)
+        files = {"report.txt": report} | {name: doctor.scrubber.text(text) for name, text in doctor.files.items()}
+        try:
+            write_bundle(Path(options.output), files)
+        except OSError as error:
+            print(f"{PROG}: cannot write {options.output}: {error.strerror}", file=sys.stderr)
+            return 1
+        print(f"\nWrote {options.output}: {', '.join(files)}. Read it before you attach it to a bug report.")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

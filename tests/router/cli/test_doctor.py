@@ -1,0 +1,100 @@
+"""`diptych doctor`: findings are sentences, and its bundle has no secrets and no names of hosts, users or keys."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.observe import recent_warnings
+from router.cli import doctor
+from router.cli.doctor import Doctor, main
+from router.cli.scrub import Scrubber
+from router.dispatch.load import WorkerLoad
+
+PLANTED = {
+    "the API key of the command": "key-of-the-command-line",
+    "an API key of the key file": "alices-key-in-the-file",
+    "a CURVE key": "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7",
+    "a Hugging Face token": "hf_QwErTyUiOpAsDfGh",
+    "a prompt": "my-private-prompt",
+    "a password in a URL": "pass-in-a-url",
+    "a host": "decode.internal.example",
+    "an address": "10.20.30.40",
+    "the name of a key": "alice-of-acme",
+    "a bearer token in a log": "token-in-a-log",
+    "a token in a query": "signature-in-a-query",
+}
+
+
+def bundle(path: Path) -> dict[str, str]:
+    with tarfile.open(path) as archive:
+        return {Path(one.name).name: archive.extractfile(one).read().decode() for one in archive}
+
+
+async def test_the_bundle_has_none_of_the_planted_secrets(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    (tmp_path / "keys.toml").write_text(
+        f'[[key]]\nname = "{PLANTED["the name of a key"]}"\nkey = "{PLANTED["an API key of the key file"]}"\n'
+    )
+    (tmp_path / "curve.key").write_text(f'secret-key = "{PLANTED["a CURVE key"]}"\n')
+    (tmp_path / "d.toml").write_text(
+        f'api_key = "{PLANTED["the API key of the command"]}"\ncurve_key = "{tmp_path}/curve.key"\n'
+        f'[router]\notlp_traces_endpoint = "https://me:{PLANTED["a password in a URL"]}@c/v1/traces"\n'
+    )
+    monkeypatch.setenv("HF_TOKEN", PLANTED["a Hugging Face token"])
+    running = await start(api_key_file=str(tmp_path / "keys.toml"), api_key=PLANTED["the API key of the command"])
+    worker = WorkerLoad(f"tcp://{PLANTED['a host']}:1", "decode", "d-1", "dead", 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0)
+    load = running.engine.load()
+    monkeypatch.setattr(running.engine, "load", lambda: replace(load, workers=(worker,)))
+    body = {"prompt": PLANTED["a prompt"], "max_tokens": 1}
+    own = {"authorization": f"Bearer {PLANTED['an API key of the key file']}"}
+    assert (await running.http.post("/v1/completions", json=body, headers=own)).status_code == 200
+    for text in (
+        f"cannot reach {PLANTED['an address']} with Authorization: Bearer {PLANTED['a bearer token in a log']}",
+        f"cannot get https://x/?sig={PLANTED['a token in a query']} as {PLANTED['a Hugging Face token']}",
+        f'curve "{PLANTED["a CURVE key"]}" refused',
+    ):
+        recent_warnings.emit(logging.makeLogRecord({"levelno": 30, "levelname": "WARNING", "msg": text}))
+    output = tmp_path / "bundle.tar.gz"
+    arguments = ["--url", running.url, "--api-key", PLANTED["the API key of the command"], "-o", str(output)]
+    status = await asyncio.to_thread(main, [*arguments, "--config", str(tmp_path / "d.toml")])
+    shown, files = capsys.readouterr().out, bundle(output)
+    assert status == 1 and "The decode worker d-1 is dead" in shown
+    assert set(files) == {"report.txt", "packages.txt", "settings.toml", "metrics.txt", "load.json"}
+    found = {what: name for what, secret in PLANTED.items() for name, text in files.items() if secret in text}
+    assert found == {}
+    assert 'key="key-' in files["metrics.txt"] and "The router logged" in files["report.txt"]
+    assert "otlp_traces_endpoint = https://***@c/v1/traces" in files["settings.toml"]
+    assert output.stat().st_mode & 0o077 == 0
+
+
+def test_a_machine_without_a_service_is_well_and_a_named_one_must_answer(capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(doctor, "DEFAULT_URL", "http://127.0.0.1:1")
+    monkeypatch.setattr(Doctor, "_no_service", lambda *_: iter(()))
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(line.split()[0] in ("ok", "warning") and line.endswith(".") for line in shown.splitlines())
+    monkeypatch.undo()
+    assert main(["--url", "http://127.0.0.1:1"]) == 1
+    text = "failure  The router does not answer: Connection refused. Start the router, or check --url and the network."
+    assert text in capsys.readouterr().out
+
+
+def test_invalid_settings_are_named(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "d.toml").write_text("prot = 1\n")
+    assert main(["--config", str(tmp_path / "d.toml"), "--url", "http://127.0.0.1:1"]) == 1
+    assert "failure  The settings are invalid: unknown setting prot in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text", ["max_tokens=16 tokens_total 5", "127.0.0.1:8000 and version 1.2.3", "prefix_cache_hits=3"]
+)
+def test_what_is_no_secret_stays(text: str) -> None:
+    assert Scrubber().text(text) == text
