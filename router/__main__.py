@@ -66,7 +66,7 @@ async def run(config: RouterConfig, listener: socket.socket, part: RouterPart | 
     try:
         await serving.start()
         where = dict(zip(("host", "port"), listener.getsockname(), strict=False))
-        models = ", ".join(model.files.model_id for model in serving.models)
+        models = "on demand" if config.on_demand_folder else ", ".join(one.files.model_id for one in serving.models)
         log.info("listening", extra={**where, "model": models, "responses": serving.app.state.responses.place})
         await serve(serving.app, listener, serving.close_workers, stop)
     finally:

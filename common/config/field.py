@@ -23,6 +23,7 @@ GROUPS = (
     "Model",
     "Server",
     "Workers",
+    "Load on demand",
     "Goals",
     "Device",
     "KV cache",

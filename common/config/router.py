@@ -13,6 +13,7 @@ from common.config.field import AUTO, DURATION, FILE, HOST, PORT, TIMEOUT, Confi
 from common.config.request_class import EXPECTS, OVERLOAD, REFUSALS, RequestClass, request_classes, with_batch
 from common.config.scaling import PlannerSettings
 from common.errors import ConfigError
+from common.wire import Role
 
 MEMORY, OFF = "memory", "off"
 
@@ -230,6 +231,14 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSetti
         details="It also sets aliases, fallbacks, limits and splits. See docs/guides/serve-your-model.md.",
         **FILE,
     )
+    on_demand_folder: str = setting(
+        "",
+        "folder through which the router asks `diptych serve` for the workers of models",
+        group="Model",
+        internal=True,
+        in_file=False,
+        metavar="FOLDER",
+    )
     lora_file: str = setting(
         "",
         "TOML file that lists LoRA adapters for the workers to load",
@@ -440,6 +449,10 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSetti
         default = next(field.default for field in fields_of(type(self)) if field.name == "model")
         if self.model != default:
             raise ConfigError("model", self.model, "omitted with --models-file")
+
+    def check_workers(self, role: Role) -> None:
+        if not self.on_demand_folder:
+            super().check_workers(role)
 
     def check_start(self) -> None:
         super().check_start()

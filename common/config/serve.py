@@ -20,6 +20,7 @@ class ServeConfig(Config):
         ("diptych serve Qwen/Qwen3-8B --port 9000", "a model from Hugging Face"),
         ("diptych serve ./my-model --prefill 2 --decode 2", "two workers of each kind"),
         ("diptych serve --slo-ttft-ms 500 --slo-tpot-ms 50", "latency goals"),
+        ("diptych serve --models-dir ./models", "all models on this machine, loaded on demand"),
     )
 
     prefill: int = setting(
@@ -31,6 +32,39 @@ class ServeConfig(Config):
         le=64,
     )
     decode: int = setting(1, "number of decode workers per model", group="Workers", common=True, ge=1, le=64)
+    on_demand: bool = setting(
+        False,
+        "load each model at its first request, and unload it when it is idle",
+        group="Load on demand",
+        details="Serves all models that `diptych ls` lists, also those that are downloaded later, or those of "
+        "--models-file.",
+        common=True,
+    )
+    models_dir: str = setting(
+        "",
+        "folder with further models; implies --on-demand unless a model is named",
+        group="Load on demand",
+        common=True,
+        metavar="FOLDER",
+    )
+    unload_after_s: float = setting(
+        300.0,
+        "seconds without requests after which a model is unloaded; 0 keeps it until another model needs its memory",
+        group="Load on demand",
+        details="The field `keep_alive` of requests to Ollama's API overrides it.",
+        ge=0,
+        le=31_536_000,
+    )
+    max_memory_gib: float = setting(
+        0.0,
+        "memory for the models that are loaded at the same time, in GiB",
+        group="Load on demand",
+        details="For another model, the least recently used ones without requests are unloaded. On GPUs it requires "
+        "--kv-memory-gib; without it, one model is loaded at a time.",
+        default_note="90 % of the memory that is available at start",
+        ge=0,
+        le=1_048_576,
+    )
     autoscale: bool = setting(
         False,
         "start and stop workers to meet --slo-ttft-ms and --slo-tpot-ms",

@@ -1,7 +1,7 @@
 from router.fleet.adapters import AdapterInfo, FleetAdapters, Outcome
 from router.fleet.booking import Booking
 from router.fleet.census import ModelCensus
-from router.fleet.discovery import DiscoveryStatus
+from router.fleet.discovery import DiscoveryStatus, Endpoint
 from router.fleet.fleet import CONTROL_HWM, MAX_DISCOVERED, WorkerFleet
 from router.fleet.prefix_index import PrefixHits, PrefixIndex
 from router.fleet.registry import WorkerRegistry
@@ -14,6 +14,7 @@ __all__ = [
     "Booking",
     "CONTROL_HWM",
     "DiscoveryStatus",
+    "Endpoint",
     "FleetAdapters",
     "FleetEvent",
     "MAX_DISCOVERED",

@@ -12,7 +12,7 @@ from router.generation.generation_response import (
     StreamFormat,
 )
 from router.generation.logprobs import LogprobFormatter
-from router.generation.models import Models, ShownModel
+from router.generation.models import LoadState, ModelLoader, Models, ShownModel
 from router.generation.parts import AnswerParts, arguments_of
 from router.generation.plan import (
     AnswerPlan,
@@ -36,7 +36,9 @@ __all__ = [
     "RouterState",
     "GenerationCall",
     "KEEP_ALIVE",
+    "LoadState",
     "LogprobFormatter",
+    "ModelLoader",
     "Models",
     "Object",
     "OpenAISerializer",

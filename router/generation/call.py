@@ -15,7 +15,7 @@ from router.access import HEADER, ClientRequest, class_of
 from router.generation.answer_serializer import AnswerSerializer
 from router.generation.context import RequestContext
 from router.generation.generation_response import EVENT_STREAM, GenerationResponse, StreamFormat
-from router.generation.models import Plan, SelectionFields, choose_model
+from router.generation.models import Plan, SelectionFields, choose_model, requester_of
 from router.generation.plan import AnswerPlan
 from router.generation.router_state import router_state_of
 from router.generation.served_model import ServedModel
@@ -56,18 +56,25 @@ class GenerationCall:
         self.log, self._traceparent = self.router_state.begin(self.client_request, request.headers)
         self._request, self.lease = request, self.router_state.bodies.lease()
 
-    async def plan(self, fields: F, plan: Plan[F], *tasks: Task) -> tuple[ServedModel, AnswerPlan]:
+    async def plan(
+        self, fields: F, plan: Plan[F], *tasks: Task, keep_s: float | None = None
+    ) -> tuple[ServedModel, AnswerPlan]:
         """Choose a model that is served for one of `tasks` (default: generate) and plan the answer.
 
+        A model that is loaded on demand is loaded until the end of the request, and for `keep_s` seconds after it.
         Raises RequestError.
         """
+        models = self.router_state.models
+        if models.loader is not None:
+            requester = requester_of(self.client_request, fields.end_user)
+            self.log.release_model = await models.use(fields.model, self.client_request.key, requester, keep_s)
         asked = (self._request.headers.get(HEADER, ""), fields.request_class, fields.tier)
         request_class = class_of(self.router_state.config.classes, self.client_request.key, *asked)
         self.log.request_class = request_class.name
         salt = self.client_request.key.salt(fields.cache_salt or "")
         context = RequestContext(self.client_request.key, request_class, salt, self._traceparent)
         return await choose_model(
-            self.router_state.models, self.router_state.access, self.log, fields, context, plan, tasks or ("generate",)
+            models, self.router_state.access, self.log, fields, context, plan, tasks or ("generate",)
         )
 
     def answer(

@@ -5,10 +5,11 @@ requested name ── Catalog ──> models that may answer ── ready? ─�
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from common.errors import RETRY_AFTER_S, ModelNotFound, Overloaded, Unavailable
 from common.model_files import Task
@@ -19,6 +20,56 @@ from router.generation.plan import AnswerPlan
 from router.generation.request_log import RequestLog
 from router.generation.served_model import ServedModel
 from router.models import Catalog, ModelEntry, ModelTable
+from router.text import TextPipeline
+
+Result = TypeVar("Result")
+
+
+Release = Callable[[], None]
+"""Ends a use of a model. Further calls have no effect."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadState:
+    """State of a model that is loaded on demand: idle, loading or loaded.
+
+    `expires_in_s`: time until it is unloaded if no request arrives; infinity while it has requests, and if it is kept.
+    `num_bytes`: size of its weights, 0 if unknown. `loading_s`: how long it has been loading.
+    """
+
+    name: Literal["idle", "loading", "loaded"]
+    expires_in_s: float = math.inf
+    num_bytes: int = 0
+    loading_s: float = 0.0
+
+
+class ModelLoader(Protocol):
+    """Loads models on demand. Model names are those of the catalog."""
+
+    async def refresh(self) -> None:
+        """Find the models that have been added or removed."""
+        ...
+
+    async def open(self, name: str) -> ServedModel:
+        """Return a model with its tokenizer, but not necessarily with workers. Raises Unavailable."""
+        ...
+
+    async def use(self, name: str, keep_s: float | None = None) -> Release:
+        """Load the workers of a model, and keep them until the use ends. `keep_s`: its keep-alive afterwards.
+
+        Raises Unavailable if it cannot be loaded, or not in time.
+        """
+        ...
+
+    def unload(self, name: str) -> None:
+        """Unload a model as soon as it has no requests."""
+        ...
+
+    def state(self, name: str) -> LoadState: ...
+
+    async def apart(self, job: Callable[[], Result], size: int = ...) -> Result:
+        """Run a job in a thread for texts. See `TextPipeline.apart`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +89,8 @@ class ShownModel:
     """An entry of the model list. `model` is the model with this name or alias; None for a split.
 
     `ready`: whether a worker can serve it now. `max_model_len`: the smallest limit, in tokens, of the models that the
-    name resolves to. `parent`: the base model of an adapter, else "".
+    name resolves to. `parent`: the base model of an adapter, else "". `state` is None unless models are loaded on
+    demand; a model that has not been used yet then has no `model`, and a `max_model_len` of 0.
     """
 
     name: str
@@ -46,13 +98,17 @@ class ShownModel:
     ready: bool
     max_model_len: int
     parent: str = ""
+    state: LoadState | None = None
 
 
 class Models:
-    """All models of a router by name, the default model first. The `catalog` may be replaced."""
+    """All models of a router by name, the default model first. The `catalog` may be replaced.
 
-    def __init__(self, catalog: Catalog, served: Mapping[str, ServedModel]) -> None:
-        self.catalog, self.served = catalog, served
+    With a `loader`, `served` are the models that have been opened; more may be added.
+    """
+
+    def __init__(self, catalog: Catalog, served: Mapping[str, ServedModel], loader: ModelLoader | None = None) -> None:
+        self.catalog, self.served, self.loader = catalog, served, loader
 
     @classmethod
     def of_one(cls, model: ServedModel) -> Models:
@@ -65,6 +121,49 @@ class Models:
         """The model for requests that name none."""
         return next(iter(self.served.values()))
 
+    @property
+    def threads(self) -> ModelLoader | TextPipeline:
+        """Runs jobs `apart` from the event loop."""
+        return self.default.text if self.loader is None else self.loader
+
+    async def refresh(self) -> None:
+        """Find models that have been added, if they are loaded on demand."""
+        if self.loader is not None:
+            await self.loader.refresh()
+
+    async def use(
+        self, requested: str | None, key: ApiKey, requester: str = "", keep_s: float | None = None
+    ) -> Release | None:
+        """Load a model if models are loaded on demand. Returns a function that ends the use; otherwise None.
+
+        Raises ModelNotFound, Forbidden, and Unavailable if the model cannot be loaded.
+        """
+        if self.loader is None:
+            return None
+        return await self.loader.use(await self._found(requested, key, requester), keep_s)
+
+    async def open(self, requested: str | None, key: ApiKey = ANONYMOUS) -> ServedModel:
+        """Return `one`. A model that is loaded on demand gets a tokenizer, but no workers. Raises Unavailable."""
+        if self.loader is None:
+            return self.one(requested, key)
+        return await self.loader.open(await self._found(requested, key))
+
+    async def unload(self, requested: str | None, key: ApiKey = ANONYMOUS) -> str:
+        """Unload a model that was loaded on demand after its last request. Returns its name."""
+        name = await self._found(requested, key)
+        if self.loader is not None:
+            self.loader.unload(name)
+        return name
+
+    async def _found(self, requested: str | None, key: ApiKey, requester: str = "") -> str:
+        """Return the model that serves a request. An unknown name is searched among new models too."""
+        try:
+            base = self.base_of(requested, key)
+            return self.catalog.chain(requested, key, requester)[0] if base is None else base
+        except ModelNotFound:
+            await self.refresh()
+            return self.catalog.chain(requested, key, requester)[0]
+
     def candidates(self, requested: str | None, key: ApiKey = ANONYMOUS, requester: str = "") -> ModelCandidates:
         """Return the models to try: those with ready workers, then one that may wait for workers.
 
@@ -74,7 +173,8 @@ class Models:
         base = self.base_of(requested, key)  # an adapter has no fallbacks
         adapter = "" if base is None else requested or ""
         chain = (base,) if base is not None else self.catalog.chain(requested, key, requester)
-        if len(chain) == 1 and self.catalog.entries[chain[0]].holds:
+        chain = chain if self.loader is None else chain[:1]  # which is loaded; a fallback may not be
+        if len(chain) == 1 and (self.loader is not None or self.catalog.entries[chain[0]].holds):
             return ModelCandidates(only := self.served[chain[0]], (only,), adapter)
         found = {name: self.served[name].availability for name in chain}
         ready = [name for name in chain if found[name][0]]
@@ -87,8 +187,10 @@ class Models:
     def model_without_workers(self, requested: str | None) -> str:
         """Return a model whose workers a request for this name may have to wait for; "" if there is none.
 
-        Always "" for a router with one model. Raises ModelNotFound.
+        Always "" for a router with one model, and if models are loaded on demand. Raises ModelNotFound.
         """
+        if self.loader is not None:
+            return ""
         self.catalog.chain(requested)
         if len(self.served) == 1:
             return ""
@@ -120,6 +222,8 @@ class Models:
 
     def checked_name(self, requested: str | None) -> str:
         """Return the model name that a batch reports for a line. Raises ModelNotFound."""
+        if self.loader is not None:
+            return requested or self.catalog.chain(requested)[0]
         if requested is None or len(self.served) == 1:
             return self.name_of(requested, self.default.name)
         if self.base_of(requested) is None:
@@ -142,7 +246,7 @@ class Models:
         """List the names that clients with this key may request now. Unready models are listed if requests may wait."""
         available = {name: model.availability[0] for name, model in self.served.items()}
         shown = [self._shown(name, available) for name in (one.name for one in self.catalog.listed(key))]
-        found = [one for one in shown if one.ready or self._holds(one.name)]
+        found = [one for one in shown if one.ready or one.state is not None or self._holds(one.name)]
         return [*found, *(one for name in self.served for one in self._adapters(name, key))]
 
     def shown(self, requested: str, key: ApiKey = ANONYMOUS) -> ShownModel:
@@ -153,7 +257,12 @@ class Models:
             raise ModelNotFound(f"Adapter {requested!r} is being loaded.", param="model")
         self.catalog.chain(requested, key)
         return self._shown(
-            requested, {name: self.served[name].availability[0] for name in self.catalog.targets(requested)}
+            requested,
+            {
+                name: self.served[name].availability[0]
+                for name in self.catalog.targets(requested)
+                if name in self.served
+            },
         )
 
     def _adapters(self, base: str, key: ApiKey) -> Iterator[ShownModel]:
@@ -167,10 +276,14 @@ class Models:
         return any(self.catalog.entries[model].holds for model in self.catalog.targets(name))
 
     def _shown(self, name: str, available: Mapping[str, bool]) -> ShownModel:
-        models = [self.served[one] for one in self.catalog.targets(name)]
-        shortest = min(model.max_model_len for model in models)
+        targets = self.catalog.targets(name)
+        models = [self.served[one] for one in targets if one in self.served]
+        shortest = min((model.max_model_len for model in models), default=0)
         ready = any(available[model.name] for model in models)
-        return ShownModel(name, models[0] if self.catalog.is_model(name) else None, ready, shortest)
+        state = self.loader.state(targets[0]) if self.loader is not None else None
+        return ShownModel(
+            name, models[0] if models and self.catalog.is_model(name) else None, ready, shortest, "", state
+        )
 
 
 class SelectionFields(Protocol):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.config import DEFAULT
@@ -28,7 +28,10 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class RequestLog:
-    """The facts of one request to a generation endpoint. `end` must be called once."""
+    """The facts of one request to a generation endpoint. `end` must be called once.
+
+    `release_model` ends the use of a model that was loaded on demand.
+    """
 
     metrics: RouterMetrics
     client_request: ClientRequest
@@ -41,6 +44,7 @@ class RequestLog:
     choices: Sequence[AnswerChoice] = ()
     status: int = 200
     error: RequestError | None = None
+    release_model: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         self.history.began(self)
@@ -57,6 +61,8 @@ class RequestLog:
 
     def end(self) -> None:
         """Pass the record to metrics, history, audit log, log and trace."""
+        if self.release_model is not None:
+            self.release_model()
         record = self.record()
         self.history.ended(self, record)
         self.metrics.observe_request(record)

@@ -24,6 +24,8 @@ from router.request import BodyBudget, BodyReader
 if TYPE_CHECKING:  # only routers of several processes need its HTTP client
     from router.siblings import Siblings
 
+MAX_UNKNOWN_LEN = 1 << 20
+"""Maximum number of tokens in a body before the model that it names is loaded."""
 SHUTTING_DOWN = "This router is shutting down."
 
 
@@ -62,10 +64,11 @@ class RouterState:
     def __post_init__(self) -> None:
         self.bodies = BodyBudget(self.config.max_body_bytes)
         served = self.models.served.values()
+        unknown = 0 if self.models.loader is None else MAX_UNKNOWN_LEN
         self.reader = BodyReader(
-            self.models.default.text,
-            lambda: max(model.max_model_len for model in served),
-            lambda: max(model.max_detokenize_ids for model in served),
+            self.models.threads,
+            lambda: max([unknown, *(model.max_model_len for model in served)]),
+            lambda: max([unknown, *(model.max_detokenize_ids for model in served)]),
         )
 
     def begin(self, client_request: ClientRequest, headers: Mapping[str, str]) -> tuple[RequestLog, str]:
@@ -88,7 +91,7 @@ class RouterState:
 
     def check_capacity(self, is_longer: Callable[[int], bool], caller: Caller) -> None:
         """Raise RequestError if the only model has no capacity. With several, the body must be read first."""
-        if len(self.models.served) == 1:
+        if self.models.loader is None and len(self.models.served) == 1:
             self.models.default.client.check_room(is_longer, caller)
 
     def add_retry_after(self, error: RequestError) -> None:
@@ -100,7 +103,9 @@ class RouterState:
 
     @property
     def has_workers(self) -> tuple[bool, str]:
-        """Whether any model has workers for a request now, and which models have none."""
+        """Whether any model has workers for a request now, or can be loaded, and which models have none."""
+        if self.models.loader is not None:
+            return True, ""
         found = {name: model.availability for name, model in self.models.served.items()}
         if len(found) == 1:
             return next(iter(found.values()))

@@ -1,6 +1,7 @@
 from router.models.adapters_file import LORA_FIELD, AdapterEntry, AdaptersSource
 from router.models.catalog import Catalog
 from router.models.chat_template import read_template, with_chat_template
+from router.models.local_table import LocalTable
 from router.models.models_file import (
     MODELS_FIELD,
     ModelEntry,
@@ -17,6 +18,7 @@ __all__ = [
     "AdaptersSource",
     "Catalog",
     "LORA_FIELD",
+    "LocalTable",
     "MODELS_FIELD",
     "ModelEntry",
     "ModelTable",

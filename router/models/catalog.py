@@ -110,7 +110,11 @@ class Catalog:
         Raises ModelNotFound for an unknown name, and Forbidden for one that the key may not use.
         """
         if asked is None:
-            asked = next((one.name for one in self.listed(key)), self.models[0])
+            asked = next((one.name for one in self.listed(key)), next(iter(self.models), ""))
+            if not asked:
+                raise ModelNotFound(
+                    "There is no model on this machine. diptych pull NAME downloads one.", param="model"
+                )
         if asked not in self._models and asked not in self._splits:
             raise ModelNotFound(
                 f"The model {_shown(asked)} does not exist. Available models: {self._names(key)}.", param="model"

@@ -84,14 +84,19 @@ class Residency:
         """
         model = self.models.setdefault(name, Residence(num_bytes, self.keep_s))
         if not model.is_wanted:
-            if now < model.retry_at:
-                raise load_failed(name, model.failure, model.retry_at - now)
+            self.check(name, now)
             self._reserve(name, num_bytes, now)
             model.num_bytes = max(num_bytes, model.num_bytes if model.is_resident else 0)
             if model.stage == "idle":
                 model.move("waiting", now)
         model.keep_s = self.keep_s if keep_s is None else keep_s
         model.num_uses += 1
+
+    def check(self, name: str, now: float) -> None:
+        """Raise Unavailable if the last load of a model failed a moment ago."""
+        model = self.models.get(name)
+        if model is not None and now < model.retry_at:
+            raise load_failed(name, model.failure, model.retry_at - now)
 
     def end(self, name: str, now: float) -> None:
         """End a request that has begun."""
@@ -117,7 +122,7 @@ class Residency:
 
     def failed(self, name: str, reason: str, now: float) -> None:
         """Report that a model could not be loaded, or lost its workers for good, and that it has none left."""
-        model = self.models[name]
+        model = self.models.setdefault(name, Residence(0, self.keep_s))
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0**model.num_failures)
         model.failure, model.num_failures, model.retry_at = reason, model.num_failures + 1, now + pause_s
         model.move("idle", now)

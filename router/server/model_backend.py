@@ -41,7 +41,8 @@ class ModelBackend:
         self.config, self.files = config, files
         self.name = config.served_model_name or files.model_id
         self.text = TextPipeline.from_files(files, threads=threads)
-        if self.text.grammars is not None and files.eos_token_ids:
+        starts_compiler = not config.on_demand_folder  # else the first grammar does: most models never get one
+        if starts_compiler and self.text.grammars is not None and files.eos_token_ids:
             self.text.grammars.start()
         splits = SizingForecaster.of(config)
         self.dispatcher = Dispatcher(config, splits=splits, needed=needed, models=models, has_prefill=has_prefill)

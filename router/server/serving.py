@@ -3,6 +3,7 @@
 one       app ── RouterState ── Models ─── ServedModel ── ModelBackend ── workers
 several   app ── RouterState ── Models ─┬─ ServedModel ── ModelBackend ── workers of a <─┐
                                       └─ ServedModel ── ModelBackend ── workers of b <─┴─ ModelCensus
+on demand app ── RouterState ── Models ─── OnDemandModels ─── ServedModel ── ModelBackend ── workers while loaded
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from router.planner import budget_of
 from router.server.adapter_reconciler import AdapterReconciler
 from router.server.app import build_app
 from router.server.model_backend import ModelBackend
+from router.server.model_loader import OnDemandModels
 from router.siblings import RouterPart
 from router.text import MAX_PENDING, TextThreads
 
@@ -47,25 +49,49 @@ class Serving:
 
         Raises ModelError and ConfigError.
         """
+        self.tracing = Tracing.of(config)
+        self.census: ModelCensus | None = None
+        self.loader: OnDemandModels | None = None
+        self._adapters: AdapterReconciler | None = None
+        self._backends: tuple[ModelBackend, ...] = ()
+        self._config = config
+        if config.on_demand_folder:
+            self._serve_on_demand(config, part)
+        else:
+            self._serve_models(config, part)
+
+    def _serve_on_demand(self, config: RouterConfig, part: RouterPart | None) -> None:
+        metrics = RouterMetrics(NO_MODEL, None)
+        loader = self.loader = OnDemandModels(config, metrics, TextThreads(TOKENIZER_THREADS, MAX_PENDING))
+        models = Models(loader.catalog, loader.served, loader)
+        self.app = build_app(config, models, metrics, lambda: self.failure, self.tracing, part)
+        router_state: RouterState = self.app.state.router_state
+
+        def adopt(catalog: Catalog) -> None:
+            models.catalog = catalog
+            router_state.access.models.change({name: entry.limits for name, entry in catalog.entries.items()})
+
+        loader.on_catalog = adopt
+        adopt(loader.catalog)
+
+    def _serve_models(self, config: RouterConfig, part: RouterPart | None) -> None:
         self._source = ModelsSource(config, part)
         table = self._source.table
-        self._config, self._table = config, table
+        self._table = table
         files = [resolve_model(entry.model, progress=False, weights=False, supported=False) for entry in table.models]
         self.catalog = Catalog(table, [one.model_id for one in files])
         threads = TextThreads(TOKENIZER_THREADS, MAX_PENDING * len(files))
-        self.tracing = Tracing.of(config)
-        self.census: ModelCensus | None = None
         entries = self.catalog.entries.items()
         configs = settings_of(config, self.catalog.entries)
         check_planned(config, configs)
         if len(files) == 1:
             alone = ModelBackend(configs[0], files[0], threads, has_prefill=table.models[0].has_prefill)
-            self.models: tuple[ModelBackend, ...] = (alone,)
+            self._backends = (alone,)
             config, metrics = configs[0], alone.metrics
         else:
             metrics, budget = RouterMetrics(NO_MODEL, None), budget_of(config)
             names = [frozenset((own.model_id, entry.model)) for own, (_, entry) in zip(files, entries, strict=True)]
-            self.models = tuple(
+            self._backends = tuple(
                 ModelBackend(
                     one,
                     own,
@@ -87,16 +113,22 @@ class Serving:
         router_state.access.models.change({name: entry.limits for name, entry in self.catalog.entries.items()})
         if (watch := self._source.watch) is not None:
             router_state.access.add_watch(MODELS_FIELD, watch, self._read_anew)
-        self._adapters: AdapterReconciler | None = None
         if config.lora_file and (part is None or part.index == 0):
             self._adapters_source = AdaptersSource(config.lora_file, self.catalog, part)
             orders = {model.name: model.dispatcher.adapters for model in self.models}
             self._adapters = AdapterReconciler(orders, self._adapters_source.entries)
             router_state.access.add_watch(LORA_FIELD, self._adapters_source.watch, self._read_adapters)
 
+    @property
+    def models(self) -> tuple[ModelBackend, ...]:
+        """The models, or those that have been opened if they are loaded on demand."""
+        return self._backends if self.loader is None else self.loader.backends
+
     async def start(self) -> None:
         """Start connecting to the workers, without waiting for connections."""
-        for model in self.models:
+        if self.loader is not None:
+            await self.loader.start()
+        for model in self._backends:
             await model.start()
         if self.census is not None:
             await self.census.start()
@@ -107,6 +139,8 @@ class Serving:
         """Fail all requests and close all sockets to workers."""
         if self._adapters is not None:
             await self._adapters.close()
+        if self.loader is not None:
+            await self.loader.close()
         if self.census is not None:
             await self.census.close()
         await asyncio.gather(*(model.dispatcher.close() for model in self.models))
@@ -123,6 +157,8 @@ class Serving:
     def failure(self) -> str:
         """Why the process must be restarted; "" while it is healthy."""
         found = [model.failure for model in self.models]
+        if self.loader is not None:
+            found.append(self.loader.failure)
         if self.census is not None:
             found.append(self.census.failure)
         if self._adapters is not None:

@@ -163,7 +163,7 @@ async def ollama_delete(request: Request) -> Response:
         except ModelError as error:
             raise InvalidRequest(f"model: {error}", param="model") from error
 
-    await router_state.models.default.text.apart(delete)
+    await router_state.models.threads.apart(delete)
     return json_answer({"status": "success"})
 
 

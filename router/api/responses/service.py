@@ -130,7 +130,7 @@ class ResponseService:
         if not self.stores(fields):
             return b""
         write = partial(listed, fields, response_id)
-        return await self._router_state.models.default.text.apart(write) if fields.is_long(()) else write()
+        return await self._router_state.models.threads.apart(write) if fields.is_long(()) else write()
 
     def keep(self, fields: ResponsesRequest, given: bytes, owner: str, response: Object) -> None:
         """Store a response that has ended. Does not block; thread-safe."""
@@ -253,7 +253,7 @@ class ResponseService:
 
     async def _read(self, turns: Sequence[StoredTurn], read: Callable[[], T]) -> T:
         many = sum(len(turn.input) + len(turn.output) for turn in turns) > MANY_BYTES
-        return await self._router_state.models.default.text.apart(read) if many else read()
+        return await self._router_state.models.threads.apart(read) if many else read()
 
 
 def _shown(record: StoredResponse, *, lapsed: bool) -> Object:

@@ -13,10 +13,12 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 from common.config import Config, RouterConfig, WorkerConfig, counterpart_env, to_argv, to_env
@@ -26,6 +28,8 @@ from router.cli.serve.probe import Address
 
 _PR_SET_PDEATHSIG = 1
 """Option of prctl on Linux."""
+LAST_LINE_S, MAX_LAST_CHARS = 0.2, 500
+"""Maximum wait for the last line of a process that has exited, in seconds, and its maximum length."""
 PATIENT_S = 1.0
 """Maximum restart delay, in seconds, for which an HTTP server's listener stays open. During longer delays, clients are
 rejected immediately."""
@@ -160,11 +164,35 @@ class RouterChild(HttpServerChild):
         return self.config.host, self.config.port
 
 
+class LastLine:
+    """Copies a pipe to standard error until its end, and keeps the last line."""
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self._pipe, self._text = pipe, ""
+        self._thread = threading.Thread(target=self._copy, name="worker errors", daemon=True)
+        self._thread.start()
+
+    def read(self) -> str:
+        """Return the last line of a process that has exited."""
+        self._thread.join(LAST_LINE_S)
+        return self._text[:MAX_LAST_CHARS]
+
+    def _copy(self) -> None:
+        with self._pipe:
+            for line in self._pipe:
+                sys.stderr.buffer.write(line)
+                sys.stderr.buffer.flush()
+                self._text = line.decode(errors="replace").strip() or self._text
+
+
 class WorkerChild(ListeningChild):
     """A worker, which writes its addresses to a file. Only its control address survives a restart."""
 
     config: WorkerConfig
     backlog = BACKLOG
+    keeps_errors = False
+    """Whether this process copies its standard error, for `last_error`."""
+    _last_line: LastLine | None = None
 
     def __init__(self, module: str, config: WorkerConfig, runtime: Path, other: WorkerConfig | None = None) -> None:
         """`other` holds the settings of the worker in the other role, if it may change its role."""
@@ -172,6 +200,13 @@ class WorkerChild(ListeningChild):
         self.address_file = runtime / f"{config.worker_id}.json"
         self._http: tuple[str, int] | None = None
         super().__init__(config.worker_id, module, dataclasses.replace(config, address_file=str(self.address_file)))
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | ({"stderr": subprocess.PIPE} if self.keeps_errors else {})
+
+    def last_error(self) -> str:
+        """Return the last line that the worker wrote to its standard error before it exited."""
+        return self._last_line.read() if self._last_line is not None else ""
 
     def environment(self) -> dict[str, str]:
         other = counterpart_env(self._other) if self._other is not None and self.config.role_change else {}
@@ -181,6 +216,8 @@ class WorkerChild(ListeningChild):
         self._http = None
         self.address_file.unlink(missing_ok=True)  # it has the addresses of the previous process
         super().start()
+        if self.keeps_errors and self._process is not None and self._process.stderr is not None:
+            self._last_line = LastLine(self._process.stderr)
 
     def read_address(self) -> str:
         """Return the control address, or "" while the worker has not written it."""

@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from common.config import (
@@ -31,9 +32,18 @@ from common.config import (
     pipeline_argument,
 )
 from common.errors import ConfigError, UsageError
-from common.machine import AvailableGPUs, count_gpus, find_gpus, gpu_refusal, placement_message, with_device
+from common.machine import (
+    AvailableGPUs,
+    count_gpus,
+    find_gpus,
+    gpu_refusal,
+    host_memory,
+    placement_message,
+    with_device,
+)
 from common.wire import Role
 from router.models import table_of
+from router.planner import ServiceSettings, WorkerMemory
 
 C = TypeVar("C", bound=Config)
 W = TypeVar("W", bound=WorkerConfig)
@@ -41,6 +51,9 @@ THRESHOLD = "local_prefill_threshold"
 """Its default is 0 with decode workers on GPUs, because a prompt in a step prevents the use of CUDA graphs."""
 P = TypeVar("P", bound=RouterConfig | WorkerConfig)
 
+GIB = 2**30
+MEMORY_SHARE = 0.9
+"""Share of the available memory for models that are loaded on demand."""
 ROUTER_DRAIN_S, WORKER_DRAIN_S = 3.0, 2.0
 """Maximum drain time, so that a process exits within the supervisor's grace period."""
 
@@ -50,7 +63,7 @@ DISCOVERY = (
     *("discovery", "prefill_services", "decode_services", "discovery_namespace"),
     "discovery_file",
 )
-PLANNER = ("planner", "prefill_deployment", "decode_deployment", "planner_lease")
+PLANNER = ("on_demand_folder", "planner", "prefill_deployment", "decode_deployment", "planner_lease")
 ROUTER_OWN = OWN | {"prefill", "decode", *PLANNER, *DISCOVERY}
 ADDRESSES = ("host", "port", "kv_port", "lend_port", "http_port", "advertise_host", "allow_remote", "address_file")
 WORKER_OWN = OWN | {"worker_id", "core_share", "pod_deletion_cost", *ADDRESSES}
@@ -153,7 +166,8 @@ class ServePlan:
     """The settings of all processes to start. Worker i of a pool is named `prefill-i` or `decode-i`.
 
     Workers are ordered by `models`. A model without a prefill pool in the models file has no prefill workers. With
-    `autoscale`, `kinds` holds the settings of a new worker of a role, except for its name and model.
+    `autoscale` and `on_demand`, `kinds` holds the settings of a new worker of a role, except for its name and model.
+    With `on_demand`, no worker is started with the service, and `models` is empty.
     """
 
     router: RouterConfig
@@ -164,8 +178,14 @@ class ServePlan:
     autoscale: bool = False
     kinds: Mapping[Role, WorkerConfig] = dataclasses.field(default_factory=dict)
     models: tuple[str, ...] = ()
+    on_demand: ServiceSettings | None = None
     placement: str = ""
     """The choice for `--device auto` with its reason, or "" if no worker has this setting."""
+
+    @property
+    def engine(self) -> str:
+        """Engine of the workers."""
+        return self.kinds["decode"].engine
 
 
 def fields_set_by(cls: type[Config]) -> list[Field]:
@@ -229,6 +249,10 @@ def read_plan(
             raise error.located(as_flag(name, error.value)) from error
 
     serve = merge(ServeConfig, frozenset(), "")
+    named = "model" in flags or "model" in sources.values(RouterConfig, skip=ROUTER_OWN)
+    if named and (given := [name for name in ("on_demand", "models_dir") if name in flags]):
+        allowed = "omitted with a MODEL: requests name the model to load"
+        raise ConfigError(given[0], flags[given[0]], allowed).located(as_flag(given[0], flags[given[0]]))
     cores = num_cores or len(os.sched_getaffinity(0))
     prefill = merge(PrefillWorkerConfig, WORKER_OWN, "prefill-")
     decode = merge(DecodeWorkerConfig, WORKER_OWN, "decode-")
@@ -251,18 +275,22 @@ def read_plan(
     router = _hurried(merge(RouterConfig, ROUTER_OWN, ""), ROUTER_DRAIN_S)
     if decode.on_gpu and THRESHOLD not in flags and THRESHOLD not in sources.values(RouterConfig, skip=ROUTER_OWN):
         router = dataclasses.replace(router, local_prefill_threshold=0)
-    entries = table_of(router).models
+    named = named or bool(router.models_file and not serve.on_demand)
+    on_demand = _on_demand(serve, prefill, decode, named=named)
+    if on_demand is not None:
+        _check_on_demand(serve, router)
+    entries = table_of(router).models if on_demand is None else ()
     models = tuple(entry.model for entry in entries)
-    if len(models) > 1 and (named := prefill.lora or decode.lora):
+    if (len(models) > 1 or on_demand is not None) and (loras := prefill.lora or decode.lora):
         allowed = "omitted with several models; set --max-loras and load adapters at run time"
-        raise ConfigError("lora", named[0], allowed)
+        raise ConfigError("lora", loras[0], allowed)
 
     check_vllm_plan(prefill, serve)
     check_vllm_plan(decode, serve)
-    if serve.autoscale:  # the number of workers varies, so those on one device share its memory
-        same = prefill.device == decode.device
-        prefill = _divided(prefill, len(models) * (serve.prefill + serve.decode * same))
-        decode = _divided(decode, len(models) * (serve.decode + serve.prefill * same))
+    if serve.autoscale or on_demand is not None:  # the number of workers varies: those on one device share its memory
+        same, num_models = prefill.device == decode.device, max(1, len(models))
+        prefill = _divided(prefill, num_models * (serve.prefill + serve.decode * same))
+        decode = _divided(decode, num_models * (serve.decode + serve.prefill * same))
 
     def workers(config: W, role: Role, num: int) -> tuple[W, ...]:
         served = [entry.model for entry in entries if role == "decode" or entry.has_prefill]
@@ -282,8 +310,42 @@ def read_plan(
         autoscale=serve.autoscale,
         kinds={"prefill": _worker(prefill, "", cores, drain_s), "decode": _worker(decode, "", cores, drain_s)},
         models=models,
+        on_demand=on_demand,
         placement=placement,
     )
+
+
+def _on_demand(
+    serve: ServeConfig, prefill: WorkerConfig, decode: WorkerConfig, *, named: bool
+) -> ServiceSettings | None:
+    """Return the settings of load on demand, None without it. `named`: the user has chosen a model."""
+    if named or not (serve.on_demand or serve.models_dir):
+        return None
+    available = host_memory()
+    budget = serve.max_memory_gib * GIB or MEMORY_SHARE * (available.num_bytes if available else GIB)
+    return ServiceSettings(
+        models_dir=str(Path(serve.models_dir).expanduser().absolute()) if serve.models_dir else "",
+        keep_s=serve.unload_after_s,
+        budget=int(budget),
+        num_prefill=serve.prefill,
+        num_decode=serve.decode,
+        prefill=WorkerMemory.of(prefill),
+        decode=WorkerMemory.of(decode),
+    )
+
+
+def _check_on_demand(serve: ServeConfig, router: RouterConfig) -> None:
+    """Raise ConfigError for settings that exclude load on demand."""
+    if serve.models_dir and not Path(serve.models_dir).expanduser().is_dir():
+        raise ConfigError("models_dir", serve.models_dir, "a folder that exists")
+    if serve.autoscale:
+        raise ConfigError("autoscale", True, "omitted with --on-demand")
+    if router.router_processes > 1:
+        raise ConfigError("router_processes", router.router_processes, "1 with --on-demand")
+    if router.lora_file:
+        raise ConfigError("lora_file", router.lora_file, "omitted with --on-demand")
+    if router.served_model_name:
+        raise ConfigError("served_model_name", router.served_model_name, "omitted with --on-demand")
 
 
 def _refusal(pools: Sequence[WorkerConfig], gpus: AvailableGPUs) -> str:

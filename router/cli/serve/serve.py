@@ -18,22 +18,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from common.config import RouterConfig, check_installed, exit_refused
-from common.errors import ConfigError, ModelError
+from common.errors import ConfigError, ModelError, listed
 from common.machine import PrivateFolder
 from common.model_files import GENERATES, ModelFiles, ServedTask, Task, hold_model, resolve_model, served_task
-from common.observe import setup_logging
+from common.observe import in_bytes, setup_logging
 from router.access import check_access_files
 from router.cli.serve.keeper import StartFailed
 from router.cli.serve.probe import claim_port, reachable_host
 from router.cli.serve.processes import ServePlan, read_plan
 from router.cli.serve.supervisor import Supervisor
-from router.models import AdaptersSource, Catalog, check_planned, read_template, settings_of, table_of
+from router.models import AdaptersSource, Catalog, LocalTable, check_planned, read_template, settings_of, table_of
 from router.policy import load_policy
 from router.request import CHAT_PATH, EMBEDDINGS_PATH, SCORE_PATH
 from router.stored import check_stores
 
 log = logging.getLogger(__name__)
 QUESTION = "What is a diptych?"
+MAX_SHOWN_NAMES = 8
 EXAMPLES: Mapping[Task, tuple[str, dict[str, object]]] = {
     "generate": (CHAT_PATH, {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 64}),
     "embed": (EMBEDDINGS_PATH, {"input": QUESTION}),
@@ -83,6 +84,24 @@ def model_files(model: str, engine: str) -> ModelFiles:
     return files
 
 
+def named_models(plan: ServePlan) -> tuple[ServePlan, tuple[str, ...], ServedTask]:
+    """Download and check the models of a plan. Returns the plan, their API names, and the task of the first.
+
+    Raises ConfigError and ModelError.
+    """
+    files = [model_files(model, plan.engine) for model in plan.models]
+    catalog = Catalog(table_of(plan.router), [one.model_id for one in files])
+    check_catalog(plan.router, catalog)
+    tasks = [served_task(one, plan.router.task) for one in files]
+    return pools_for(plan, tasks), catalog.models, tasks[0]
+
+
+def names_on_demand(plan: ServePlan) -> tuple[str, ...]:
+    """Return the API names of the models that can be loaded now. Raises ConfigError and ModelError."""
+    assert plan.on_demand is not None
+    return tuple(entry.name for entry in LocalTable(plan.router, plan.on_demand.models_dir).read().models)
+
+
 def check_catalog(config: RouterConfig, catalog: Catalog) -> None:
     """Check the router's settings that name models. Raises ConfigError."""
     check_planned(config, settings_of(config, catalog.entries))
@@ -96,13 +115,17 @@ def summary(plan: ServePlan, names: Sequence[str], took_s: float, task: ServedTa
     scheme = "https" if plan.router.tls_cert else "http"
     url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{plan.router.port}"
     path, fields = EXAMPLES[task.name]
-    request = {"model": names[0], **fields}
+    request = {"model": next(iter(names), "NAME"), **fields}
     wants_key = plan.router.api_key or plan.router.api_key_file
     key = '-H "Authorization: Bearer $DIPTYCH_API_KEY" ' if wants_key else ""
-    pools = f"{len(plan.prefill)} prefill + {len(plan.decode)} decode"
+    what = f"serves {', '.join(names)}"
+    pools = f"{len(plan.prefill)} prefill + {len(plan.decode)} decode + router"
+    if plan.on_demand is not None:
+        what = f"loads models on demand: {listed(names, MAX_SHOWN_NAMES)}"
+        pools = f"{in_bytes(plan.on_demand.budget)} for models"
     chat = f"    chat in the browser   {url}/\n" if task.generates else ""
     return f"""
-  Diptych serves {", ".join(names)}, ready after {took_s:.1f} s: {pools} + router
+  Diptych {what}, ready after {took_s:.1f} s: {pools}
 
 {chat}    dashboard             {url}/dashboard
     OpenAI base URL       {url}/v1
@@ -143,23 +166,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = dataclasses.replace(plan, router=dataclasses.replace(plan.router, port=port))
         setup_logging("serve", plan.router.log_level, plan.router.log_json)
         check_settings(plan.router)
-        if plan.decode[0].engine == "vllm":
+        if plan.engine == "vllm":
             check_installed()
-        files = [model_files(model, plan.decode[0].engine) for model in plan.models]
-        catalog = Catalog(table_of(plan.router), [one.model_id for one in files])
-        check_catalog(plan.router, catalog)
-        tasks = [served_task(one, plan.router.task) for one in files]
-        plan = pools_for(plan, tasks)
+        plan, names, task = named_models(plan) if plan.on_demand is None else (plan, names_on_demand(plan), GENERATES)
     except (ConfigError, ModelError) as error:
         exit_refused(error, "diptych serve")
     except KeyboardInterrupt:
         return 130
     if plan.placement:
         log.info(plan.placement)
-    models = ", ".join(one.model_id for one in files)
+    models = "on demand" if plan.on_demand is not None else ", ".join(names)
     log.info("supervisor: starting", extra={"model": models, "prefill": len(plan.prefill), "decode": len(plan.decode)})
     with PrivateFolder("serve") as runtime:
-        return asyncio.run(supervise(plan, catalog.models, runtime.path, tasks[0]))
+        return asyncio.run(supervise(plan, names, runtime.path, task))
 
 
 if __name__ == "__main__":

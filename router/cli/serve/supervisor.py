@@ -15,8 +15,10 @@ from router.cli.serve.autoscale import LocalPools, autoscale
 from router.cli.serve.child import Child, RouterChild, WorkerChild
 from router.cli.serve.keeper import POLL_S, Keeper, StartFailed, cancel, describe_exit
 from router.cli.serve.liveness import ROUTER_ROUNDS, WORKER_ROUNDS, loading
+from router.cli.serve.on_demand import load_on_demand
 from router.cli.serve.probe import PROBE_TIMEOUT_S, ready_reason
 from router.cli.serve.processes import ServePlan
+from router.planner import OnDemandFolder
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ class Supervisor(Keeper):
         self.prefill = [self.pools.add("prefill", config) for config in plan.prefill]
         self.decode = [self.pools.add("decode", config) for config in plan.decode]
         self.router = RouterChild(plan.router)
+        self._runtime = runtime
         self._awaited, self._next_report = "", 0.0
 
     @property
@@ -61,6 +64,9 @@ class Supervisor(Keeper):
         if self.plan.autoscale:
             models = dict(zip(self._names, self.plan.models, strict=True))
             self.own(None, autoscale(self, self.pools, self.router, models), "autoscale")
+        if self.plan.on_demand is not None:
+            follow = load_on_demand(self, self.pools, self._runtime, self.plan.start_timeout_s)
+            self.own(None, follow, "load on demand")
 
     async def start(self) -> float:
         """Start all processes and return the seconds until the service is ready. Raises StartFailed."""
@@ -111,9 +117,12 @@ class Supervisor(Keeper):
         while starting := [worker.name for worker in self.workers if not worker.read_address()]:
             self._awaited = f"waiting for {', '.join(starting)} to start"
             await self._wait_on()
-        if self.plan.autoscale:
+        if self.plan.on_demand is not None:
+            OnDemandFolder(self._runtime).write_settings(self.plan.on_demand)
+            found: dict[str, Any] = {"on_demand_folder": str(self._runtime)}
+        elif self.plan.autoscale:
             self.pools.publish()
-            found: dict[str, Any] = {"discovery": "file", "discovery_file": str(self.pools.file)}
+            found = {"discovery": "file", "discovery_file": str(self.pools.file)}
         else:
             pools = {"prefill": self.prefill, "decode": self.decode}
             found = {role: tuple(worker.read_address() for worker in pool) for role, pool in pools.items()}
@@ -136,7 +145,7 @@ class Supervisor(Keeper):
         now = time.monotonic()
         if now >= self._next_report:
             names = await loading(self.workers, PROBE_TIMEOUT_S)
-            slow = SLOW_STARTS[self.plan.decode[0].engine if self.plan.decode else self.plan.prefill[0].engine]
+            slow = SLOW_STARTS[self.plan.engine]
             more = f"; {', '.join(names)} loading the model ({slow})" if names else ""
             log.info("supervisor: still starting: %s%s", self._awaited, more)
             self._next_report = time.monotonic() + REPORT_EVERY_S
