@@ -14,7 +14,7 @@ from common.config import ADAPTER_NAME
 from common.errors import InvalidRequest
 from router.api import service_answers
 from router.api.openapi import documented
-from router.generation import RouterState, ServedModel, key_of, router_state_of
+from router.generation import key_of, router_state_of
 from router.request import LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH, Fields
 
 AdapterName = Annotated[str, StringConstraints(pattern=rf"^{ADAPTER_NAME}$")]
@@ -49,7 +49,7 @@ async def load_lora_adapter(request: Request) -> Response:
     router_state = router_state_of(request)
     with router_state.bodies.lease() as lease:
         fields = await router_state.reader.read(request, LoadAdapterRequest, lease)
-    base = _base(router_state, request, fields.model)
+    base = await router_state.models.open(fields.model, key_of(request))
     name = fields.lora_name
     known = router_state.models.base_of(name)
     if router_state.models.catalog.has(name) or known not in (None, base.name):
@@ -67,12 +67,8 @@ async def unload_lora_adapter(request: Request) -> Response:
     router_state = router_state_of(request)
     with router_state.bodies.lease() as lease:
         fields = await router_state.reader.read(request, UnloadAdapterRequest, lease)
-    known = router_state.models.base_of(fields.lora_name)
-    base = router_state.models.served[known] if known is not None else _base(router_state, request, fields.model)
+    models = router_state.models
+    known = models.base_of(fields.lora_name)
+    base = models.served[known] if known is not None else await models.open(fields.model, key_of(request))
     await base.adapters.unload(fields.lora_name)
     return Response(orjson.dumps({"status": "ok"}), media_type="application/json")
-
-
-def _base(router_state: RouterState, request: Request, requested: str | None) -> ServedModel:
-    """Return the base model: `requested`, or else the default model."""
-    return router_state.models.one(requested, key_of(request))

@@ -103,7 +103,7 @@ async def ready(request: Request) -> Response:
     router_state, asked = router_state_of(request), request.query_params.get("model")
     is_ready, detail = router_state.ready
     if asked is not None and (is_ready or not router_state.draining):
-        is_ready, detail = router_state.models.one(asked).availability
+        is_ready, detail = await router_state.models.availability(asked)
     if not is_ready:
         return error_response(Unavailable(detail, retry_after_s=RETRY_AFTER_S))
     return _json({"status": "ready", "detail": detail})
@@ -137,7 +137,7 @@ async def load(request: Request) -> Response:
     Covers all models together, or only the model in `?model=`.
     """
     router_state, asked = router_state_of(request), request.query_params.get("model")
-    model = None if asked is None else router_state.models.one(asked)
+    model = None if asked is None else await router_state.models.open(asked)
     if router_state.siblings is None:
         return _json(load_of(router_state, model))
     params = {} if model is None else {"model": model.name}
@@ -208,6 +208,7 @@ model_routes = APIRouter(tags=["models"])
 async def models(request: Request) -> Response:
     """List the models that the API key may use now. With the header `anthropic-version`, in Anthropic's format."""
     router_state = router_state_of(request)
+    await router_state.models.refresh()
     shown = router_state.models.listed(key_of(request))
     if speaks_anthropic(request.scope):
         return _json(_anthropic_page([_anthropic_model(router_state, one) for one in shown], request.query_params))
@@ -221,6 +222,7 @@ async def models(request: Request) -> Response:
 async def model(model: str, request: Request) -> Response:
     """Retrieve one model by name."""
     router_state = router_state_of(request)
+    await router_state.models.refresh()
     one = router_state.models.shown(model, key_of(request))
     return _json((_anthropic_model if speaks_anthropic(request.scope) else _model)(router_state, one))
 
@@ -235,6 +237,7 @@ def _model(router_state: RouterState, one: ShownModel) -> dict[str, object]:
         "parent": one.parent or None,
         "max_model_len": one.max_model_len,
         "ready": one.ready,
+        **({} if one.state is None else {"state": one.state.name}),
     }
 
 
@@ -267,7 +270,7 @@ async def tokenize(request: Request) -> Response:
     router_state = router_state_of(request)
     with router_state.bodies.lease() as lease:
         fields = await router_state.reader.read(request, TokenizeRequest, lease)
-        model = router_state.models.one(fields.model, key_of(request))
+        model = await router_state.models.open(fields.model, key_of(request))
         token_ids = await _tokens(model, fields)
     body = {"count": len(token_ids), "max_model_len": model.max_model_len, "tokens": token_ids}
 
@@ -285,7 +288,7 @@ async def detokenize(request: Request) -> Response:
     router_state = router_state_of(request)
     with router_state.bodies.lease() as lease:
         fields = await router_state.reader.read(request, DetokenizeRequest, lease)
-        model = router_state.models.one(fields.model, key_of(request))
+        model = await router_state.models.open(fields.model, key_of(request))
         check_number_of_ids(len(fields.tokens), model.max_detokenize_ids)
         shown = await model.text.decode(fields.tokens, skip_special_tokens=bool(fields.skip_special_tokens))
     many = len(fields.tokens) > SHORT_TEXT
@@ -295,7 +298,7 @@ async def detokenize(request: Request) -> Response:
 @token_routes.get("/tokenizer_info", **documented(None, service_answers.TokenizerInfo))
 async def tokenizer_info(request: Request) -> Response:
     """Return the special tokens and the chat template of the default model, or of the model in `?model=`."""
-    model = router_state_of(request).models.one(request.query_params.get("model"), key_of(request))
+    model = await router_state_of(request).models.open(request.query_params.get("model"), key_of(request))
     text, files = model.text, model.files
     tokens = {"bos_token": files.bos_token or None, "eos_token": files.eos_token or None}
     ids = {f"{name}_id": text.tokenizer.token_to_id(token) if token else None for name, token in tokens.items()}

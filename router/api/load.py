@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 
 from common.observe import recent_warnings
 from router.dispatch import ClassLoad, DispatchLoad
-from router.generation import RouterState, ServedModel
+from router.generation import Models, RouterState, ServedModel
 from router.observe import STEP_S, Point, Traffic, percentiles_of
 from router.planner import Goals, Outlook, goals_of
 
@@ -35,13 +36,13 @@ OWN_OF_WORKER = ("num_booked_requests", "num_dropped_frames", "num_unsent", "num
 def load_of(router_state: RouterState, model: ServedModel | None = None) -> dict[str, object]:
     """Return the load of a model, or of all models, in this process."""
     models = list(router_state.models.served.values()) if model is None else [model]
-    alone = models[0] if len(models) == 1 else None
+    alone = models[0] if len(models) == 1 and (model is not None or router_state.models.loader is None) else None
     load = joined_load([one.client.load() for one in models])
     outlook, goals = (
         (None, goals_of(router_state.config)) if alone is None else (alone.outlook(), goals_of(alone.config))
     )
     traffic = (router_state if alone is None else alone).metrics.traffic.summary(time.monotonic())
-    return load_body(load, outlook, goals, [_model(one) for one in models], traffic)
+    return load_body(load, outlook, goals, [_model(one, router_state.models) for one in models], traffic)
 
 
 def own_load(router_state: RouterState, model: ServedModel | None = None) -> dict[str, object]:
@@ -109,8 +110,9 @@ def _blocks_used(load: DispatchLoad, role: str) -> float | None:
     return 1 - sum(one.num_available_blocks for one in ready) / num_blocks if num_blocks else None
 
 
-def _model(model: ServedModel) -> dict[str, object]:
+def _model(model: ServedModel, models: Models) -> dict[str, object]:
     """Return one model with its goals, classes and plan."""
+    state = None if models.loader is None else models.loader.state(model.name)
     outlook, goals = model.outlook(), goals_of(model.config)
     load, ended_at = model.client.load(), model.metrics.traffic.ended_at
     num_in_flight = sum(load.stages.values())
@@ -124,6 +126,8 @@ def _model(model: ServedModel) -> dict[str, object]:
         "idle_s": None if num_in_flight or ended_at is None else time.monotonic() - ended_at,
         "classes": load.classes,
         "plan": None if outlook is None else _plan(outlook, goals),
+        "state": None if state is None else state.name,
+        "expires_in_s": None if state is None or math.isinf(state.expires_in_s) else state.expires_in_s,
     }
 
 
@@ -168,6 +172,8 @@ def _tails(ttft_s: float, tpot_s: float) -> dict[str, float]:
 
 def joined_load(loads: Sequence[DispatchLoad]) -> DispatchLoad:
     """Merge the loads of several models: counts are added, and workers are concatenated."""
+    if not loads:
+        return DispatchLoad({}, (), {}, {}, {}, 0)
     if len(loads) == 1:
         return loads[0]
     return DispatchLoad(

@@ -11,16 +11,22 @@ from typing import Any
 
 from common.observe import in_bytes
 from router.cli.client_flags import ps_parser
-from router.cli.models.table import ago, table
+from router.cli.models.table import ago, span, table
 
 PROG = "diptych ps"
-NAMES = ("NAME", "STATE", "REPLICAS", "MEMORY", "IN FLIGHT", "LAST REQUEST")
+NAMES = ("NAME", "STATE", "REPLICAS", "MEMORY", "IN FLIGHT", "LAST REQUEST", "UNLOADED")
 
 
 def rows(load: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the models. `replicas` are loaded workers by role; `memory_bytes` is None if that of one is unknown."""
+    """Return the models, without those that are not loaded but can be on demand.
+
+    `replicas` are loaded workers by role. `memory_bytes` is None if that of one is unknown. `expires_in_s` is None for
+    a model that is kept.
+    """
     found = []
     for model in load["models"]:
+        if model.get("state") == "idle":
+            continue
         alone = len(load["models"]) == 1
         workers = [one for one in load["workers"] if (alone or one["model"] == model["root"]) and one["num_blocks"]]
         known = all(one["memory_bytes"] for one in workers)
@@ -32,6 +38,8 @@ def rows(load: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "memory_bytes": sum(one["memory_bytes"] for one in workers) if known else None,
                 "in_flight": model["num_in_flight"],
                 "idle_s": model["idle_s"],
+                "state": model.get("state"),
+                "expires_in_s": model.get("expires_in_s"),
             }
         )
     return found
@@ -42,8 +50,10 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     memory = row["memory_bytes"]
     last = "now" if row["in_flight"] else "-" if row["idle_s"] is None else ago(row["idle_s"])
     state = "ready" if row["ready"] else "not ready" if replicas else "unloaded"
+    state = row["state"] or state
+    ends = "never" if row["expires_in_s"] is None else f"in {span(row['expires_in_s'])}"
     in_memory = "-" if memory is None or not replicas else in_bytes(memory)
-    return row["name"], state, replicas or "-", in_memory, str(row["in_flight"]), last
+    return row["name"], state, replicas or "-", in_memory, str(row["in_flight"]), last, ends if replicas else "-"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -28,11 +28,13 @@ from common.model_files import find_model, local_models, resolve_model
 from router.cli.client_flags import run_parser
 from router.cli.serve.child import die_with
 from router.cli.top import LoadSource, WrongUrl
-from router.request import CHAT_PATH, MODELS_PATH
+from router.request import CHAT_PATH, MODELS_PATH, OLLAMA_GENERATE_PATH
 
 PROG = "diptych run"
 ANSWER_S = 120.0
 """Maximum time without data from the service, which sends a comment every few seconds while an answer waits."""
+LOAD_S = 600.0
+"""Maximum time in which the service loads a model on demand."""
 STOP_S = 15.0
 """Time for the service to stop."""
 POLL_S = 0.2
@@ -79,6 +81,14 @@ class Service:
         except (RunError, OSError, HTTPException):
             return False
 
+    def load(self) -> None:
+        """Make the service load the model. Raises RunError."""
+        try:
+            with self._ask("POST", OLLAMA_GENERATE_PATH, {"model": self.model}, LOAD_S):
+                pass
+        except (OSError, HTTPException) as error:
+            raise RunError(f"{self.source.url} did not load {self.model}: {error or type(error).__name__}") from error
+
     def answer(self, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the chunks of an answer. Raises RunError."""
         named = {"model": self.model} if self.model else {}
@@ -114,7 +124,8 @@ class Service:
 
 def _refusal(status: int, body: bytes) -> str:
     try:
-        return str(json.loads(body)["error"]["message"])
+        error = json.loads(body)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, KeyError, TypeError):
         return f"the service answers HTTP {status}"
 
@@ -316,7 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if listed is None:
                 child = start(service, _local_name(options.model), serve, Path(folder))
                 listed = service.models()
-            service.model = select(service, "" if child is not None else options.model, listed or ())
+            service.model = _selected(service, "" if child is not None else options.model, listed or ())
             _chat(service, options, prompt)
         except (RunError, ModelError) as error:
             print(f"{PROG}: {error}", file=sys.stderr)
@@ -329,10 +340,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _selected(service: Service, wanted: str, listed: Sequence[Mapping[str, Any]]) -> str:
+    """Return the name at the service of the model `wanted`; "" selects the first.
+
+    A service on this machine that loads models on demand also serves one that is downloaded now. Raises RunError, and
+    ModelError if the model cannot be downloaded.
+    """
+    try:
+        return select(service, wanted, listed)
+    except RunError:
+        is_on_demand = any("state" in one for one in listed) and _is_this_machine(service.source.host)
+        if not (wanted and is_on_demand):
+            raise
+    _local_name(wanted)
+    return select(service, wanted, service.models() or ())
+
+
+def _load(service: Service) -> None:
+    """Wait until a service that loads models on demand has loaded the model of the chat. Raises RunError."""
+    spinner = sys.stderr.isatty()
+    if spinner:
+        print(f"loading {service.model} ...", end="", file=sys.stderr, flush=True)
+    try:
+        service.load()
+    finally:
+        if spinner:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
 def _chat(service: Service, options: argparse.Namespace, prompt: str) -> None:
     fields: dict[str, Any] = {"reasoning_effort": "none"} if options.no_think else {}
     system = [{"role": "system", "content": options.system}] if options.system else []
     chat = Chat(service, fields, system, options.verbose)
+    if any(one["id"] == service.model and one.get("state") not in (None, "loaded") for one in service.models() or ()):
+        _load(service)
     if prompt or not sys.stdin.isatty():
         chat.say(prompt, thoughts=False)
         return

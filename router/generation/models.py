@@ -148,6 +148,16 @@ class Models:
             return self.one(requested, key)
         return await self.loader.open(await self._found(requested, key))
 
+    async def availability(self, requested: str | None) -> tuple[bool, str]:
+        """Return whether a request for a model would be answered now or after loading it, and what is missing.
+
+        Raises ModelNotFound.
+        """
+        if self.loader is None:
+            return self.one(requested).availability
+        state = self.loader.state(await self._found(requested, ANONYMOUS))
+        return True, "" if state.name == "loaded" else f"the model is {state.name}"
+
     async def unload(self, requested: str | None, key: ApiKey = ANONYMOUS) -> str:
         """Unload a model that was loaded on demand after its last request. Returns its name."""
         name = await self._found(requested, key)

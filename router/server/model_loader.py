@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 
 LOOK_S = 0.1
 """Interval between two looks at the report, in seconds."""
-REFRESH_S = 1.0
+REFRESH_S = 0.2
 """Minimum interval between two searches for models, in seconds."""
 
 
@@ -99,6 +99,7 @@ class OnDemandModels:
         self._changed: dict[str, asyncio.Event] = {}
         self._refreshing: asyncio.Task[None] | None = None
         self._refreshed_at, self._is_failing = -math.inf, False
+        self._is_closed = False
         self._task = OwnedTask("loading models on demand")
 
     @property
@@ -124,7 +125,10 @@ class OnDemandModels:
         self._task.start(self._follow())
 
     async def close(self) -> None:
-        """Stop following the report. Workers keep running."""
+        """Stop following the report, and fail the requests that wait for a model. Workers keep running."""
+        self._is_closed = True
+        for changed in self._changed.values():
+            changed.set()
         await self._task.close()
         tasks = [*self._opening.values(), *filter(None, (self._refreshing,))]
         for task in tasks:
@@ -135,10 +139,9 @@ class OnDemandModels:
 
     async def refresh(self) -> None:
         """See `ModelLoader.refresh`. Errors are logged, and the models stay as they are."""
-        if self._refreshing is None and time.monotonic() - self._refreshed_at >= REFRESH_S:
+        if self._refreshing is None:
             self._refreshing = asyncio.create_task(self._refresh(), name="find models")
-        if self._refreshing is not None:
-            await asyncio.shield(self._refreshing)
+        await asyncio.shield(self._refreshing)
 
     async def open(self, name: str) -> ServedModel:
         """See `ModelLoader.open`."""
@@ -160,6 +163,8 @@ class OnDemandModels:
             self._act()
             async with asyncio.timeout(self._config.request_timeout_s):
                 while (stage := self.residency.stage(name)) != "loaded":
+                    if self._is_closed:
+                        raise Unavailable("The router is shutting down.", retry_after_s=RETRY_AFTER_S)
                     if stage == "idle":
                         raise self._failed(name)
                     await self._changed.setdefault(name, asyncio.Event()).wait()
@@ -199,6 +204,7 @@ class OnDemandModels:
     # ------------------------------------------------------------ inside
 
     async def _refresh(self) -> None:
+        await asyncio.sleep(self._refreshed_at + REFRESH_S - time.monotonic())
         try:
             catalog = await asyncio.to_thread(_catalog, self._local)
             if catalog.entries != self.catalog.entries:

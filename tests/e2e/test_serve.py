@@ -34,7 +34,7 @@ class Served(Program):
         self, log: Path, *flags: str, program: Sequence[str] = ("-m", "router.cli.serve.serve"), wait: bool = True
     ) -> None:
         super().__init__("serve", log, group=True)
-        model = () if "--models-file" in flags else ("--model", "tiny-random")
+        model = () if {"--models-file", "--models-dir"}.intersection(flags) else ("--model", "tiny-random")
         self.launch([sys.executable, "-P", *program, *model, "--port", "0", *flags])
         self.url = self._wait_for_url() if wait else ""
 

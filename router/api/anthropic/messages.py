@@ -68,7 +68,7 @@ async def message_tokens(request: Request) -> Response:
     router_state = router_state_of(request)
     with router_state.bodies.lease() as lease:
         fields = await router_state.reader.read(request, CountTokensRequest, lease)
-        model = router_state.models.one(fields.model, key_of(request))
+        model = await router_state.models.open(fields.model, key_of(request))
         chat = await chat_of(model, fields.as_chat, is_long=fields.is_long)
         with named_as(fields.names):
             calling = tool_calling(chat)

@@ -75,12 +75,15 @@ class OllamaDetails(BaseModel):
 
 
 class OllamaModel(BaseModel):
+    """`state`: only of a model that is loaded on demand. Its details are empty until it has been used."""
+
     name: str
     model: str
     modified_at: str
     size: int
     digest: str
     details: OllamaDetails
+    state: Literal["idle", "loading", "loaded"] | None = None
 
 
 class OllamaModels(BaseModel):

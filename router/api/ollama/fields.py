@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -55,7 +57,31 @@ def tagged_name(name: str) -> str:
 
 
 ModelName = Annotated[str, Field(max_length=1024), AfterValidator(served_name)]
-KeepAlive = float | Annotated[str, Field(max_length=64)]
+SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+PART = re.compile(r"(\d+\.?\d*|\.\d+)(ns|us|µs|ms|s|m|h)")
+DURATION = re.compile(rf"[+-]?(?:{PART.pattern})+")
+
+
+def seconds_of(duration: float | str) -> float:
+    """Return a duration in seconds: a number of them, or text such as "1h30m". A negative one is infinite.
+
+    Raises ValueError.
+    """
+    text = str(duration).strip()
+    if DURATION.fullmatch(text):
+        parts = sum(float(number) * SECONDS[unit] for number, unit in PART.findall(text))
+        seconds = -parts if text.startswith("-") else parts
+    else:
+        try:
+            seconds = float(text)
+        except ValueError:
+            raise ValueError('must be seconds, or a duration such as "5m" or "1h30m"') from None
+    if math.isnan(seconds):
+        raise ValueError('must be seconds, or a duration such as "5m" or "1h30m"')
+    return math.inf if seconds < 0 else seconds
+
+
+KeepAlive = Annotated[float | Annotated[str, Field(max_length=64)], AfterValidator(seconds_of)]
 MaxTokens = Annotated[int, Field(ge=-2, lt=2**31)]
 Penalty = Annotated[float, Field(**bounds_of("presence_penalty"))]
 Stops = StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)]
@@ -101,7 +127,11 @@ class ModelFields(Fields):
     id_prefix: ClassVar = "ollama-"
 
     model: ModelName | None = Field(None, description="Default: the default model.")
-    keep_alive: KeepAlive | None = Field(None, description="Has no effect: workers keep their model.")
+    keep_alive: KeepAlive | None = Field(
+        None,
+        description="Time after the answer for which a model that was loaded on demand stays loaded: seconds, or a "
+        'duration such as "5m". 0: unload it at once. -1: keep it until another model needs its memory.',
+    )
     request_class: None = None
     cache_salt: None = None
 
@@ -135,7 +165,7 @@ class GenerationFields(ModelFields):
     @property
     def unloads(self) -> bool:
         """Whether a request without a prompt asks to unload the model."""
-        return str(self.keep_alive).rstrip("smh") in ("0", "0.0")
+        return self.keep_alive == 0
 
     def _members(self) -> dict[str, Any]:
         members = {"model": self.model, "stream": self.streams, "response_format": self._response_format()}

@@ -71,8 +71,8 @@ async def ollama_chat(request: Request) -> Response:
     """Generate the next message of a conversation (Ollama's API). Streams JSON lines unless `stream` is false."""
     async with generation_call(request, OllamaChatRequest) as (call, fields):
         if not fields.has_prompt:
-            return _loaded(call, fields)
-        model, plan = await call.plan(fields, plan_ollama_chat)
+            return await _loaded(call, fields)
+        model, plan = await call.plan(fields, plan_ollama_chat, keep_s=fields.keep_alive)
         return _answer(call, model, plan, ChatLines(model, plan, call.log))
 
 
@@ -83,8 +83,8 @@ async def ollama_generate(request: Request) -> Response:
     """Generate the answer to a prompt (Ollama's API). Streams JSON lines unless `stream` is false."""
     async with generation_call(request, OllamaGenerateRequest) as (call, fields):
         if not fields.has_prompt:
-            return _loaded(call, fields)
-        model, plan = await call.plan(fields, plan_ollama_generate)
+            return await _loaded(call, fields)
+        model, plan = await call.plan(fields, plan_ollama_generate, keep_s=fields.keep_alive)
         return _answer(call, model, plan, TextLines(model, plan, call.log))
 
 
@@ -94,7 +94,7 @@ async def ollama_generate(request: Request) -> Response:
 async def ollama_embed(request: Request) -> Response:
     """Create an embedding for each input (Ollama's API)."""
     async with generation_call(request, OllamaEmbedRequest) as (call, fields):
-        model, plan = await call.plan(fields, plan_ollama_embeddings, "embed")
+        model, plan = await call.plan(fields, plan_ollama_embeddings, "embed", keep_s=fields.keep_alive)
         return call.answer(model, plan, EmbedSerializer(model, fields.as_embedding, plan, call.log))
 
 
@@ -104,7 +104,7 @@ async def ollama_embed(request: Request) -> Response:
 async def ollama_embeddings(request: Request) -> Response:
     """Create the embedding of a prompt (the former path of Ollama's API)."""
     async with generation_call(request, OllamaEmbeddingsRequest) as (call, fields):
-        model, plan = await call.plan(fields, plan_ollama_embeddings, "embed")
+        model, plan = await call.plan(fields, plan_ollama_embeddings, "embed", keep_s=fields.keep_alive)
         return call.answer(model, plan, EmbedSerializer(model, fields.as_embedding, plan, call.log, is_single=True))
 
 
@@ -142,15 +142,20 @@ def _answer(call: GenerationCall, model: ServedModel, plan: AnswerPlan, serializ
     return call.answer(model, plan, serializer, stream_format=stream_format)
 
 
-def _loaded(call: GenerationCall, fields: OllamaChatRequest | OllamaGenerateRequest) -> Response:
-    """Answer a request without a prompt, with which Ollama's clients load or unload a model. Raises ModelNotFound."""
-    model = call.router_state.models.one(fields.model, call.client_request.key)
+async def _loaded(call: GenerationCall, fields: OllamaChatRequest | OllamaGenerateRequest) -> Response:
+    """Load or unload a model on demand, for a request without a prompt. Raises ModelNotFound and Unavailable."""
+    models, key = call.router_state.models, call.client_request.key
+    if fields.unloads:
+        name = await models.unload(fields.model, key)
+    else:
+        call.log.release_model = await models.use(fields.model, key, keep_s=fields.keep_alive)
+        name = (await models.open(fields.model, key)).name
     empty = ChatLines.empty if isinstance(fields, OllamaChatRequest) else TextLines.empty
     call.lease.release()
     call.log.end()
     reason = "unload" if fields.unloads else "load"
     return json_answer(
-        {"model": fields.model or model.name, "created_at": _now(), **empty, "done": True} | {"done_reason": reason}
+        {"model": fields.model or name, "created_at": _now(), **empty, "done": True} | {"done_reason": reason}
     )
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 
 import orjson
@@ -43,7 +44,7 @@ from router.generation import Object, RouterState, ServedModel, ShownModel, key_
 API_VERSION = "0.13.0"
 """Version of Ollama whose API these endpoints follow. Some clients refuse older ones."""
 NEVER = "9999-12-31T00:00:00Z"
-"""Time at which a model is unloaded."""
+"""Time at which a model is unloaded that is kept or has requests."""
 MAX_PULLS = 2
 """Maximum number of concurrent downloads of a router process."""
 PULL_S = 12 * 3600.0
@@ -67,6 +68,7 @@ async def ollama_version() -> Response:
 async def ollama_tags(request: Request) -> Response:
     """List the models that the API key may use now (Ollama's API)."""
     router_state = router_state_of(request)
+    await router_state.models.refresh()
     shown = router_state.models.listed(key_of(request))
     return json_answer({"models": [await _model(router_state, one) for one in shown]})
 
@@ -81,7 +83,7 @@ async def ollama_ps(request: Request) -> Response:
         if workers and not one.parent:
             size = sum(worker.memory_bytes for worker in workers)
             model = await _model(router_state, one)
-            running = {"expires_at": NEVER, "size_vram": 0, "context_length": one.max_model_len}
+            running = {"expires_at": _expiry(one), "size_vram": 0, "context_length": one.max_model_len}
             found.append(model | running | {"size": size or model["size"]})
     return json_answer({"models": found})
 
@@ -92,7 +94,7 @@ async def ollama_show(request: Request) -> Response:
     router_state = router_state_of(request)
     with router_state.bodies.lease() as lease:
         fields = await router_state.reader.read(request, OllamaModelRequest, lease)
-    model = router_state.models.one(fields.wanted, key_of(request))
+    model = await router_state.models.open(fields.wanted, key_of(request))
     summary = await _summary(model)
     architecture = summary.architecture
     info = {
@@ -155,8 +157,9 @@ async def ollama_delete(request: Request) -> Response:
             model = find_model(name, local_models())
         except ModelError as error:
             raise ModelNotFound(str(error), param="model") from error
-        served = {one.config.model for one in router_state.models.served.values()}
-        if model.name in served:
+        models = router_state.models
+        served = {one.config.model: name for name, one in models.served.items()}
+        if model.name in served and (models.loader is None or models.loader.state(served[model.name]).name != "idle"):
             raise InvalidRequest(f"model: {model.name} is served by this router", param="model")
         try:
             remove_model(model)
@@ -235,8 +238,11 @@ async def _model(router_state: RouterState, one: ShownModel) -> Object:
     """Return an entry of the list of models. That of a split has no details."""
     name = tagged_name(one.name)
     head: Object = {"name": name, "model": name, "modified_at": _created(router_state)}
+    if one.state is not None:
+        head["state"] = one.state.name
     if one.model is None:
-        return head | {"size": 0, "digest": _digest(one.name), "details": _details(None, None)}
+        size = one.state.num_bytes if one.state is not None else 0
+        return head | {"size": size, "digest": _digest(one.name), "details": _details(None, None)}
     files, summary = one.model.files, await _summary(one.model)
     digest = _digest(f"{one.name} {files.weights_hash}")
     return head | {"size": summary.num_bytes, "digest": digest, "details": _details(files, summary)}
@@ -271,6 +277,14 @@ def _read_summary(files: ModelFiles) -> ModelSummary:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _expiry(one: ShownModel) -> str:
+    """Return when a model will be unloaded."""
+    if one.state is None or math.isinf(one.state.expires_in_s):
+        return NEVER
+    at = datetime.now(UTC) + timedelta(seconds=one.state.expires_in_s)
+    return at.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _created(router_state: RouterState) -> str:

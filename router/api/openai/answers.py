@@ -237,6 +237,8 @@ class InputItems(BaseModel):
 
 
 class Model(BaseModel):
+    """`state`: only of a model that is loaded on demand. Its `max_model_len` is 0 until it has been used."""
+
     id: str
     object: Literal["model"]
     created: int
@@ -245,6 +247,7 @@ class Model(BaseModel):
     parent: str | None
     max_model_len: int
     ready: bool
+    state: Literal["idle", "loading", "loaded"] | None = None
 
 
 class ModelList(BaseModel):

@@ -14,7 +14,12 @@ def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def ago(seconds: float) -> str:
     """Format an age."""
+    return f"{span(seconds)} ago"
+
+
+def span(seconds: float) -> str:
+    """Format a duration."""
     for unit, name in ((86_400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * unit:
-            return f"{seconds / unit:.0f} {name} ago"
-    return f"{max(0.0, seconds):.0f} s ago"
+            return f"{seconds / unit:.0f} {name}"
+    return f"{max(0.0, seconds):.0f} s"

@@ -116,13 +116,16 @@ def with_own_cores(workers: Sequence[WorkerConfig], cores: Sequence[int]) -> lis
     return found
 
 
-def check_vllm_plan(config: WorkerConfig, serve: ServeConfig) -> None:
-    """Check that the supervisor can divide cores and GPUs among workers with `--engine vllm`. Raises ConfigError."""
+def check_vllm_plan(config: WorkerConfig, varies: str) -> None:
+    """Check that the supervisor can divide cores and GPUs among workers with `--engine vllm`. Raises ConfigError.
+
+    `varies` is the setting with which the number of workers varies, or "".
+    """
     if config.engine != "vllm":
         return
-    if serve.autoscale and not config.on_gpu and not config.cores:
+    if varies and not config.on_gpu and not config.cores:
         allowed = "omitted with --engine vllm on a CPU, because each worker needs its own cores"
-        raise ConfigError("autoscale", True, allowed)
+        raise ConfigError(varies, True, allowed)
     if config.on_gpu and (argument := pipeline_argument(config.engine_args)):
         raise UsageError(
             "engine_args",
@@ -278,15 +281,16 @@ def read_plan(
     named = named or bool(router.models_file and not serve.on_demand)
     on_demand = _on_demand(serve, prefill, decode, named=named)
     if on_demand is not None:
-        _check_on_demand(serve, router)
+        _check_on_demand(serve, router, decode)
     entries = table_of(router).models if on_demand is None else ()
     models = tuple(entry.model for entry in entries)
     if (len(models) > 1 or on_demand is not None) and (loras := prefill.lora or decode.lora):
         allowed = "omitted with several models; set --max-loras and load adapters at run time"
         raise ConfigError("lora", loras[0], allowed)
 
-    check_vllm_plan(prefill, serve)
-    check_vllm_plan(decode, serve)
+    varies = "on_demand" if on_demand is not None else "autoscale" if serve.autoscale else ""
+    check_vllm_plan(prefill, varies)
+    check_vllm_plan(decode, varies)
     if serve.autoscale or on_demand is not None:  # the number of workers varies: those on one device share its memory
         same, num_models = prefill.device == decode.device, max(1, len(models))
         prefill = _divided(prefill, num_models * (serve.prefill + serve.decode * same))
@@ -334,8 +338,11 @@ def _on_demand(
     )
 
 
-def _check_on_demand(serve: ServeConfig, router: RouterConfig) -> None:
+def _check_on_demand(serve: ServeConfig, router: RouterConfig, decode: WorkerConfig) -> None:
     """Raise ConfigError for settings that exclude load on demand."""
+    if decode.on_gpu and (decode.kv_memory_gib or decode.num_blocks) and not serve.max_memory_gib:
+        allowed = "the GPU memory for models, because --kv-memory-gib or --num-blocks is set"
+        raise ConfigError("max_memory_gib", 0, allowed)
     if serve.models_dir and not Path(serve.models_dir).expanduser().is_dir():
         raise ConfigError("models_dir", serve.models_dir, "a folder that exists")
     if serve.autoscale:

@@ -30,7 +30,7 @@ const Access = (() => {
 
   function showModels() {
     const wanted = kept.get("model");
-    $("model").replaceChildren(...models.map(({ id, ready }) => new Option(ready === false ? `${id} (not ready)` : id, id)));
+    $("model").replaceChildren(...models.map(({ id, ready, state }) => new Option(ready === false && !state ? `${id} (not ready)` : id, id)));
     if (models.some(({ id }) => id === wanted)) $("model").value = wanted;
     $("model").disabled = models.length < 2;
     showModel();
