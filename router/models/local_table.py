@@ -42,7 +42,7 @@ class LocalTable:
 
 
 def _last(model: str) -> str:
-    """Return the last part of a path, without the suffix of a file; other names are returned as they are."""
+    """Return the last part of a path, without the suffix of a file. Other names do not change."""
     path = Path(model)
     if not path.is_absolute():
         return model

@@ -2,6 +2,7 @@ from router.planner.budget import Budget
 from router.planner.loop import Outlook, PlanLoop, budget_of, goals_of, scaler_of
 from router.planner.offered_load import LoadWindow, SampledRequest
 from router.planner.on_demand import (
+    LOOK_S,
     ModelReport,
     OnDemandFolder,
     Report,
@@ -9,6 +10,7 @@ from router.planner.on_demand import (
     Wanted,
     WantedModel,
     WorkerMemory,
+    memory_budget,
 )
 from router.planner.pool import Goals
 from router.planner.residency import Residency, Stage, load_failed
@@ -17,6 +19,7 @@ from router.planner.split import SizingForecaster
 __all__ = [
     "Budget",
     "Goals",
+    "LOOK_S",
     "LoadWindow",
     "ModelReport",
     "OnDemandFolder",
@@ -34,5 +37,6 @@ __all__ = [
     "budget_of",
     "goals_of",
     "load_failed",
+    "memory_budget",
     "scaler_of",
 ]

@@ -15,13 +15,18 @@ from typing import TypeVar
 import msgspec
 
 from common.config import WorkerConfig
+from common.machine import host_memory
 from common.model_files import ModelSummary
 from common.wire import Role
 
 S = TypeVar("S", bound=msgspec.Struct)
-GIB = 2**30
-CPU_REST, GPU_REST = GIB // 4, GIB
+BYTES_PER_GIB = 2**30
+CPU_REST, GPU_REST = BYTES_PER_GIB // 4, BYTES_PER_GIB
 """Memory of a worker in addition to weights and KV cache."""
+USED_SHARE = 0.9
+"""Share of the available memory for models by default."""
+LOOK_S = 0.1
+"""Interval between two looks at a file of the exchange, in seconds."""
 DTYPE_BYTES = 4
 """Maximum bytes of a number."""
 QUANTISED_BYTES = {"int8": 1.1, "int4": 0.6}
@@ -47,7 +52,7 @@ class WorkerMemory(msgspec.Struct, frozen=True):
     def of(cls, config: WorkerConfig) -> WorkerMemory:
         as_float = 4.0 if config.dtype == "float32" or (config.dtype == "auto" and not config.on_gpu) else 2.0
         return cls(
-            kv_bytes=int(config.kv_gib * GIB),
+            kv_bytes=int(config.kv_gib * BYTES_PER_GIB),
             kv_tokens=config.num_blocks * config.block_tokens,
             parameter_bytes=QUANTISED_BYTES.get(config.quantization, as_float),
             rest=GPU_REST if config.on_gpu else CPU_REST,
@@ -62,6 +67,13 @@ class WorkerMemory(msgspec.Struct, frozen=True):
         weights = model.num_bytes if is_quantised else model.num_parameters * self.parameter_bytes
         kv_bytes = self.kv_tokens * model.kv_numbers * DTYPE_BYTES if self.kv_tokens else self.kv_bytes
         return weights + kv_bytes + self.rest
+
+
+def memory_budget(max_gib: float) -> int:
+    """Return the bytes for models: `max_gib` GiB, or if that is 0, a share of the memory that is available now."""
+    available = host_memory()
+    usual = USED_SHARE * (available.num_bytes if available is not None else BYTES_PER_GIB)
+    return int(max_gib * BYTES_PER_GIB or usual)
 
 
 class ServiceSettings(msgspec.Struct, frozen=True):

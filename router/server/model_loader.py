@@ -28,15 +28,13 @@ from router.fleet import Endpoint
 from router.generation import LoadState, ServedModel
 from router.models import Catalog, LocalTable, ModelEntry, settings_of
 from router.observe import RouterMetrics
-from router.planner import ModelReport, OnDemandFolder, Report, Residency, Wanted, WantedModel, load_failed
+from router.planner import LOOK_S, ModelReport, OnDemandFolder, Report, Residency, Wanted, WantedModel, load_failed
 from router.server.model_backend import ModelBackend
 from router.text import SHORT_TEXT, TextThreads
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-LOOK_S = 0.1
-"""Interval between two looks at the report, in seconds."""
 REFRESH_S = 0.2
 """Minimum interval between two searches for models, in seconds."""
 
@@ -138,7 +136,7 @@ class OnDemandModels:
     # ------------------------------------------------------------ for requests
 
     async def refresh(self) -> None:
-        """See `ModelLoader.refresh`. Errors are logged, and the models stay as they are."""
+        """See `ModelLoader.refresh`. After an error, which is logged, the list does not change."""
         if self._refreshing is None:
             self._refreshing = asyncio.create_task(self._refresh(), name="find models")
         await asyncio.shield(self._refreshing)
@@ -211,7 +209,7 @@ class OnDemandModels:
                 self.catalog = catalog
                 self.on_catalog(catalog)
         except (ConfigError, ModelError) as error:
-            log.warning("models on demand: cannot list the models, the list stays as it is: %s", error)
+            log.warning("models on demand: cannot list the models, will retry: %s", error)
         finally:
             self._refreshed_at, self._refreshing = time.monotonic(), None
 

@@ -6,11 +6,12 @@ import math
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from common.errors import InvalidRequest
 from common.model_files import builtin_name
@@ -60,28 +61,32 @@ ModelName = Annotated[str, Field(max_length=1024), AfterValidator(served_name)]
 SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 PART = re.compile(r"(\d+\.?\d*|\.\d+)(ns|us|µs|ms|s|m|h)")
 DURATION = re.compile(rf"[+-]?(?:{PART.pattern})+")
+MAX_DURATION_CHARS = 64
 
 
-def seconds_of(duration: float | str) -> float:
-    """Return a duration in seconds: a number of them, or text such as "1h30m". A negative one is infinite.
+def seconds_of(duration: object) -> float | None:
+    """Return a duration in seconds: a number of them, or a text such as "1h30m". A negative one is infinite.
 
     Raises ValueError.
     """
+    if duration is None:
+        return None
     text = str(duration).strip()
-    if DURATION.fullmatch(text):
-        parts = sum(float(number) * SECONDS[unit] for number, unit in PART.findall(text))
-        seconds = -parts if text.startswith("-") else parts
-    else:
-        try:
-            seconds = float(text)
-        except ValueError:
-            raise ValueError('must be seconds, or a duration such as "5m" or "1h30m"') from None
-    if math.isnan(seconds):
-        raise ValueError('must be seconds, or a duration such as "5m" or "1h30m"')
-    return math.inf if seconds < 0 else seconds
+    if isinstance(duration, int | float | str) and len(text) <= MAX_DURATION_CHARS:
+        if DURATION.fullmatch(text):
+            seconds = sum(float(number) * SECONDS[unit] for number, unit in PART.findall(text))
+            return math.inf if text.startswith("-") and seconds else seconds
+        with suppress(ValueError):
+            if not math.isnan(seconds := float(text)):
+                return math.inf if seconds < 0 else seconds
+    raise ValueError('must be a number of seconds, or a duration such as "5m" or "1h30m"')
 
 
-KeepAlive = Annotated[float | Annotated[str, Field(max_length=64)], AfterValidator(seconds_of)]
+KeepAlive = Annotated[
+    float | None,
+    BeforeValidator(seconds_of),
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}, {"type": "null"}]}),
+]
 MaxTokens = Annotated[int, Field(ge=-2, lt=2**31)]
 Penalty = Annotated[float, Field(**bounds_of("presence_penalty"))]
 Stops = StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)]
@@ -127,7 +132,7 @@ class ModelFields(Fields):
     id_prefix: ClassVar = "ollama-"
 
     model: ModelName | None = Field(None, description="Default: the default model.")
-    keep_alive: KeepAlive | None = Field(
+    keep_alive: KeepAlive = Field(
         None,
         description="Time after the answer for which a model that was loaded on demand stays loaded: seconds, or a "
         'duration such as "5m". 0: unload it at once. -1: keep it until another model needs its memory.',

@@ -80,7 +80,8 @@ async def ollama_ps(request: Request) -> Response:
     found = []
     for one in router_state.models.listed(key_of(request)):
         workers = [] if one.model is None else [w for w in one.model.client.load().workers if w.num_blocks]
-        if workers and not one.parent:
+        is_loaded = one.state is None or one.state.name == "loaded"
+        if workers and is_loaded and not one.parent:
             size = sum(worker.memory_bytes for worker in workers)
             model = await _model(router_state, one)
             running = {"expires_at": _expiry(one), "size_vram": 0, "context_length": one.max_model_len}

@@ -18,12 +18,9 @@ from common.wire import Role
 from router.cli.serve.autoscale import LocalPools
 from router.cli.serve.child import WorkerChild
 from router.cli.serve.keeper import describe_exit
-from router.planner import ModelReport, OnDemandFolder, Report, WantedModel
+from router.planner import LOOK_S, ModelReport, OnDemandFolder, Report, WantedModel
 
 log = logging.getLogger(__name__)
-
-LOOK_S = 0.1
-"""Interval between two reads of the wanted models."""
 
 
 class WorkerManager(Protocol):

@@ -37,13 +37,12 @@ from common.machine import (
     count_gpus,
     find_gpus,
     gpu_refusal,
-    host_memory,
     placement_message,
     with_device,
 )
 from common.wire import Role
 from router.models import table_of
-from router.planner import ServiceSettings, WorkerMemory
+from router.planner import ServiceSettings, WorkerMemory, memory_budget
 
 C = TypeVar("C", bound=Config)
 W = TypeVar("W", bound=WorkerConfig)
@@ -51,9 +50,6 @@ THRESHOLD = "local_prefill_threshold"
 """Its default is 0 with decode workers on GPUs, because a prompt in a step prevents the use of CUDA graphs."""
 P = TypeVar("P", bound=RouterConfig | WorkerConfig)
 
-GIB = 2**30
-MEMORY_SHARE = 0.9
-"""Share of the available memory for models that are loaded on demand."""
 ROUTER_DRAIN_S, WORKER_DRAIN_S = 3.0, 2.0
 """Maximum drain time, so that a process exits within the supervisor's grace period."""
 
@@ -325,12 +321,10 @@ def _on_demand(
     """Return the settings of load on demand, None without it. `named`: the user has chosen a model."""
     if named or not (serve.on_demand or serve.models_dir):
         return None
-    available = host_memory()
-    budget = serve.max_memory_gib * GIB or MEMORY_SHARE * (available.num_bytes if available else GIB)
     return ServiceSettings(
         models_dir=str(Path(serve.models_dir).expanduser().absolute()) if serve.models_dir else "",
         keep_s=serve.unload_after_s,
-        budget=int(budget),
+        budget=memory_budget(serve.max_memory_gib),
         num_prefill=serve.prefill,
         num_decode=serve.decode,
         prefill=WorkerMemory.of(prefill),

@@ -15,7 +15,7 @@ from common.model_files.summary import ModelSummary
 from router.cli.serve.child import WorkerChild
 from router.cli.serve.processes import read_plan
 from router.cli.serve.supervisor import Supervisor
-from router.planner.on_demand import GIB, ModelReport, OnDemandFolder, Wanted, WantedModel, WorkerMemory
+from router.planner.on_demand import BYTES_PER_GIB, ModelReport, OnDemandFolder, Wanted, WantedModel, WorkerMemory
 
 from .test_serve import pretended, records, until  # noqa: F401 (records is a fixture)
 
@@ -100,11 +100,17 @@ def test_a_plan_on_demand_has_no_workers(tmp_path: Path) -> None:
     plan = read_plan(["--models-dir", str(tmp_path), "--max-memory-gib=3", "--decode=2"], {}, num_cores=8)
     assert (plan.prefill, plan.decode, plan.models) == ((), (), ())
     assert plan.on_demand is not None
-    assert (plan.on_demand.models_dir, plan.on_demand.budget, plan.on_demand.keep_s) == (str(tmp_path), 3 * GIB, 300.0)
+    assert (plan.on_demand.models_dir, plan.on_demand.budget, plan.on_demand.keep_s) == (
+        str(tmp_path),
+        3 * BYTES_PER_GIB,
+        300.0,
+    )
     roles = plan.on_demand.roles(generates=True, has_prefill=True)
     assert roles == {"prefill": 1, "decode": 2}
     assert plan.on_demand.roles(generates=False, has_prefill=True) == {"prefill": 1, "decode": 0}
-    each = 4 * 10**9 + GIB + GIB // 4  # 10**9 parameters, perhaps in float32, 1 GiB of KV, and the rest
+    each = (
+        4 * 10**9 + BYTES_PER_GIB + BYTES_PER_GIB // 4
+    )  # perhaps float32, KV, rest
     assert plan.on_demand.num_bytes(MODEL, roles) == 3 * each
     assert read_plan(["a", "--config", ""], {"DIPTYCH_MODELS_DIR": str(tmp_path)}, num_cores=8).models == ("a",)
 
