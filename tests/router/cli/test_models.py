@@ -76,6 +76,40 @@ async def test_running_models_with_their_workers(
     assert "tiny-random  ready  1 decode  3.0 MB  0          0 s ago" in capsys.readouterr().out
 
 
+def test_models_on_demand_are_listed_while_they_are_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    def model(name: str, state: str, expires_in_s: float | None) -> dict[str, Any]:
+        facts = {"id": name, "root": name, "ready": state == "loaded", "num_in_flight": 0, "idle_s": 60.0}
+        return facts | {"state": state, "expires_in_s": expires_in_s}
+
+    models = [model("a", "loaded", 240.0), model("b", "idle", None), model("c", "loaded", None)]
+    worker = {"role": "decode", "num_blocks": 1, "memory_bytes": 10**9}
+    found = ps.rows({"models": models, "workers": [worker | {"model": one["root"]} for one in models]})
+    assert [row["name"] for row in found] == ["a", "c"]
+    assert [ps._cells(row)[1:] for row in found] == [
+        ("loaded", "1 decode", "1.0 GB", "0", "60 s ago", "in 4 min"),
+        ("loaded", "1 decode", "1.0 GB", "0", "60 s ago", "never"),
+    ]
+
+
+def test_run_downloads_a_model_for_a_service_that_loads_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed, fetched = [{"id": "a", "state": "idle"}], list[str]()
+
+    def fetch(model: str) -> str:
+        fetched.append(model)
+        listed.append({"id": model, "state": "idle"})
+        return model
+
+    monkeypatch.setattr(run, "_local_name", fetch)
+    monkeypatch.setattr(run.Service, "models", lambda self: listed)
+    service = run.Service(run.LoadSource("127.0.0.1", 1))
+    assert run._selected(service, "a", listed) == "a" and not fetched
+    assert run._selected(service, "org/b", listed) == "org/b" and fetched == ["org/b"]
+    with pytest.raises(run.RunError, match="serves a, not c"):
+        run._selected(service, "c", [{"id": "a"}])
+    with pytest.raises(run.RunError, match="serves a, org/b, not c"):
+        run._selected(run.Service(run.LoadSource("192.0.2.1", 1)), "c", listed)
+
+
 async def test_run_asks_a_service_that_runs(
     running: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,9 +108,7 @@ def test_a_plan_on_demand_has_no_workers(tmp_path: Path) -> None:
     roles = plan.on_demand.roles(generates=True, has_prefill=True)
     assert roles == {"prefill": 1, "decode": 2}
     assert plan.on_demand.roles(generates=False, has_prefill=True) == {"prefill": 1, "decode": 0}
-    each = (
-        4 * 10**9 + BYTES_PER_GIB + BYTES_PER_GIB // 4
-    )  # perhaps float32, KV, rest
+    each = 4 * 10**9 + BYTES_PER_GIB + BYTES_PER_GIB // 4  # perhaps float32, KV, rest
     assert plan.on_demand.num_bytes(MODEL, roles) == 3 * each
     assert read_plan(["a", "--config", ""], {"DIPTYCH_MODELS_DIR": str(tmp_path)}, num_cores=8).models == ("a",)
 
