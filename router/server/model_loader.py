@@ -94,7 +94,7 @@ class OnDemandModels:
         self._wanted: dict[str, WantedModel] = {}
         self._numbers = itertools.count(time.time_ns())  # also above those of a router before
         self._report = Report()
-        self._changed: dict[str, asyncio.Event] = {}
+        self._changed = asyncio.Event()  # replaced when it is set
         self._refreshing: asyncio.Task[None] | None = None
         self._refreshed_at, self._is_failing = -math.inf, False
         self._is_closed = False
@@ -125,8 +125,7 @@ class OnDemandModels:
     async def close(self) -> None:
         """Stop following the report, and fail the requests that wait for a model. Workers keep running."""
         self._is_closed = True
-        for changed in self._changed.values():
-            changed.set()
+        self._changed.set()
         await self._task.close()
         tasks = [*self._opening.values(), *filter(None, (self._refreshing,))]
         for task in tasks:
@@ -165,7 +164,7 @@ class OnDemandModels:
                         raise Unavailable("The router is shutting down.", retry_after_s=RETRY_AFTER_S)
                     if stage == "idle":
                         raise self._failed(name)
-                    await self._changed.setdefault(name, asyncio.Event()).wait()
+                    await self._changed.wait()
         except TimeoutError:
             release()
             raise Unavailable(
@@ -226,16 +225,15 @@ class OnDemandModels:
     async def _build(self, name: str) -> _Backend:
         try:
             opened = await asyncio.to_thread(self._create, name, self.catalog.entries[name])
+            await opened.backend.start()
         except (ConfigError, ModelError, OSError) as error:
             self.residency.failed(name, str(error), time.monotonic())
             log.error("model %s: cannot be opened: %s", name, error)
             raise self._failed(name) from error
         finally:
             del self._opening[name]
-        backend = opened.backend
-        await backend.start()
-        backend.dispatcher.fleet.registry.explain = lambda role, now: self._progress(name)
-        self._opened[name], self.served[name] = opened, backend.served
+        opened.backend.dispatcher.fleet.registry.explain = lambda role, now: self._progress(name)
+        self._opened[name], self.served[name] = opened, opened.backend.served
         self._front.show_models([one.metrics for one in self.backends])
         return opened
 
@@ -286,7 +284,6 @@ class OnDemandModels:
 
     def _act(self) -> None:
         """Let the policy decide, and write which models must have workers."""
-        before = {name: model.stage for name, model in self.residency.models.items()}
         for name in self.residency.step(time.monotonic()):
             known, is_ready = self._wanted.get(name), self.residency.stage(name) == "loaded"
             if known is None:
@@ -295,9 +292,8 @@ class OnDemandModels:
                 self._wanted[name] = WantedModel(model, next(self._numbers), self._opened[name].roles)
             elif is_ready and not known.is_ready:
                 self._wanted[name] = msgspec.structs.replace(known, is_ready=True)
-        for name in before:
-            if (changed := self._changed.pop(name, None)) is not None:
-                changed.set()
+        self._changed.set()
+        self._changed = asyncio.Event()
         try:
             self._exchange.write_wanted(Wanted(tuple(self._with_workers())))
         except OSError as error:

@@ -111,8 +111,8 @@ def test_models_come_by_their_first_request_and_go_for_others(tmp_path: Path) ->
             refused = service.ask("beta")
             assert refused.status_code == 503 and float(refused.headers["retry-after"]) >= 1
             message = refused.json()["error"]["message"]
-            assert "'beta' needs 322." in message and "Of 697.9 MB for models" in message
-            assert "alpha (322." in message and "gamma (322." in message
+            assert "'beta' needs 0.3 GB of memory. Of 0.7 GB for models" in message
+            assert "alpha (0.3 GB)" in message and "gamma (0.3 GB)" in message
             assert "data: [DONE]" in list(one)[-2:] and "data: [DONE]" in list(other)[-2:]
 
         assert service.generate("gamma", prompt="hi", options={"num_predict": 3}, keep_alive=0)["response"]
