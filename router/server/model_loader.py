@@ -140,6 +140,13 @@ class OnDemandModels:
             self._refreshing = asyncio.create_task(self._refresh(), name="find models")
         await asyncio.shield(self._refreshing)
 
+    async def reload(self) -> None:
+        """Read the models again. Raises ConfigError for an invalid models file, and ModelError for a missing folder."""
+        catalog = await asyncio.to_thread(_catalog, self._local)
+        if catalog.entries != self.catalog.entries:
+            self.catalog = catalog
+            self.on_catalog(catalog)
+
     async def open(self, name: str) -> ServedModel:
         """See `ModelLoader.open`."""
         return (await self._open(name)).backend.served
@@ -203,10 +210,7 @@ class OnDemandModels:
     async def _refresh(self) -> None:
         await asyncio.sleep(self._refreshed_at + REFRESH_S - time.monotonic())
         try:
-            catalog = await asyncio.to_thread(_catalog, self._local)
-            if catalog.entries != self.catalog.entries:
-                self.catalog = catalog
-                self.on_catalog(catalog)
+            await self.reload()
         except (ConfigError, ModelError) as error:
             log.warning("models on demand: cannot list the models, will retry: %s", error)
         finally:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from common.config import RouterConfig
 from common.errors import ConfigError
 from common.model_files import resolve_model
+from router.access import FileWatch
 from router.fleet import ModelCensus
 from router.generation import Models, RouterState, Tracing
 from router.models import (
@@ -73,6 +74,8 @@ class Serving:
 
         loader.on_catalog = adopt
         adopt(loader.catalog)
+        if config.models_file:
+            router_state.access.add_watch(MODELS_FIELD, FileWatch([config.models_file]), loader.reload)
 
     def _serve_models(self, config: RouterConfig, part: RouterPart | None) -> None:
         self._source = ModelsSource(config, part)

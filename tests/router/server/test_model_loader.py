@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from common.config import RouterConfig
+from common.errors import ConfigError
 from common.model_files.tiny import make_tiny_model
 from router.planner.on_demand import ModelReport, OnDemandFolder, Report, ServiceSettings, WantedModel, WorkerMemory
 from router.server.serving import Serving
@@ -217,3 +218,31 @@ async def test_the_next_router_adopts_loaded_models(router: Router, tmp_path: Pa
     await after.app.state.responses.close()
     after.app.state.router_state.access.close()
     await after.close()
+
+
+async def test_models_of_a_file_are_loaded_on_demand_and_added_without_a_restart(
+    router: Router, tmp_path: Path
+) -> None:
+    """Its settings, aliases and limits are used. A file with an error changes nothing."""
+    file, folder = tmp_path / "models.toml", tmp_path / "exchange"
+    file.write_text(f'[[model]]\nmodel = "{router.models / "beta"}"\nname = "b"\naliases = ["fast"]\n')
+    assert router.serving.loader is not None
+    await router.serving.loader.close()
+    serving = Serving(RouterConfig(on_demand_folder=str(folder), response_store="memory", models_file=str(file)))
+    await serving.start()
+    assert serving.loader is not None
+    other = Router(serving, router.supervisor, router.models)
+    assert await other.states() == {"b": "idle", "fast": "idle"}
+    assert (await other.ask("fast")).json()["model"] == "b"
+    assert await other.states() == {"b": "loaded", "fast": "loaded"}
+    file.write_text(file.read_text() + f'[[model]]\nmodel = "{router.models / "alpha"}"\nname = "a"\n')
+    await serving.loader.reload()
+    assert (await other.ask("a")).status_code == 200
+    file.write_text("[[model]]\nname = 3\n")
+    with pytest.raises(ConfigError, match="model must be"):
+        await serving.loader.reload()
+    assert set(await other.states()) == {"a", "b", "fast"}
+    await other.http.aclose()
+    await serving.app.state.responses.close()
+    serving.app.state.router_state.access.close()
+    await serving.close()
