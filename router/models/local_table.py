@@ -18,6 +18,7 @@ class LocalTable:
         self._file, self._dir = config.models_file, models_dir
         self._names: dict[str, str] = {}
         self.num_bytes: dict[str, int] = {}
+        self._files: dict[str, tuple[Path, ...]] = {}
 
     def read(self) -> ModelTable:
         """Return the models, each with a name. Raises ConfigError, and ModelError for a missing folder."""
@@ -28,8 +29,19 @@ class LocalTable:
         for model in found:
             self._name(model)
         self.num_bytes = {model.name: model.num_bytes for model in found}
+        self._files = {model.name: model.files for model in found}
         entries = (ModelEntry(one.name, self._names[one.name]) for one in found if one.name in self._names)
         return ModelTable(tuple(entries))
+
+    def stamp(self, model: str) -> tuple[tuple[int, int], ...]:
+        """Return the times and sizes of a model's files, which change when it is replaced; () if they are unknown."""
+        files = self._files.get(model, ())
+        try:
+            if files and files[0].suffix != ".gguf":
+                files = tuple(sorted(path for path in files[0].parent.iterdir() if path.is_file()))
+            return tuple((stat.st_mtime_ns, stat.st_size) for stat in (path.stat() for path in files))
+        except OSError:
+            return ()
 
     def _name(self, model: LocalModel) -> None:
         """Name a new model after the last part of its path, or after all of it if another model has that name."""

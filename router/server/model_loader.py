@@ -3,7 +3,7 @@
     request ── use ──> Residency ── wanted models ──> diptych serve ── report: addresses, failures ──> fleets
        <── loaded, or the reason ──┘
 
-A model that has been used keeps its tokenizer and metrics when its workers are unloaded.
+A model that has been used keeps its tokenizer and metrics when its workers are unloaded, unless its files change.
 """
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ REFRESH_S = 0.2
 
 
 class _Backend:
-    """An opened model, with the workers that it gets and their memory."""
+    """An opened model, with the workers that it gets and their memory. `stamp` is that of its files."""
 
-    def __init__(self, backend: ModelBackend, roles: dict[Role, int], num_bytes: int) -> None:
-        self.backend, self.roles, self.num_bytes = backend, roles, num_bytes
+    def __init__(
+        self, backend: ModelBackend, roles: dict[Role, int], num_bytes: int, stamp: tuple[tuple[int, int], ...]
+    ) -> None:
+        self.backend, self.roles, self.num_bytes, self.stamp = backend, roles, num_bytes, stamp
         self.endpoints: tuple[Endpoint, ...] = ()
 
     @property
@@ -53,6 +55,13 @@ class _Backend:
         return self.backend.dispatcher.ready[0] and all(
             len(registry.ready(role)) >= num for role, num in self.roles.items()
         )
+
+    async def close(self) -> None:
+        """Close everything but the text threads, which all models share."""
+        await self.backend.planning.close()
+        await self.backend.dispatcher.close()
+        if self.backend.text.grammars is not None:
+            self.backend.text.grammars.close()
 
     def connect(self, report: ModelReport | None) -> None:
         """Connect to the reported workers only."""
@@ -72,7 +81,8 @@ class _Backend:
 class OnDemandModels:
     """Implements `ModelLoader`. Not thread-safe: owned by the router's event loop.
 
-    `catalog` has all models, and `served` those that have been opened. `on_catalog` is called with a changed catalog.
+    `catalog` has all models, and `served` those of them that have been opened. `on_catalog` is called with a changed
+    catalog.
     """
 
     def __init__(self, config: RouterConfig, front: RouterMetrics, threads: TextThreads) -> None:
@@ -145,6 +155,7 @@ class OnDemandModels:
         catalog = await asyncio.to_thread(_catalog, self._local)
         if catalog.entries != self.catalog.entries:
             self.catalog = catalog
+            self._show_opened()
             self.on_catalog(catalog)
 
     async def open(self, name: str) -> ServedModel:
@@ -218,7 +229,7 @@ class OnDemandModels:
 
     async def _open(self, name: str) -> _Backend:
         """Return an opened model. Concurrent calls open it once. Raises Unavailable."""
-        if (opened := self._opened.get(name)) is not None:
+        if (opened := self._opened.get(name)) is not None and not self._is_replaced(name, opened):
             return opened
         if name not in self._opening:
             self.residency.check(name, time.monotonic())
@@ -228,6 +239,8 @@ class OnDemandModels:
 
     async def _build(self, name: str) -> _Backend:
         try:
+            if (before := self._opened.pop(name, None)) is not None:
+                await before.close()
             opened = await asyncio.to_thread(self._create, name, self.catalog.entries[name])
             await opened.backend.start()
         except (ConfigError, ModelError, OSError) as error:
@@ -237,13 +250,28 @@ class OnDemandModels:
         finally:
             del self._opening[name]
         opened.backend.dispatcher.fleet.registry.explain = lambda role, now: self._progress(name)
-        self._opened[name], self.served[name] = opened, opened.backend.served
+        self._opened[name] = opened
+        self._show_opened()
         self._front.show_models([one.metrics for one in self.backends])
         return opened
+
+    def _is_replaced(self, name: str, opened: _Backend) -> bool:
+        """Whether a model without workers and requests has other files than when it was opened."""
+        model = self.residency.models.get(name)
+        is_idle = model is None or (model.stage == "idle" and not model.num_uses)
+        return is_idle and self._local.stamp(opened.backend.config.model) != opened.stamp
+
+    def _show_opened(self) -> None:
+        """Update `served`. An opened model that has been deleted finishes its requests, but gets no new ones."""
+        self.served.clear()
+        self.served.update(
+            {name: one.backend.served for name, one in self._opened.items() if name in self.catalog.models}
+        )
 
     def _create(self, name: str, entry: ModelEntry) -> _Backend:
         """Read the tokenizer of a model. Called in a thread. Raises ModelError and ConfigError."""
         (config,) = settings_of(self._config, {name: entry})
+        stamp = self._local.stamp(entry.model)
         files = resolve_model(entry.model, download=False, progress=False, weights=False, supported=False)
         task, names = served_task(files, config.task), {files.model_id, entry.model}
         roles = self._settings.roles(generates=task.generates, has_prefill=entry.has_prefill)
@@ -251,7 +279,7 @@ class OnDemandModels:
         backend = ModelBackend(
             config, files, self._threads, front=self._front, models=names, has_prefill=roles["prefill"] > 0
         )
-        return _Backend(backend, roles, num_bytes)
+        return _Backend(backend, roles, num_bytes, stamp)
 
     async def _follow(self) -> None:
         while True:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,16 @@ async def test_new_models_are_found_and_texts_need_no_workers(router: Router) ->
     tags = {one["name"]: one for one in (await router.http.get("/api/tags")).json()["models"]}
     assert tags["delta:latest"]["state"] == "loaded" and tags["gamma:latest"]["size"] > 100_000
     assert (await router.ask(None)).json()["model"] == "alpha", "the default is the first"
+    await router.generate("alpha", keep_alive=0)
+    await until(lambda: router.serving.loader and router.serving.loader.residency.stage("alpha") == "idle")
+    shutil.rmtree(router.models / "alpha")
+    assert "alpha" not in await router.states()
+    assert (await router.ask("alpha")).status_code == 404
+    make_tiny_model(router.models / "alpha", seed=0)
+    template = "another {{ messages[0].content }}"
+    (router.models / "alpha" / "chat_template.jinja").write_text(template)
+    assert (await router.ask("alpha")).status_code == 200
+    assert (await router.http.post("/api/show", json={"model": "alpha"})).json()["template"] == template
 
 
 async def test_the_next_router_adopts_loaded_models(router: Router, tmp_path: Path) -> None:
