@@ -119,7 +119,7 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 class ModelReport(msgspec.Struct, frozen=True):
-    """Workers of load `load` of a model, by role. `leaving`: they are being stopped.
+    """Addresses of the workers of load `load` of a model, by role. There are none while the workers are being stopped.
 
     `failure` is the reason why the load failed. It is set when all workers have exited.
     """
@@ -128,7 +128,6 @@ class ModelReport(msgspec.Struct, frozen=True):
     load: int
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
-    leaving: bool = False
     failure: str = ""
 
 

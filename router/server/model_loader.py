@@ -68,11 +68,7 @@ class _Backend:
         endpoints: tuple[Endpoint, ...] = ()
         if report is not None:
             pools: dict[Role, tuple[str, ...]] = {"prefill": report.prefill, "decode": report.decode}
-            endpoints = tuple(
-                Endpoint(role, address, terminating=report.leaving)
-                for role, addresses in pools.items()
-                for address in addresses
-            )
+            endpoints = tuple(Endpoint(role, address) for role, addresses in pools.items() for address in addresses)
         if endpoints != self.endpoints:
             self.endpoints = endpoints
             self.backend.dispatcher.fleet.reconcile(endpoints)

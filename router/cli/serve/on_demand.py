@@ -84,13 +84,8 @@ class ModelLoad:
         if self.has_ended:
             failed = ModelReport(self.wanted.model, self.wanted.load, failure=self.failure)
             return failed if self.failure else None
-        return ModelReport(
-            self.wanted.model,
-            self.wanted.load,
-            self._addresses("prefill"),
-            self._addresses("decode"),
-            leaving=self.is_ending,
-        )
+        pools = self._addresses("prefill"), self._addresses("decode")
+        return ModelReport(self.wanted.model, self.wanted.load, *(((), ()) if self.is_ending else pools))
 
     def _addresses(self, role: Role) -> tuple[str, ...]:
         pool = self._pools.workers[role]
