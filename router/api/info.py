@@ -153,7 +153,7 @@ async def load_history(request: Request) -> Response:
     It begins with the start of the router's process.
     """
     router_state, asked = router_state_of(request), request.query_params.get("model")
-    model = None if asked is None else router_state.models.one(asked)
+    model = None if asked is None else await router_state.models.open(asked)
     own = history_of(router_state, model)
     if router_state.siblings is None:
         return _json(own)

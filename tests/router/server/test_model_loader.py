@@ -195,6 +195,9 @@ async def test_new_models_are_found_and_texts_need_no_workers(router: Router) ->
     counted = await router.http.post("/tokenize", json={"model": "alpha", "prompt": "hello"})
     assert counted.json()["count"] == 5
     assert (await router.http.post("/api/show", json={"model": "beta"})).json()["capabilities"]
+    for path in ("/load", "/load/history"):
+        replies = [await router.http.get(path, params=params) for params in ({}, {"model": "gamma"})]
+        assert [reply.status_code for reply in replies] == [200, 200], path
     assert router.supervisor.loads == []
     assert (await router.ask("delta")).status_code == 404
     make_tiny_model(router.models / "delta", seed=9)
