@@ -151,9 +151,7 @@ def test_a_load_that_fails_gives_the_reason_and_loaded_models_outlive_the_router
         wait_until(lambda: service.ask("alpha").status_code == 200, "the next attempt loads it")
 
         loads = service.num_loads("alpha")
-        router = next(
-            pid for pid in service.served.members() if b"router" in command(pid) and b"serve" not in command(pid)
-        )
+        router = next(pid for pid in service.served.members() if b"\0-m\0router\0" in command(pid))
         os.kill(router, signal.SIGKILL)
         wait_until(lambda: answers(service, "alpha"), "the next router")
         assert service.num_loads("alpha") == loads
