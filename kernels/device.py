@@ -21,7 +21,7 @@ AMD_CHIPS = ("gfx90a", "gfx942", "gfx950")
 def usable_gpus() -> tuple[int, str]:
     """Return the number of GPUs, from index 0, that torch and the kernels can use, and why if it is 0."""
     if torch.version.cuda is None and torch.version.hip is None:
-        return 0, f"torch {torch.__version__} is built without CUDA"
+        return 0, f"torch {torch.__version__} is a CPU build; install PyTorch's build for this GPU to use it"
     try:
         with warnings.catch_warnings():  # torch also raises what it warns of
             warnings.simplefilter("ignore")

@@ -3,6 +3,8 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shutil
+import socket
 import subprocess
 import sys
 import tomllib
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 from common import __version__
 from common.packages import PACKAGES
@@ -132,6 +135,49 @@ def test_the_wheel_holds_every_file(repository: Path, wheel: Path, left_out: set
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
         version = archive.read("common/version.txt").decode().strip()
     assert held == expected | {"common/version.txt"} and wheel.name.startswith(f"diptych-{version}-")
+
+
+def test_a_plain_installation_has_everything_that_run_needs(project: dict[str, Any]) -> None:
+    """Router, worker, models by name, and pip, which uv's environments do not have."""
+    extras = project["project"]["optional-dependencies"]
+    assert "diptych[local]" in project["project"]["dependencies"]
+    local = [Requirement(one) for one in extras["local"]]
+    assert {"router", "worker", "hub"} == local[0].extras and local[1].name == "pip"
+    (torch,) = (Requirement(one) for one in extras["worker"] if one.startswith("torch"))
+    assert all(torch.specifier.contains(f"2.13.0{build}") for build in ("", "+cpu", "+cu130", "+rocm7.1"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("installer", ("pip", "pipx", "uvx"))
+def test_one_line_leads_from_the_wheel_to_an_answer(
+    wheel_with_kernels: Path, repository: Path, tmp_path: Path, installer: str
+) -> None:
+    """In an empty folder, with an empty home."""
+    (home := tmp_path / "home").mkdir()
+    if installer == "pip":
+        venv.create(tmp_path / "venv", with_pip=True)
+        pip = str(tmp_path / "venv" / "bin" / "pip")
+        install = (pip, "install", "--quiet", "-c", str(repository / "constraints.txt"), str(wheel_with_kernels))
+        start = (str(tmp_path / "venv" / "bin" / "diptych"),)
+    else:
+        program = shutil.which(installer) or pytest.skip(f"{installer} is not installed")
+        install = (program, "install", "--quiet", str(wheel_with_kernels)) if installer == "pipx" else ()
+        start = (program, "--from", str(wheel_with_kernels), "diptych")
+        if installer == "pipx":
+            start = (str(home / ".local" / "bin" / "diptych"),)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("DIPTYCH_", "XDG_"))}
+    environment |= {"HOME": str(home), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment.pop("VIRTUAL_ENV", None)
+    options: dict[str, Any] = {"cwd": tmp_path, "env": environment, "stdin": subprocess.DEVNULL}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    question = ("run", "tiny-random", "Hello", "--url", url, "--", "--device", "cpu")
+    for command in filter(None, (install, (*start, *question))):
+        done = subprocess.run(command, **options, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.stdout.strip()
 
 
 def test_the_installed_wheel_runs_without_its_dependencies(wheel: Path, tmp_path: Path) -> None:

@@ -63,7 +63,8 @@ def environment(environ: Mapping[str, str]) -> Client:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     tools = [one for one in extras["dev"] if re.split(r"[<>=\[]", one)[0] in TOOLS]
-    requires = (vllm, *project["dependencies"], *(one for extra in EXTRAS for one in extras[extra]), *tools)
+    common = [one for one in project["dependencies"] if not one.startswith("diptych[")]
+    requires = (vllm, *common, *(one for extra in EXTRAS for one in extras[extra]), *tools)
     return Client("vllm", requires, without=() if has_gpu else MEDIA)
 
 

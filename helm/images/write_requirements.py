@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,14 +38,21 @@ def without_torch(text: str) -> str:
     return "".join(f"{lines}\n" for name, lines in entries(text) if not OF_TORCH.match(name))
 
 
+def requirements(*extras: str) -> list[str]:
+    """Return what every process and these extras need, without the packages that an installation has by default."""
+    project = tomllib.loads((FOLDER.parents[1] / "pyproject.toml").read_text())["project"]
+    common = [line for line in project["dependencies"] if not line.startswith("diptych[")]
+    return [*common, *(line for extra in extras for line in project["optional-dependencies"][extra])]
+
+
 def resolve(*extras: str) -> str:
     """Resolve the packages of extras on Linux with uv, using the index that its environment configures."""
     uv = shutil.which("uv") or sys.exit("write_requirements needs uv: pip install uv")
-    flags = [flag for extra in extras for flag in ("--extra", extra)]
-    command = [uv, "pip", "compile", "--quiet", str(FOLDER.parents[1] / "pyproject.toml"), *flags, "--generate-hashes"]
+    command = [uv, "pip", "compile", "--quiet", "-", "--generate-hashes"]
     command += ["-c", str(FOLDER / "constraints.txt"), "--python-version", "3.11", "--python-platform", "linux"]
     command += ["--no-header", "--no-annotate", "--no-emit-index-url"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    lines = "\n".join(requirements(*extras))
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=600, check=False)
     return done.stdout if done.returncode == 0 else sys.exit(done.stderr)
 
 

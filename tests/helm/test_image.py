@@ -10,6 +10,7 @@ import sys
 import tomllib
 import venv
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -35,6 +36,11 @@ def stages(pytestconfig: pytest.Config) -> dict[str, list[tuple[str, str]]]:
             name = rest.rpartition(" AS ")[2]
         found.setdefault(name, []).append((instruction, rest.strip()))
     return found
+
+
+def common(project: dict[str, Any]) -> list[str]:
+    """What every process needs: the dependencies without the extras that an installation has by default."""
+    return [line for line in project["dependencies"] if not line.startswith("diptych[")]
 
 
 def pins(repository: Path, name: str = "constraints") -> dict[str, Version]:
@@ -108,7 +114,7 @@ def test_every_dependency_is_pinned_within_its_range(repository: Path) -> None:
         line for name in ("router", "worker", "tracing", "hub") for line in project["optional-dependencies"][name]
     ]
     held = pins(repository)
-    for line in (*project["dependencies"], *extras):
+    for line in (*common(project), *extras):
         requirement = Requirement(line)
         name = requirement.name.lower().replace("_", "-")
         assert name in held, f"{name} is not in helm/images/constraints.txt"
@@ -123,7 +129,7 @@ def test_what_an_image_installs_is_pinned_by_hash(repository: Path, image: str) 
     held, known = pins(repository, image), pins(repository)
     assert held and held == {name: known[name] for name in held}
     project = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    lines = [*project["dependencies"], *project["optional-dependencies"][image]]
+    lines = [*common(project), *project["optional-dependencies"][image]]
     wanted = {Requirement(line).name.lower().replace("_", "-") for line in lines} - {"torch"}
     assert wanted <= held.keys()
     entries = re.split(r"\n(?=\w)", (repository / "helm" / "images" / f"{image}.txt").read_text(encoding="utf-8"))[1:]

@@ -24,7 +24,9 @@ from common.machine.gpus import (
 )
 
 NOTHING = Path("/nonexistent")
-BUILT_FOR_CPUS = AvailableGPUs(0, f"torch {torch.__version__} is built without CUDA")
+BUILT_FOR_CPUS = AvailableGPUs(
+    0, f"torch {torch.__version__} is a CPU build; install PyTorch's build for this GPU to use it"
+)
 
 
 @pytest.mark.parametrize(
