@@ -23,11 +23,13 @@ from pathlib import Path
 
 import torch  # loads the OpenMP runtime whose threads the library shares
 
-from kernels.cpu.compiler import COMPILE_TIMEOUT_S, COMPILERS, FLAGS, SOURCES, compile_here, find_compiler
+from kernels.cpu.compiler import COMPILERS, FLAGS, SOURCES, STALL_S, compile_here, find_compiler
 from kernels.cpu.instruction_sets import features_here, that_run
 
 log = logging.getLogger("kernels")
 
+SCRATCH = "compiling-"
+"""Prefix of folders in the cache, each of a process that compiles."""
 SHIPPED = SOURCES / "built"
 """Folder of an installed wheel with libraries for several kinds of CPU (setup.py). A source checkout has none."""
 
@@ -73,11 +75,12 @@ def _load(folder: Path) -> ctypes.CDLL:
     if not compiler:
         raise OSError("no C++ compiler among " + ", ".join(COMPILERS))
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with _turn(folder), tempfile.TemporaryDirectory(dir=folder) as scratch:
+    with _turn(folder):
         if (library := _built(target)) is not None:
             return library
-        log.info("compiling CPU kernels for this machine, 20 s to a minute, once")
-        compile_here(compiler, (_kind(),), Path(scratch)).replace(target)
+        with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder) as scratch:
+            log.info("compiling CPU kernels for this machine, 20 s to a minute, once")
+            compile_here(compiler, (_kind(),), Path(scratch), lambda: os.utime(folder)).replace(target)
         return ctypes.CDLL(str(target))
 
 
@@ -94,17 +97,31 @@ def _built(target: Path, otherwise: str = "building it again") -> ctypes.CDLL | 
 
 @contextmanager
 def _turn(folder: Path) -> Iterator[None]:
-    """Let one process at a time compile, because the workers of a machine start together and need the same library."""
-    until = time.monotonic() + COMPILE_TIMEOUT_S
-    held = os.open(folder, os.O_RDONLY)
+    """Let one process at a time compile, because the workers of a machine start together and need the same library.
+
+    The process that compiles touches the folder while it makes progress. The others stop waiting `STALL_S` after the
+    last touch, and compile too.
+    """
+    held, touched, moved = os.open(folder, os.O_RDONLY), 0, 0.0
     try:
-        while time.monotonic() < until:  # the kernel releases the lock of a dead process
+        while True:  # the kernel releases the lock of a dead process
             try:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
             except BlockingIOError:
+                before, touched = touched, os.fstat(held).st_mtime_ns
+                if not before:
+                    log.info("waiting for another process that compiles the CPU kernels")
+                if touched != before:
+                    moved = time.monotonic()
+                if time.monotonic() - moved > STALL_S:
+                    log.warning("the process that compiles the CPU kernels makes no progress: compiling them here too")
+                    break
                 time.sleep(0.1)
             except OSError:  # no locks on this file system: compile twice, with the same result
+                break
+            else:
+                for left in folder.glob(f"{SCRATCH}*"):  # of a process that was killed
+                    shutil.rmtree(left, ignore_errors=True)
                 break
         yield
     finally:

@@ -1,18 +1,27 @@
 from __future__ import annotations
 
+import fcntl
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kernels.cpu import build as native_build
+from kernels.cpu import compiler as compiling
 from kernels.cpu.instruction_sets import features_here, of_machine, that_run
 
+from ...waiting import wait_until
+
 pytestmark = pytest.mark.timeout(400)  # of compilers, on any machine
+LOADS = "from kernels.cpu.build import load_native; assert load_native() is not None"
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +113,76 @@ def test_a_damaged_library_is_built_again(tmp_path: Path, calls: Path) -> None:
 
 @pytest.mark.slow
 def test_processes_that_start_together_compile_once(calls: Path) -> None:
-    program = "from kernels.cpu.build import load_native; assert load_native() is not None"
-    started = [subprocess.Popen([sys.executable, "-P", "-c", program]) for _ in range(2)]
+    started = [subprocess.Popen([sys.executable, "-P", "-c", LOADS]) for _ in range(2)]
     assert [process.wait(350) for process in started] == [0, 0]
     assert len(set(calls.read_text().split())) == 1, "both of them compiled"
+
+
+@pytest.mark.slow
+def test_a_killed_process_neither_blocks_the_next_nor_leaves_a_folder(tmp_path: Path, calls: Path) -> None:
+    quick = os.environ["CXX"]
+    (endless := tmp_path / "endless").write_text(f"#!/bin/sh\necho $$ >> {tmp_path / 'endless.pid'}\nexec sleep 300\n")
+    endless.chmod(0o755)
+    program = [
+        sys.executable,
+        "-P",
+        "-c",
+        "from kernels.cpu.build import load_native; assert load_native() is not None",
+    ]
+    first = subprocess.Popen(program, env={**os.environ, "CXX": str(endless)})
+    wait_until(lambda: (tmp_path / "endless.pid").exists())
+    second = subprocess.Popen(program, env={**os.environ, "CXX": quick}, stderr=subprocess.DEVNULL)
+    with pytest.raises(subprocess.TimeoutExpired):
+        second.wait(5)
+    first.kill()
+    first.wait(30)
+    os.kill(int((tmp_path / "endless.pid").read_text()), signal.SIGKILL)
+    assert second.wait(60) == 0 and calls.exists()
+    assert [each.suffix for each in (tmp_path / "native").iterdir()] == [".so"], (
+        "a folder of the killed process is left"
+    )
+
+
+def test_a_compiler_that_computes_is_awaited_and_one_that_hangs_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both run longer than a compiler may stall."""
+    assert compiling.session_cpu_s(os.getsid(0)) > 0
+    touched: list[None] = []
+    seen = tmp_path / "seen"
+    monkeypatch.setattr(compiling, "session_cpu_s", lambda leader: len(touched) + 1.0)
+    ends = ["sh", "-c", f"while ! [ -e {seen} ]; do sleep 0.05; done"]
+    compiling.run_compiler(ends, lambda: touched.append(seen.touch()), stall_s=0.01)
+    with pytest.raises(subprocess.TimeoutExpired):
+        compiling.run_compiler(["sleep", "300"], lambda: touched.append(None), timeout_s=0.1)
+    monkeypatch.setattr(compiling, "session_cpu_s", lambda leader: 0.0)
+    with pytest.raises(subprocess.TimeoutExpired):
+        compiling.run_compiler(["sh", "-c", "sleep 300 & wait"], lambda: None, stall_s=0.1)
+
+
+def test_a_process_waits_while_the_other_makes_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The turn comes only when the other one has not touched the folder for as long as a compiler may stall."""
+    now = [0.0]
+    folder = tmp_path / "native"
+    folder.mkdir()
+    touches = iter(range(5))
+
+    def sleep(seconds: float) -> None:
+        now[0] += 60.0
+        if (stamp := next(touches, None)) is not None:
+            os.utime(folder, (stamp, stamp))
+
+    monkeypatch.setattr(native_build, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    with lock_held(folder), native_build._turn(folder):
+        assert now[0] > 5 * 60.0 + native_build.STALL_S
+
+
+@contextmanager
+def lock_held(folder: Path) -> Iterator[None]:
+    held = os.open(folder, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    yield
+    os.close(held)
 
 
 @pytest.fixture
