@@ -1,4 +1,4 @@
-from common.model_files.builtin import builtin_name
+from common.model_files.builtin import DEFAULT_MODEL, builtin_name
 from common.model_files.config import HFReader, ModelConfig, from_hf
 from common.model_files.files import ModelFiles
 from common.model_files.fingerprint import layout_fingerprint, weights_fingerprint
@@ -37,6 +37,7 @@ __all__ = [
     "BYTE_TOKEN",
     "ChatTemplate",
     "ContentForm",
+    "DEFAULT_MODEL",
     "FormatName",
     "GENERATES",
     "HFReader",

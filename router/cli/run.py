@@ -24,7 +24,7 @@ from urllib.parse import quote
 
 from common.errors import ModelError
 from common.machine import ChildProcess
-from common.model_files import find_model, local_models, resolve_model
+from common.model_files import DEFAULT_MODEL, find_model, local_models, resolve_model
 from router.cli.client_flags import run_parser
 from router.cli.serve.child import die_with
 from router.cli.top import LoadSource, WrongUrl
@@ -39,6 +39,10 @@ STOP_S = 15.0
 """Time for the service to stop."""
 POLL_S = 0.2
 MARK = '"""'
+HINT = (
+    f"{DEFAULT_MODEL} is a small model for trying things out. For better answers: diptych run Qwen/Qwen3-0.6B "
+    "(downloads 1.5 GB)"
+)
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 HELP = f"""\
   /bye            end (also Ctrl-D)
@@ -193,6 +197,8 @@ class Chat:
     messages: list[dict[str, str]] = field(default_factory=list)
     verbose: bool = False
     """Whether numbers follow each answer."""
+    hint: str = ""
+    """Printed on stderr after the first answer."""
 
     def say(self, text: str, *, thoughts: bool) -> None:
         """Send a message and print the answer as it arrives. Ctrl-C ends the answer and keeps its text."""
@@ -225,6 +231,9 @@ class Chat:
             chunks.close()  # type: ignore[attr-defined]  # a generator
             print(PLAIN if is_thinking else "")
         self.messages.append({"role": "assistant", "content": "".join(parts)})
+        if self.hint:
+            print(self.hint, file=sys.stderr)
+            self.hint = ""
         if self.verbose and usage:
             ended = time.monotonic()
             rate = (usage["completion_tokens"] - 1) / (ended - first_at) if first_at and ended > first_at else 0.0
@@ -374,6 +383,8 @@ def _chat(service: Service, options: argparse.Namespace, prompt: str) -> None:
     chat = Chat(service, fields, system, options.verbose)
     if any(one["id"] == service.model and one.get("state") not in (None, "loaded") for one in service.models() or ()):
         _load(service)
+    if service.model == DEFAULT_MODEL and sys.stderr.isatty():
+        chat.hint = HINT
     if prompt or not sys.stdin.isatty():
         chat.say(prompt, thoughts=False)
         return
