@@ -57,6 +57,7 @@ CHART_SETS = frozenset(
             "drain_timeout_s",
             "config",
             "core_share",
+            "weight_share",
             "cores",
         ),
         *("prefill", "decode", "prefill_services", "decode_services", "discovery", "discovery_namespace"),

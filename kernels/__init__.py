@@ -16,6 +16,7 @@
     Embedding                               table lookup; may share the packed table of a tied head
     record, ProgramRecorder, Program        a whole forward pass as one native call
     share_cores                             limits the threads of that call while other workers compute
+    share_weights                           keeps one copy of the CPU's weights for all processes of a host
 
 KV caches are `[num_blocks, num_layers, num_kv_heads, block_size, 2 (K, V), head_dim]`, contiguous, with 1 in place of 2
 where they hold latents.
@@ -37,6 +38,7 @@ from kernels.cpu.backend import share_cores
 from kernels.cpu.native_plan import NativePlan
 from kernels.cpu.program import Program
 from kernels.cpu.recorder import ProgramRecorder, record
+from kernels.cpu.shared_weights import share_weights
 from kernels.device import on_device, too_large, usable_gpus
 from kernels.dispatch import (
     add_rms_norm,
@@ -113,6 +115,7 @@ __all__ = [
     "sample",
     "scatter_blocks",
     "share_cores",
+    "share_weights",
     "step_plan",
     "to_device",
     "to_host",

@@ -9,6 +9,7 @@ from torch.nn import functional
 from kernels.backends import backend
 from kernels.cpu.packed import PackedWeight
 from kernels.cpu.recorder import ProgramRecorder
+from kernels.cpu.shared_weights import shared
 from kernels.linear import Linear
 
 
@@ -17,16 +18,17 @@ class Embedding:
 
     def __init__(self, table: Tensor) -> None:
         self.dtype, self.device = table.dtype, table.device
-        self._table: Tensor | PackedWeight = table
+        self._table: Tensor | PackedWeight = shared(table)
         self._packing = backend(table.device.type).packing
 
     @classmethod
     def tied(cls, table: Tensor, head: Linear) -> Embedding:
         """For a `head` that multiplies by `table`: uses the head's packed copy where that holds every bit."""
-        made = cls(table)
         if head.native is not None and not head.native.quantised and not head.native.gated:
+            made = cls(table[:0])
             made._table = head.native
-        return made
+            return made
+        return cls(table)
 
     @property
     def weight(self) -> Tensor:

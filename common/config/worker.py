@@ -219,6 +219,13 @@ class WorkerConfig(CommonConfig, PodSettings):
         internal=True,
         **FILE,
     )
+    weight_share: str = setting(
+        "",
+        "memory file through which the workers of one machine share weights on the CPU",
+        group="Device",
+        internal=True,
+        **FILE,
+    )
     cores: str = setting(
         "",
         "CPU cores to run on, such as 0-3,8",

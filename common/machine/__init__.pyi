@@ -19,6 +19,7 @@ from common.machine.gpus import (
     with_device,
 )
 from common.machine.memory import Available, host_memory, keep_large_buffers
+from common.machine.memory_file import MemoryFile
 from common.machine.owned_task import OwnedTask
 from common.machine.private_folder import FOLDER_LOCK, PrivateFolder, remove_private_folders
 from common.machine.process_metrics import register_process
@@ -32,6 +33,7 @@ __all__ = [
     "CoreShare",
     "FOLDER_LOCK",
     "LEASES_S",
+    "MemoryFile",
     "NO_ROOM",
     "OwnedTask",
     "PrivateFolder",

@@ -14,6 +14,7 @@ from torch import Tensor
 from kernels.cpu.build import load_native
 from kernels.cpu.large_pages import ARENA
 from kernels.cpu.nibbles import pack_nibbles, unit_of, unpack_nibbles
+from kernels.cpu.shared_weights import is_sharing, shared
 from kernels.cpu.structs import WeightsStruct
 from kernels.interface import QuantisedWeight
 
@@ -62,6 +63,9 @@ class PackedWeight:
     struct: WeightsStruct = field(init=False)
 
     def __post_init__(self) -> None:
+        for name in ("data", "scale", "offset"):
+            if (part := getattr(self, name)) is not None:
+                object.__setattr__(self, name, shared(part))
         pointers = (0 if t is None else t.data_ptr() for t in (self.data, self.scale, self.offset, self.bias))
         sizes = (self.out_features, self.in_features, self.group, self.format)
         object.__setattr__(self, "struct", WeightsStruct(*pointers, *sizes))
@@ -216,6 +220,8 @@ def _bias(bias: Tensor | None, gated: bool) -> Tensor | None:
 
 def room(size: int) -> Tensor:
     """Allocate `size` bytes aligned to a cache line, followed by READ_AHEAD bytes for prefetches."""
+    if is_sharing():  # what is copied from here and freed must not keep a chunk of the arena
+        return torch.zeros(size + READ_AHEAD, dtype=torch.uint8)[:size]
     return ARENA.take(size + READ_AHEAD)[:size]
 
 

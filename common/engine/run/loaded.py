@@ -38,7 +38,7 @@ from common.model_files import (
     served_task,
     weights_fingerprint,
 )
-from kernels import Linear, has_device_kernels, share_cores
+from kernels import Linear, has_device_kernels, share_cores, share_weights
 from kernels.interface import pinned
 
 log = logging.getLogger(__name__)
@@ -144,6 +144,8 @@ class LoadedModel:
     def load(cls, files: ModelFiles, config: WorkerConfig) -> LoadedModel:
         """Load the model and allocate its cache. Raises ModelError (also if it does not fit) or ConfigError."""
         task = task_of(files, config)
+        if config.weight_share and not config.on_gpu:
+            share_weights(config.weight_share)
         if config.kv_cache_dtype == "int8" and open_model(files)[0].latent_dim:
             raise ConfigError("kv_cache_dtype", "int8", "auto or fp8 for a model with latent attention")
         dtype = native_dtype(config.torch_device) if config.dtype == "auto" else config.dtype

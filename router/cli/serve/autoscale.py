@@ -14,7 +14,7 @@ from typing import Protocol
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.config import WorkerConfig
-from common.machine import write_failure
+from common.machine import MemoryFile, write_failure
 from common.wire import Role
 from router.cli.serve.child import RouterChild, WorkerChild
 from router.cli.serve.probe import metrics_page
@@ -56,6 +56,8 @@ class LocalPools:
 
     def __init__(self, kinds: Mapping[Role, WorkerConfig], runtime: Path) -> None:
         self._kinds, self._runtime = kinds, runtime
+        self._weights: dict[str, MemoryFile] = {}
+        """Weights that the workers of a model share. Dropped with the last of them."""
         self.file = runtime / "workers.json"
         self.workers: dict[Role, list[WorkerChild]] = {role: [] for role in MODULES}
         self.leaving: set[WorkerChild] = set()
@@ -73,6 +75,8 @@ class LocalPools:
             config = dataclasses.replace(self._kinds[role], worker_id=f"{role}-{number}", model=model)
         if not config.cores and config.engine == "diptych":  # workers without pinned cores share all cores
             config = dataclasses.replace(config, core_share=str(self._runtime / "cores"))
+        if not config.on_gpu and config.engine == "diptych":
+            config = dataclasses.replace(config, weight_share=self._weights_of(config.model).path)
         other = next((kind for name, kind in self._kinds.items() if name != role), None)
         name = config.worker_id
         worker = WorkerChild(
@@ -88,7 +92,14 @@ class LocalPools:
         for pool in self.workers.values():
             if worker in pool:
                 pool.remove(worker)
+        if worker.config.model not in {other.config.model for other in self}:
+            self._weights.pop(worker.config.model, None)
         self.publish()
+
+    def _weights_of(self, model: str) -> MemoryFile:
+        if model not in self._weights:
+            self._weights[model] = MemoryFile("diptych-weights")
+        return self._weights[model]
 
     def __iter__(self) -> Iterator[WorkerChild]:
         return iter([worker for pool in self.workers.values() for worker in pool])

@@ -62,7 +62,7 @@ DISCOVERY = (
 PLANNER = ("on_demand_folder", "planner", "prefill_deployment", "decode_deployment", "planner_lease")
 ROUTER_OWN = OWN | {"prefill", "decode", *PLANNER, *DISCOVERY}
 ADDRESSES = ("host", "port", "kv_port", "lend_port", "http_port", "advertise_host", "allow_remote", "address_file")
-WORKER_OWN = OWN | {"worker_id", "core_share", "pod_deletion_cost", *ADDRESSES}
+WORKER_OWN = OWN | {"worker_id", "core_share", "weight_share", "pod_deletion_cost", *ADDRESSES}
 
 NOTES = """\
 Worker options can be set for one pool: --prefill-threads 2, --decode-cores 1, --decode-max-num-seqs 128.

@@ -113,6 +113,23 @@ def names(pools: LocalPools, role: Role, model: str) -> list[str]:
     return [worker.name for worker in pools.staying(role, model)]
 
 
+def test_workers_on_cpus_share_the_memory_of_weights(tmp_path: Path) -> None:
+    plan = read_plan([], {}, num_cores=4, num_gpus=0)
+    pools = LocalPools(plan.kinds, tmp_path)
+    workers = [pools.add(role, model="a") for role in ("prefill", "decode", "decode")]
+    other = pools.add("decode", model="b")
+    (path,) = {worker.config.weight_share for worker in workers}
+    assert "diptych-weights" in os.readlink(path) and os.stat(path).st_blocks == 0
+    assert os.stat(path).st_ino != os.stat(other.config.weight_share).st_ino
+    inode = os.stat(path).st_ino
+    for worker in workers:
+        assert os.stat(path).st_ino == inode
+        pools.remove(worker)
+    assert not os.path.exists(path), "the weights of a model without workers stay in memory"
+    on_gpu = read_plan(["--device", "cuda"], {}, num_cores=4, num_gpus=1)
+    assert LocalPools(on_gpu.kinds, tmp_path).add("decode", model="a").config.weight_share == ""
+
+
 async def test_models_scale_apart_and_their_workers_share_no_name(tmp_path: Path) -> None:
     plan = read_plan(["--autoscale", models_file(tmp_path, "a", "org/b"), "--block-size", "64"], {}, num_cores=4)
     pools = LocalPools(plan.kinds, tmp_path)
