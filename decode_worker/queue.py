@@ -4,13 +4,14 @@ Grants for KV from prefill workers and local prefills compete for the same block
 priority counts as some seconds of age. Younger requests may overtake one that does not fit, until they have taken as
 many blocks as it needs.
 
-With a goal for the time per token, a request whose KV another worker sends must join the batch soon: its client has the
-first token already. One that has waited for longer than its answer can spare will miss the goal and yields to those that
-can still meet it. Otherwise every answer would wait equally long in an overload, and all would miss it.
+With a goal for the time per token, a request whose KV another worker sends must join the batch soon, because its client
+has the first token. One that has waited for longer than its answer can spare will miss the goal, and yields to those
+that can still meet it. Otherwise all answers would wait equally long in an overload, and all would miss the goal.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -108,9 +109,9 @@ class DecodeQueue(Scheduler[DecodeSequence]):
     @property
     def _num_places(self) -> int:
         """Current maximum batch size. Larger if a request has waited for too long and the step model is unreliable."""
-        if self.queue and self._model_error > MUCH_ERROR:
-            if self._now - self._waits_since(self.queue[0]) > PATIENCE * self.goal.goal_s:
-                return max(self.batch_cap.value, self._usual_num_seqs)
+        patience_s = PATIENCE * self.goal.goal_s if self._model_error > MUCH_ERROR else math.inf
+        if self.queue and self._now - self._waits_since(self.queue[0]) > patience_s:
+            return max(self.batch_cap.value, self._usual_num_seqs)
         return min(self.batch_cap.value, self.max_num_seqs)
 
     def _next(self) -> _Admission | None:
