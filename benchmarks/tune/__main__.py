@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from rich.console import Console
@@ -114,10 +115,13 @@ def tuned(options: argparse.Namespace, console: Console) -> Tuning:
         task = bar.add_task("start", total=limit_s)
 
         def passed() -> float:
-            return (time.monotonic() - began_at) / limit_s
+            return float((time.monotonic() - began_at) / limit_s)
 
         def say(text: str) -> None:
             bar.update(task, completed=time.monotonic() - began_at, description=text)
+
+        def confirms(which: str, text: str) -> None:
+            say(f"confirms {which}: {text}")
 
         made, load_s = service_options(options), LOAD_SHARE * limit_s
         service = Service(made, load_of(options), lambda text: say(f"defaults: {text}"))
@@ -144,7 +148,7 @@ def tuned(options: argparse.Namespace, console: Console) -> Tuning:
                 for number, setting in enumerate(best, 1):
                     if passed() + measure_share > 1.0:
                         break
-                    service.advance = lambda text, number=number: say(f"confirms {number} of {len(best)}: {text}")
+                    service.advance = partial(confirms, f"{number} of {len(best)}")
                     measured[setting] = service.measure(setting, changed_flags(spec, setting), load_s)
             pick = chosen(base, ranked, measured)
             say("simulation: higher loads")
