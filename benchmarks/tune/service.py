@@ -162,7 +162,7 @@ class Service:
             token_ids = ask_token_ids(asking, server.model)
         self.load = replace(self.load, max_model_len=server.max_model_len or 0)
         self.advance("warm-up")
-        rate = self._warm_up(url, server, token_ids)
+        rate = self._warm_up(url, server, token_ids, 2.0 * seconds)
         if not self.load.rate and not self.load.trace:
             self.load = replace(self.load, rate=RATE_SHARE * rate)
         self.advance(f"load for {seconds:.0f} s")
@@ -178,8 +178,12 @@ class Service:
             return prompts[len(prompts) * 9 // 10], max(2, answers[len(answers) * 9 // 10])
         return self.load.input_len.high, max(2, self.load.output_len.high)
 
-    def _warm_up(self, url: str, server: Server, token_ids: tuple[int, ...]) -> float:
-        """Let workers fit their step times with prompts and batches of several sizes. Return requests per second."""
+    def _warm_up(self, url: str, server: Server, token_ids: tuple[int, ...], limit_s: float) -> float:
+        """Let workers fit their step times with prompts and batches of several sizes. Return requests per second.
+
+        Further phases begin only within `limit_s`.
+        """
+        deadline = time.monotonic() + limit_s
         prompt, answer = self._lengths()
         seconds = WARM_S
         phases = [Phase(num, max(2, round(share * prompt)), 1, seconds) for share in (0.25, 0.5, 1.0) for num in (1, 2)]
@@ -189,6 +193,8 @@ class Service:
         last = Phase(CLIENTS, max(2, prompt - CLIENTS), answer, 2 * seconds)
         token_s = asyncio.run(drive(url, server.model, token_ids, last, self.options.api_key))
         for number in range(1, MOST_EXTRA_PHASES):
+            if time.monotonic() > deadline:
+                break
             roles = {worker["role"] for worker in ask_load(url, self.options.api_key)["workers"]}
             if all(num_steps(url, role, self.options.api_key) >= FEWEST_STEPS for role in roles):
                 break
