@@ -3,10 +3,16 @@
 Grants for KV from prefill workers and local prefills compete for the same blocks, oldest first, where a level of
 priority counts as some seconds of age. Younger requests may overtake one that does not fit, until they have taken as
 many blocks as it needs.
+
+With a goal for the time per token, a request whose KV another worker sends must join the batch soon, because its client
+has the first token. One that has waited for longer than its answer can spare will miss the goal, and yields to those
+that can still meet it. Otherwise all answers would wait equally long in an overload, and all would miss the goal.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.blocks import CachedPrefix
@@ -18,6 +24,13 @@ PATIENCE = 8
 """Maximum wait of a request for the batch, in multiples of the goal for the time per token. Its client usually reads
 already, so the wait counts for its tokens: an answer of 180 tokens, at 0.95 of the goal each, can spare 9 times the
 goal."""
+YIELD_S = 10.0
+"""Age of the oldest request, in seconds, from which it gets some of the admissions although it yields."""
+ADMISSIONS_PER_OLDEST = 8
+"""One of this many admissions goes to such a request, so that none starves."""
+MUCH_ERROR = 0.25
+"""Error of the step model above which the predicted batch size does not keep requests out for longer than `PATIENCE`.
+A larger batch than the goal allows makes all answers late."""
 MAX_TRIED = 16
 """Maximum number of waiting requests tried per step, so that a long queue does not slow it down."""
 
@@ -58,6 +71,8 @@ class DecodeQueue(Scheduler[DecodeSequence]):
         self.queue: list[DecodeSequence] = []
         self.num_transferring = self.num_leaving = 0
         self._now = 0.0
+        self._model_error = 0.0
+        self._num_since_oldest = 0  # admissions since the oldest request was admitted
 
     @property
     def num_waiting(self) -> int:
@@ -93,11 +108,10 @@ class DecodeQueue(Scheduler[DecodeSequence]):
 
     @property
     def _num_places(self) -> int:
-        """Current maximum batch size. It is larger than usual if a request has waited for too long."""
-        if self.queue:
-            waits_since = max(self.queue[0].accepted_at, self.queue[0].opened_at)
-            if self._now - waits_since > PATIENCE * self.goal.goal_s:
-                return max(self.batch_cap.value, self._usual_num_seqs)
+        """Current maximum batch size. Larger if a request has waited for too long and the step model is unreliable."""
+        patience_s = PATIENCE * self.goal.goal_s if self._model_error > MUCH_ERROR else math.inf
+        if self.queue and self._now - self._waits_since(self.queue[0]) > patience_s:
+            return max(self.batch_cap.value, self._usual_num_seqs)
         return min(self.batch_cap.value, self.max_num_seqs)
 
     def _next(self) -> _Admission | None:
@@ -105,7 +119,8 @@ class DecodeQueue(Scheduler[DecodeSequence]):
         if self._num_active >= self._num_places:
             return None
         limit = self.pool.num_blocks  # blocks that younger requests may take
-        for place, sequence in enumerate(self.queue[:MAX_TRIED]):
+        for place in self._places_in_turn():
+            sequence = self.queue[place]
             prefix = self._cached_prefix(sequence)
             num_new = self._num_new(sequence, prefix)
             if num_new <= limit and num_new + self._headroom <= self._num_available(prefix.blocks):
@@ -116,6 +131,27 @@ class DecodeQueue(Scheduler[DecodeSequence]):
             if limit <= 0:
                 break
         return None
+
+    def _places_in_turn(self) -> Sequence[int]:
+        """Return the places of the waiting requests that are tried, in order: those that will miss the goal last."""
+        places = range(len(self.queue))
+        late = [place for place in places if self._is_late(self.queue[place])] if self.goal.is_set else []
+        if not late or len(late) == len(places):
+            return places[:MAX_TRIED]
+        is_due = self._num_since_oldest >= ADMISSIONS_PER_OLDEST - 1
+        if is_due and late[0] == 0 and self._now - self._waits_since(self.queue[0]) > YIELD_S:
+            return places[:MAX_TRIED]
+        yielding = set(late)
+        return [*(place for place in places if place not in yielding), *late][:MAX_TRIED]
+
+    def _is_late(self, sequence: DecodeSequence) -> bool:
+        """Return whether a request whose first token was sent waits for longer than its answer can spare."""
+        is_opened = sequence.status is RequestStatus.OPENED
+        return is_opened and self._now - self._waits_since(sequence) > PATIENCE * self.goal.goal_s
+
+    @staticmethod
+    def _waits_since(sequence: DecodeSequence) -> float:
+        return max(sequence.accepted_at, sequence.opened_at)
 
     def _cached_prefix(self, sequence: DecodeSequence) -> CachedPrefix:
         """Return the cached blocks. If another worker sends KV, those before `first_block` are not needed."""

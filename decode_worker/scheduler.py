@@ -211,7 +211,7 @@ class DecodeScheduler(DecodeQueue):
         sequence from any transfer or read before it is preempted. `restore` may start to read blocks of a prompt that
         is computed here; none of it is computed while its `read` is in progress.
         """
-        self._now = now
+        self._now, self._model_error = now, model.error
         self.batch_cap = batch_cap(model, self._mean_context, self.goal, self.max_num_seqs, self._usual_num_seqs)
         preempted = self._make_room(withdraw)
         granted = self._admit(now, restore)
@@ -378,6 +378,7 @@ class DecodeScheduler(DecodeQueue):
         while (admission := self._next()) is not None:
             prefix, num_new = admission.prefix, admission.num_new
             sequence = self.queue.pop(admission.place)
+            self._num_since_oldest = self._num_since_oldest + 1 if admission.place else 0
             sequence.num_passing_blocks = 0  # starts again after a preemption
             for passed in self.queue[: admission.place]:
                 passed.num_passing_blocks += num_new

@@ -123,6 +123,9 @@ class Outlook:
         if candidate.num_prefill:
             prompts = of_prompts(remote, fleet.pools["prefill"].kind, candidate.num_prefill)
             shares["prefill time"] = prompts.used
+            num_bytes = remote.rate * _mean_uncached(remote.requests) * self.spec.model.kv_bytes_per_token
+            pools = ((self.spec.prefill, candidate.num_prefill), (self.spec.decode, candidate.num_decode))
+            shares["transfer"] = num_bytes / min(worker.link_rate * count for worker, count in pools)
         return {name: min(OVERLOADED, share) for name, share in shares.items()}
 
     def binding(self, candidate: Candidate) -> str:
@@ -176,6 +179,11 @@ class Outlook:
 
 def _prompt_s(coefficients: StepCoefficients, shape: StepShape) -> float:
     return coefficients.token_s * shape.num_tokens + coefficients.pair_s * shape.num_pairs
+
+
+def _mean_uncached(requests: Sequence[SampledRequest]) -> float:
+    """Return the mean number of prompt tokens to compute and send; 0 without requests."""
+    return sum(one.num_uncached for one in requests) / len(requests) if requests else 0.0
 
 
 def _kind(spec: PlanSpec, worker: WorkerSpec, max_num_seqs: int, step_tokens: int) -> WorkerKind:

@@ -101,13 +101,13 @@ def profile(options: ProfileOptions, advance: Callable[[float, str], None]) -> d
         batches = batch_phases(longest, most_seqs, options.seconds)
         for phase in (*prompts, *batches):
             if phase.concurrency * phase.input_len * token_s <= limit_s:
-                found_s = asyncio.run(_drive(stack.url, server.model, token_ids, phase))
+                found_s = asyncio.run(drive(stack.url, server.model, token_ids, phase))
                 token_s = found_s if phase.output_len == 1 else token_s
             advance(phase.seconds, f"{phase.concurrency} x {phase.input_len}/{phase.output_len} tokens")
         deadline = time.monotonic() + options.seconds
         for role, phase in (("prefill", prompts[0]), ("decode", batches[0])):
-            while _num_steps(stack.url, role) < FEWEST_STEPS and time.monotonic() < deadline:
-                asyncio.run(_drive(stack.url, server.model, token_ids, phase))
+            while num_steps(stack.url, role) < FEWEST_STEPS and time.monotonic() < deadline:
+                asyncio.run(drive(stack.url, server.model, token_ids, phase))
                 advance(0.0, f"more steps of the {role} worker")
         found = _learned(stack.url, options)
     block_size = found.setdefault("model", {}).get("block_size", 16)
@@ -119,9 +119,9 @@ def profile(options: ProfileOptions, advance: Callable[[float, str], None]) -> d
     return found
 
 
-async def _drive(url: str, model: str, token_ids: tuple[int, ...], phase: Phase) -> float:
-    """Seconds for each prompt token. Raises ServerError when no request succeeds."""
-    client = CompletionClient(url, RequestOptions(model))
+async def drive(url: str, model: str, token_ids: tuple[int, ...], phase: Phase, api_key: str = "") -> float:
+    """Return the seconds for each prompt token. Raises ServerError when no request succeeds."""
+    client = CompletionClient(url, RequestOptions(model), api_key=api_key)
     input_len, output_len = (LengthRange(length, length) for length in (phase.input_len, phase.output_len))
     seed = phase.concurrency * 100_003 + phase.input_len
     workload = Workload(Vocabulary(token_ids), input_len, output_len, seed=seed)
@@ -137,17 +137,17 @@ async def _drive(url: str, model: str, token_ids: tuple[int, ...], phase: Phase)
     return (time.monotonic() - began_at) / (num_ok * phase.input_len)
 
 
-def _num_steps(url: str, role: str) -> int:
+def num_steps(url: str, role: str, api_key: str = "") -> int:
     """Steps that the worker of a role has fitted its model to, once the router has heard of the last of them."""
     time.sleep(POLL_S)
-    models = [worker["step_model"] for worker in ask_load(url)["workers"] if worker["role"] == role]
+    models = [worker["step_model"] for worker in ask_load(url, api_key)["workers"] if worker["role"] == role]
     return max((int(model["num_steps"]) for model in models), default=0)
 
 
 def _learned(url: str, options: ProfileOptions) -> dict[str, Any]:
     """What the router says of both workers. Raises ConfigError when one has computed too few steps."""
     for role in ("prefill", "decode"):
-        if (num_steps := _num_steps(url, role)) < FEWEST_STEPS:
-            allowed = f"long enough for {FEWEST_STEPS} steps of each worker; the {role} worker computed {num_steps}"
+        if (num := num_steps(url, role)) < FEWEST_STEPS:
+            allowed = f"long enough for {FEWEST_STEPS} steps of each worker; the {role} worker computed {num}"
             raise ConfigError("profile_s", options.seconds, allowed)
     return kinds_in(ask_load(url), url)

@@ -15,6 +15,8 @@ from common.errors import ConfigError
 ASK_TIMEOUT_S = 10.0
 FEWEST_STEPS = 64
 """Before so many steps a worker's model says little of other loads than the one it saw."""
+FEWEST_TRANSFERS = 16
+"""Before so many transfers a worker's link is taken for the plan's."""
 COEFFICIENTS = ("fixed_s", "floor_s", "token_s", "pair_s", "row_s", "context_s", "error")
 
 
@@ -62,6 +64,14 @@ def kinds_in(load: Mapping[str, Any], source: str) -> dict[str, Any]:
         found["model"] = {"block_size": size}
         if window := min(int(worker.get("window", 0)) for worker in known["decode"]):
             found["model"]["window"] = window
+    links = [worker.get("link_model") or {} for worker in known["decode"]]
+    links = [link for link in links if link.get("num_transfers", 0) >= FEWEST_TRANSFERS and link.get("byte_s")]
+    if links:
+        rate = 1.0 / fmean(link["byte_s"] for link in links)
+        for role in ("prefill", "decode"):
+            found[role]["link_rate"] = rate
+        if size and (block_bytes := max(int(link.get("block_bytes", 0)) for link in links)):
+            found["model"]["kv_bytes_per_token"] = max(1, block_bytes // size)
     default: Mapping[str, Any] = next((one for one in load.get("classes", ()) if one.get("name") == "default"), {})
     if goals := {name: default[name] for name in ("ttft_ms", "tpot_ms") if default.get(name)}:
         found["goals"] = goals

@@ -122,6 +122,13 @@ COMMANDS = {
         "benchmarks.plan.options:build_parser",
         "bench",
     ),
+    "tune": Command(
+        "Plan and measure",
+        "find the settings that meet latency goals best on this machine",
+        "benchmarks.tune",
+        "benchmarks.tune.options:build_parser",
+        "bench",
+    ),
     "simulate": Command(
         "Plan and measure",
         "simulate a service in virtual time",

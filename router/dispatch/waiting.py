@@ -272,9 +272,15 @@ def _sort_key(state: RequestState) -> SortKey:
 
 
 def _begin_at(state: RequestState) -> float:
-    """Return when the prompt must begin to meet its goal; infinity without one."""
+    """Return when the prompt must leave the queue to meet its goal; infinity without one.
+
+    The prompts that its worker has already, up to `HOLD_S`, take time too. Without that margin each prompt of an
+    overload would leave the queue when it is about to become late, and would become late on its worker.
+    """
     ttft_s = state.request.ttft_s
-    return state.times.accepted_at + ttft_s - (state.held_s or 0.0) if ttft_s > 0 else math.inf
+    if ttft_s <= 0:
+        return math.inf
+    return state.times.accepted_at + ttft_s - (state.held_s or 0.0) - min(HOLD_S, MARGIN_SHARE * ttft_s)
 
 
 def misses_goal(state: RequestState, now: float) -> bool:
@@ -282,6 +288,8 @@ def misses_goal(state: RequestState, now: float) -> bool:
     return _begin_at(state) < now
 
 
+MARGIN_SHARE = 1 / 3
+"""Maximum margin for the prompts on a worker, as a share of the goal."""
 HOLD_STEPS, HOLD_S = 3, 0.1
 """Full steps, and seconds, of prompts that are enough for a worker. They cover the latency of a message. For
 prompts that miss their goals, only the seconds count."""

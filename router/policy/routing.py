@@ -22,6 +22,7 @@ from router.policy.forecast import (
     forecast_local,
     forecast_prefill,
     hidden_s,
+    num_held_blocks,
     num_lacking_blocks,
 )
 from router.policy.output_lengths import UNKNOWN_LENGTH
@@ -39,6 +40,9 @@ seconds less. Predictions have errors, and prompts cause gaps between tokens."""
 URGENT_SHARE = 0.5
 """Fraction of the time until a first token is due. If one side is predicted to be later, the prompt is computed on the
 other side if that is sooner, as far as the goal for tokens limits the delay of others."""
+URGENT_SPARE_SHARE = 0.7
+"""Fraction of a decode worker's KV blocks that must remain spare if it computes an urgent prompt. With fewer, answers
+whose prompts others compute would wait for blocks, and miss the goal for tokens."""
 USUAL = RequestShape(2048, UNKNOWN_LENGTH, NO_HITS)
 """Reference request for comparing workers before a request is known."""
 
@@ -138,10 +142,20 @@ class RoutingPolicy(Policy):
         is_sooner = there.ttft_s + there.place_s < remote_s - LEAST_GAIN_S
         if not (there.is_known and first.forecast.is_known and is_sooner and there.token_s <= shape.tpot_s):
             return None
-        if chunk_s(place.worker, shape) > shape.tpot_s:
+        if chunk_s(place.worker, shape) > shape.tpot_s or not _has_spare_blocks(place, shape):
             return None
         cost_s = _decode_cost_s(there, shape) - there.delay_s
         return Candidate(place.worker, place.inputs, there, place.rank, cost_s, place.hits)
+
+
+def _has_spare_blocks(place: Candidate, shape: RequestShape) -> bool:
+    """Return whether a decode worker can compute a prompt without keeping other answers waiting for blocks."""
+    worker, inputs = place.worker, place.inputs
+    beat, hello = worker.load.beat, worker.hello
+    if beat is None or hello is None or beat.num_waiting or True in place.rank:
+        return False
+    num_blocks = num_held_blocks(inputs, shape.uncached(worker) + shape.num_expected)
+    return inputs.num_spare_blocks - num_blocks >= URGENT_SPARE_SHARE * hello.num_blocks
 
 
 def usual_cost(worker: Worker) -> tuple[bool, float]:

@@ -16,12 +16,13 @@ from common.wire.message_fields import pack_tokens
 from common.wire.messages import DecodeRequest
 from common.wire.sampling_params import SamplingParams
 from decode_worker.pace import TokenGaps
-from decode_worker.queue import PATIENCE
+from decode_worker.queue import ADMISSIONS_PER_OLDEST, PATIENCE, YIELD_S
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequence import DecodeSequence, RequestStatus
 
 Rig = Any  # EngineRig of conftest, which test modules cannot import
 MODEL = StepModel(fixed_s=0.01, token_s=1e-3, row_s=2e-3, num_steps=100)
+ERRING = StepModel(fixed_s=0.01, token_s=1e-3, row_s=2e-3, num_steps=100, error=0.5)
 """Of a goal of 50 ms, steps are planned for 40: 15 sequences, or 8 and 14 prompt tokens."""
 
 
@@ -54,7 +55,8 @@ def test_as_many_run_as_keep_the_goal_and_the_others_wait() -> None:
     assert (len(plan.running), plan.num_waiting, plan.batch_cap.reason) == (15, 5, "goal")
     patience_s = PATIENCE * plan.goal.goal_s
     assert len(plan.schedule(patience_s, MODEL).chunks) == 15
-    assert len(plan.schedule(patience_s + 0.1, MODEL).chunks) == 20, "one that has waited for long runs, too"
+    assert len(plan.schedule(patience_s + 0.1, MODEL).chunks) == 15, "a larger batch would make all answers late"
+    assert len(plan.schedule(patience_s + 0.2, ERRING).chunks) == 20, "a model that errs keeps nobody out for long"
     plan.check_integrity()
 
 
@@ -65,7 +67,34 @@ def test_without_a_flag_patience_ends_at_the_usual_number() -> None:
     plan = scheduler(usual_num_seqs=17)
     decoding(plan, 20)
     assert len(plan.running) == 15
-    assert len(plan.schedule(PATIENCE * plan.goal.goal_s + 0.1, MODEL).chunks) == 17
+    assert len(plan.schedule(PATIENCE * plan.goal.goal_s + 0.1, ERRING).chunks) == 17
+
+
+def test_answers_that_miss_the_goal_anyway_yield_to_others_but_do_not_starve() -> None:
+    plan = scheduler()
+    decoding(plan, 20)
+    for number in range(12):
+        one = sequence(f"q{number}", 4, now=0.0)
+        one.status, one.opened_at = RequestStatus.EXPECTING, 0.1 * number
+        plan.add(one)
+        plan.open(one)
+    plan.queue[:] = [one for one in plan.queue if one.status is RequestStatus.OPENED]
+
+    def joins(now: float) -> str:
+        plan.remove(plan.running[0])
+        return "".join(one.request_id for one in plan.schedule(now, MODEL).granted)
+
+    assert joins(0.2) == "q0"
+    assert joins(0.95 + PATIENCE * 0.05) == "q10", "all before it have waited for more than 0.4 s"
+    late = [joins(YIELD_S + 10.0) for _ in range(2)]
+    assert late == ["q1", "q2"], "when all are late, the oldest is first"
+    for number in range(20, 30):
+        one = sequence(f"q{number}", 4, now=YIELD_S + 10.0)
+        one.status, one.opened_at = RequestStatus.EXPECTING, YIELD_S + 10.0
+        plan.add(one)
+        plan.open(one)
+    order = [joins(YIELD_S + 10.1) for _ in range(ADMISSIONS_PER_OLDEST)]
+    assert order.index("q3") == ADMISSIONS_PER_OLDEST - 1 and order[0] == "q20"
 
 
 def test_a_place_that_gets_free_is_given_away() -> None:

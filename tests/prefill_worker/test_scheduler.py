@@ -331,7 +331,7 @@ TestWindowedMachine.settings = TestSchedulerMachine.settings
 
 
 def test_steps_are_small_while_prompts_have_goals_and_full_otherwise() -> None:
-    model = StepModel(fixed_s=1e-2, token_s=1e-3, num_steps=9)
+    model = StepModel(fixed_s=1e-2, token_s=1e-3, num_steps=16)
     plan = scheduler(num_blocks=512, budget=512)
     plan.add(prompt("a", list(range(1000))))
     assert [chunk.num_tokens for chunk in plan.schedule(0.0, model).chunks] == [512]

@@ -55,6 +55,8 @@ LEAST_BATCH = 4
 LEAST_LEARNT_STEPS = 64
 """Number of steps to which a model must be fitted before it limits the batch. The first steps have a single sequence,
 so that the model attributes the whole step time to a row."""
+LEAST_LEARNT_PROMPTS = 16
+"""The same before it limits prefill steps. Steps of one size do not show the fixed part, which would be taken for 0."""
 LEAST_STEP = 64
 """Minimum prompt tokens of a prefill step."""
 SIZES = 16
@@ -170,7 +172,8 @@ def batch_cap(model: StepModel, context: float, goal: TokenGoal, most: int, usua
 
 def prefill_step(model: StepModel, start: int, most: int, *, has_goals: bool) -> Knob:
     """Return the tokens of a prefill step for prompts that are computed up to `start`, up to `most`."""
-    if not has_goals or not model.knows_prompts or most <= LEAST_STEP:
+    is_learnt = model.knows_prompts and model.num_steps >= LEAST_LEARNT_PROMPTS
+    if not has_goals or not is_learnt or most <= LEAST_STEP:
         return Knob(most, "bound")
     size = max(_efficient_step(model, start, most, EFFICIENT_SHARE), _tokens_in(LEAST_STEP_S, model, start, most))
     return Knob(size, "bound" if size == most else "efficiency")

@@ -77,3 +77,11 @@ def test_a_load_that_formulas_exclude_everywhere_still_gets_an_answer() -> None:
     assert search.best() is None
     found = reach(search)
     assert found.load is not None and found.load.load_factor == pytest.approx(0.042, rel=0.06)
+
+
+def test_a_slow_link_binds() -> None:
+    slow = {"link_rate": 1e6}
+    outlook = Outlook(make_spec(prefill=slow, decode=slow, model={"kv_bytes_per_token": 1000}))
+    assert outlook.used(Candidate(1, 1, FLAGS))["transfer"] == pytest.approx(5.0 * 800 * 1000 / 1e6, rel=0.5)
+    assert "transfer" not in outlook.used(Candidate(0, 1, FLAGS))
+    assert outlook.binding(Candidate(1, 1, FLAGS)).startswith("transfer")

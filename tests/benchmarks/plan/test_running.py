@@ -30,6 +30,15 @@ def test_kinds_are_the_mean_of_workers_that_know_their_steps() -> None:
     assert found["model"] == {"block_size": 32} and found["goals"] == {"ttft_ms": 700.0}
 
 
+def test_a_measured_link_is_that_of_the_plan() -> None:
+    link = {"byte_s": 1e-9, "block_bytes": 32 * 1024, "num_transfers": 16}
+    found = kinds_in({"workers": [worker("prefill"), worker("decode", link_model=link)]}, "URL")
+    assert found["prefill"]["link_rate"] == found["decode"]["link_rate"] == pytest.approx(1e9)
+    assert found["model"] == {"block_size": 32, "kv_bytes_per_token": 1024}
+    few = kinds_in({"workers": [worker("decode", link_model=link | {"num_transfers": 15})]}, "URL")
+    assert "link_rate" not in few["decode"]
+
+
 def test_without_prefill_workers_they_are_taken_for_decode_workers() -> None:
     found = kinds_in({"workers": [worker("decode")]}, "URL")
     assert found["prefill"]["coefficients"] == found["decode"]["coefficients"]

@@ -15,7 +15,7 @@ from common.wire.messages import TokenDelta
 from common.wire.sampling_params import SamplingParams
 from router.dispatch.client import GenerationRequest
 from router.dispatch.request_state import RequestState
-from router.dispatch.waiting import AGE_CAP_S, PLACEMENTS_PER_OLDEST, WaitingRequests
+from router.dispatch.waiting import AGE_CAP_S, HOLD_S, PLACEMENTS_PER_OLDEST, WaitingRequests
 
 from ...examples import examples
 
@@ -68,6 +68,13 @@ def test_of_one_key_the_least_slack_comes_first_and_who_is_late_comes_last() -> 
     )
     assert names(queue.in_order(1.0)) == "badc"
     assert names(queue.in_order(6.0)) == "adcb"
+
+
+def test_a_prompt_leaves_in_time_for_those_that_its_worker_has() -> None:
+    queue = queue_of(request("a", ttft_s=1.0), request("b", ttft_s=2.0))
+    assert names(queue.in_order(1.0 - HOLD_S - 0.01)) == "ab"
+    assert names(queue.in_order(1.0 - HOLD_S + 0.01)) == "ba"
+    assert names(queue_of(request("c", ttft_s=0.15), request("d", ttft_s=2.0)).in_order(0.09)) == "cd"
 
 
 def test_a_long_prompt_must_begin_sooner_to_be_in_time() -> None:

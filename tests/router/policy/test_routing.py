@@ -356,6 +356,13 @@ def test_tokens_without_a_goal_or_about_to_miss_it_do_not_wait():
     assert choose_for(registry, tpot_s=1e-4).prefill is not None
 
 
+def test_a_worker_with_few_spare_blocks_or_a_queue_is_no_place_for_a_late_prompt():
+    busy = {"waiting_s": 0.45}
+    for crowd in (CROWD | {"num_free_blocks": 400}, CROWD | {"num_waiting": 1}):
+        assert choose_for(reported(p0=busy, p1=busy, d0=crowd, d1=crowd)).prefill is not None
+        assert names(choose_for(reported(p0=busy, p1=busy, d0=crowd, d1=CROWD))) == (None, "d1")
+
+
 def test_a_worker_whose_chunks_are_too_large_for_the_goal_is_no_place_for_a_late_prompt():
     busy, large = {"waiting_s": 0.45}, CROWD | {"step_tokens": 1000}
     assert choose_for(reported(p0=busy, p1=busy, d0=large, d1=large)).prefill is not None

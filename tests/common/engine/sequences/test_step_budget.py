@@ -123,7 +123,7 @@ def test_a_chunk_is_within_its_bounds(model: StepModel, rows: int, start: int, g
 
 
 def test_the_smallest_prefill_step_that_is_efficient() -> None:
-    model = StepModel(fixed_s=2e-2, floor_s=0.0, token_s=1e-3, num_steps=1)
+    model = StepModel(fixed_s=2e-2, floor_s=0.0, token_s=1e-3, num_steps=16)
     knob = prefill_step(model, 0, 2048, has_goals=True)
     rate = lambda size: size / model.seconds(StepShape.of_prompt(0, size))  # noqa: E731
     assert knob.reason == "efficiency" and knob.value < 2048
@@ -132,14 +132,14 @@ def test_the_smallest_prefill_step_that_is_efficient() -> None:
 
 def test_attention_makes_no_step_small() -> None:
     """Later tokens of a prompt cost more in steps of any size."""
-    model = StepModel(fixed_s=4e-3, token_s=3e-4, pair_s=5e-7, num_steps=1)
+    model = StepModel(fixed_s=4e-3, token_s=3e-4, pair_s=5e-7, num_steps=16)
     assert prefill_step(model, 0, 512, has_goals=True).value >= 256
     whole = StepShape.of_prompt(0, 512)
     size = prefill_step(model, 0, 512, has_goals=True).value
     assert model.steps_s(whole, size) <= model.steps_s(whole, 512) / EFFICIENT_SHARE * 1.02
-    slow = StepModel(fixed_s=4e-2, token_s=3e-3, num_steps=1)
+    slow = StepModel(fixed_s=4e-2, token_s=3e-3, num_steps=16)
     assert late_step(slow, 0, 512, 0.0) == 64, "what is late anyway may take a fifth longer"
-    gpu = StepModel(fixed_s=4e-3, floor_s=8e-3, token_s=4e-5, num_steps=1)
+    gpu = StepModel(fixed_s=4e-3, floor_s=8e-3, token_s=4e-5, num_steps=16)
     assert late_step(gpu, 0, 2048, 0.0) in range(1000, 1200), "50 ms"
     assert late_step(gpu, 0, 2048, 0.15) in range(1700, 1900), "75 ms are half of what a new prompt can spare"
     assert late_step(gpu, 0, 2048, 1.0) == 2048
@@ -147,11 +147,13 @@ def test_attention_makes_no_step_small() -> None:
 
 def test_a_model_that_saw_one_size_makes_no_step_tiny() -> None:
     """It attributes all of a step to tokens, and eight steps of 64 may take far longer than one of 512."""
-    assert prefill_step(StepModel(token_s=5e-4, num_steps=8), 0, 512, has_goals=True).value == 200
+    assert prefill_step(StepModel(token_s=5e-4, num_steps=16), 0, 512, has_goals=True).value == 200
+    few = StepModel(token_s=5e-4, num_steps=15)
+    assert prefill_step(few, 0, 512, has_goals=True) == Knob(512, "bound"), "the first steps are not limited"
 
 
 def test_a_floor_is_filled() -> None:
-    model = StepModel(floor_s=0.1, token_s=1e-4, num_steps=1)
+    model = StepModel(floor_s=0.1, token_s=1e-4, num_steps=16)
     assert prefill_step(model, 0, 2048, has_goals=True).value >= EFFICIENT_SHARE * 1000
 
 

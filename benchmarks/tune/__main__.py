@@ -1,0 +1,196 @@
+"""`diptych tune`: the settings that meet latency goals best on a fixed number of workers."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.load.client import ServerError
+from benchmarks.load.conditions import conditions
+from benchmarks.load.report import open_console, write_json
+from benchmarks.load.trace import TraceError
+from benchmarks.load.workload import LengthRange
+from benchmarks.plan.candidate import Candidate, Flags, base_flags, plain
+from benchmarks.plan.options import with_prompts
+from benchmarks.plan.outlook import Outlook
+from benchmarks.plan.spec import PlanSpec, merged, spec_of
+from benchmarks.plan.trials import Trials
+from benchmarks.stack import StackError
+from benchmarks.tune.options import PROG, build_parser
+from benchmarks.tune.report import Tuning, as_json, changed_flags, chosen, print_tuning, render_config
+from benchmarks.tune.search import Setting, TuneSearch, refusing_spec
+from benchmarks.tune.service import Measured, Service, ServiceOptions, TuneLoad, plan_values
+from common.config.sources import exit_refused
+from common.errors import ConfigError, ModelError
+
+NOT_MET: Final = 1
+INTERRUPTED: Final = 130
+LOAD_SHARE: Final = 0.15
+"""Share of the time for which the load is driven with each setting that is measured."""
+SEARCH_END, SEARCH_SHARE = 0.45, 0.1
+"""Share of the time by which the search ends, and the least share that it gets."""
+NUM_CONFIRMED: Final = 2
+MOST_SIMULATED: Final = 300
+"""Requests of a simulation with Poisson arrivals."""
+SEEDS: Final = 3
+VALUES: Final[dict[str, tuple[int, ...]]] = {
+    "local_prefill_threshold": (0, 64, 256, 1024),
+    "max_num_batched_tokens": (256, 512, 1024, 2048),
+    "max_num_seqs": (8, 16, 32, 64, 128),
+    "local_prefill_chunk": (64, 128, 256, 512),
+}
+"""Values of each flag to try, in addition to that of the workers."""
+
+
+NO_FLAGS: Final = Flags(0, 0, 0, 0)
+"""Flags of the first measurement, which leaves all at their defaults."""
+
+
+def spec_from(measured: Measured, load: TuneLoad, options: ServiceOptions, quantile: float) -> PlanSpec:
+    """Return the plan's input for the measured workers, with `VALUES` to try. Raises ConfigError."""
+    values: dict[str, Any] = with_prompts(plan_values(measured, load, options, quantile))
+    if not load.trace:
+        values["duration_s"] = MOST_SIMULATED / load.rate
+    base = base_flags(spec_of(values))
+    lists = {
+        name: list(dict.fromkeys([getattr(base, name), *(one for one in tried if one != getattr(base, name))]))
+        for name, tried in VALUES.items()
+    }
+    return spec_of(merged(values, {"search": {"seeds": SEEDS, **lists}}))
+
+
+def service_options(options: argparse.Namespace) -> ServiceOptions:
+    return ServiceOptions(
+        options.model,
+        options.ttft,
+        options.tpot,
+        options.url,
+        options.api_key,
+        options.dtype,
+        options.quantization,
+        options.kv_memory_gib,
+    )
+
+
+def load_of(options: argparse.Namespace) -> TuneLoad:
+    """Raises ConfigError for lengths or a load that are none."""
+    lengths = []
+    for name in ("input_len", "output_len"):
+        try:
+            lengths.append(LengthRange.parse(getattr(options, name)))
+        except ValueError as error:
+            raise ConfigError(name, getattr(options, name), f"a length such as 128 or 64-512 ({error})") from error
+    if options.load and options.rate:
+        raise ConfigError("rate", options.rate, "omitted with --load")
+    return TuneLoad(options.load, options.speedup, options.rate or 0.0, lengths[0], lengths[1], options.seed)
+
+
+def first_setting(num_workers: int) -> Setting:
+    """Return the division of the workers that is measured first."""
+    num_prefill = num_workers // 2
+    return Setting(Candidate(num_prefill, num_workers - num_prefill, NO_FLAGS))
+
+
+def larger(candidate: Candidate) -> list[Candidate]:
+    """Return the candidate with one more worker, of each role that it has."""
+    more = [replace(candidate, num_decode=candidate.num_decode + 1)]
+    if not candidate.is_one_pool:
+        more.insert(0, replace(candidate, num_prefill=candidate.num_prefill + 1))
+    return more
+
+
+def tuned(options: argparse.Namespace, console: Console) -> Tuning:
+    """Measure, search and confirm behind a progress bar. Raises what the parts raise."""
+    began_at, limit_s = time.monotonic(), 60.0 * options.minutes
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, refresh_per_second=4, disable=options.no_progress) as bar:
+        task = bar.add_task("start", total=limit_s)
+
+        def passed() -> float:
+            return float((time.monotonic() - began_at) / limit_s)
+
+        def say(text: str) -> None:
+            bar.update(task, completed=time.monotonic() - began_at, description=text)
+
+        def confirms(which: str, text: str) -> None:
+            say(f"confirms {which}: {text}")
+
+        made, load_s = service_options(options), LOAD_SHARE * limit_s
+        service = Service(made, load_of(options), lambda text: say(f"defaults: {text}"))
+        first = None if options.url else first_setting(options.workers)
+        measured_first = service.measure(first, {}, load_s)
+        measure_share = passed()
+        spec = spec_from(measured_first, service.load, made, options.quantile)
+        num_prefill, num_decode = _division(measured_first, first)
+        base = Setting(plain(Candidate(num_prefill, num_decode, base_flags(spec)), spec))
+        with Trials(spec, jobs=1) as trials, Trials(refusing_spec(spec), jobs=1) as refusing:
+            search = TuneSearch(
+                trials,
+                refusing,
+                Outlook(spec),
+                base,
+                divides=not options.url,
+                is_over=lambda: passed() > max(SEARCH_END, measure_share + SEARCH_SHARE),
+                say=lambda text: say(f"simulation: {text}"),
+            )
+            ranked = search.run()
+            measured = {base: measured_first}
+            if not options.url:
+                best = [one.setting for one in ranked if one.setting != base][:NUM_CONFIRMED]
+                for number, setting in enumerate(best, 1):
+                    if passed() + measure_share > 1.0:
+                        break
+                    service.advance = partial(confirms, f"{number} of {len(best)}")
+                    measured[setting] = service.measure(setting, changed_flags(spec, setting), load_s)
+            pick = chosen(base, ranked, measured)
+            say("simulation: higher loads")
+            asked = (pick.candidate, *larger(pick.candidate))
+            headrooms = [search.headroom(one, refuses=pick.refuses) for one in asked]
+            binding = search.binding(pick.candidate)
+    return Tuning(spec, made, ranked, measured, pick, binding, headrooms, measured_first.rate)
+
+
+def _division(measured: Measured, first: Setting | None) -> tuple[int, int]:
+    """Return the numbers of prefill and decode workers that were measured."""
+    if first is not None:
+        return first.candidate.num_prefill, first.candidate.num_decode
+    return measured.num_workers.get("prefill", 0), max(1, measured.num_workers.get("decode", 0))
+
+
+def deliver(tuning: Tuning, options: argparse.Namespace, argv: Sequence[str], took_s: float, console: Console) -> None:
+    """Print the results and write the requested files."""
+    print_tuning(console, tuning)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(render_config(tuning))
+    console.print(f"wrote {options.output}: diptych serve --config {options.output}", highlight=False)
+    if options.json:
+        write_json(options.json, as_json(tuning, conditions(PROG, argv, took_s=took_s)))
+        console.print(f"wrote {options.json}", highlight=False)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0, 1 when the pick misses the goals, 2 for refused input, 130 when interrupted."""
+    argv = sys.argv[1:] if argv is None else argv
+    options, console = build_parser().parse_args(argv), open_console()
+    began_at = time.monotonic()
+    try:
+        tuning = tuned(options, console)
+    except KeyboardInterrupt:
+        console.print("interrupted: nothing is written")
+        return INTERRUPTED
+    except (ConfigError, ModelError, ServerError, StackError, TraceError) as error:
+        exit_refused(error, PROG)
+    deliver(tuning, options, argv, time.monotonic() - began_at, console)
+    return 0 if tuning.attainment >= options.quantile else NOT_MET
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

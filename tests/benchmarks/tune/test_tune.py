@@ -1,0 +1,142 @@
+"""`diptych tune`: which settings are simulated, which one is picked, what is written, and a run on real workers."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.load.summary import RequestRecord, summarise
+from benchmarks.plan.candidate import Candidate, Flags, base_flags
+from benchmarks.plan.spec import PlanSpec
+from benchmarks.plan.trials import Trials
+from benchmarks.simulator.world.scenario import Scenario
+from benchmarks.tune.__main__ import main
+from benchmarks.tune.report import Tuning, changed_flags, chosen, conclusions, render_config
+from benchmarks.tune.search import Headroom, Predicted, Setting, TuneSearch, refusing_spec
+from benchmarks.tune.service import Measured, ServiceOptions
+
+from ..plan.conftest import Attained, Guesses, make_spec, trial_of
+
+LISTS = {"local_prefill_threshold": (64, 256), "max_num_batched_tokens": (512, 1024), "max_num_seqs": (16, 32)}
+OPTIONS = ServiceOptions("tiny-random", 500.0, 30.0)
+
+
+def search_of(attained: Attained, spec: PlanSpec, is_over: Callable[[], bool] = lambda: False) -> TuneSearch:
+    base = Setting(Candidate(1, 1, base_flags(spec)))
+    simulate = trial_of(attained)
+    trials, refusing = Trials(spec, simulate=simulate), Trials(refusing_spec(spec), simulate=simulate)
+    return TuneSearch(trials, refusing, Guesses(spec), base, is_over=is_over)
+
+
+def measured(setting: Setting, num_good: int, num: int = 100) -> Measured:
+    records = [
+        RequestRecord(index, 0.0, token_times=[0.1 if index < num_good else 9.0], output_tokens=1, outcome="ok")
+        for index in range(num)
+    ]
+    return Measured(setting, summarise(records, slo_ttft_ms=500.0), 5.0, {}, {})
+
+
+def test_the_search_climbs_to_the_best_division_and_settings() -> None:
+    def attained(num_prefill: int, num_decode: int, flags: Flags, made: Scenario) -> float:
+        refuses = made.settings.get("slo_refuse") == "predicted"
+        return 0.5 + 0.1 * (flags.max_num_seqs == 32) + 0.1 * (flags.max_num_batched_tokens == 1024) + 0.2 * refuses
+
+    spec = make_spec(search={"seeds": 2, **LISTS})
+    best, *_ = search_of(attained, spec).run()
+    assert best.setting.changes(spec) == "--max-num-batched-tokens 1024 --max-num-seqs 32 --slo-refuse predicted"
+    assert best.setting.candidate.shape == "1P + 1D" and len(best.evidence.trials) == 2
+    one_pool, *_ = search_of(lambda num_prefill, *_: 0.9 if not num_prefill else 0.5, spec).run()
+    assert one_pool.setting.candidate.shape == "one pool of 2"
+
+
+def test_differences_that_do_not_count_change_no_setting() -> None:
+    spec = make_spec(search={"seeds": 1, **LISTS})
+    best, *_ = search_of(lambda p, d, flags, made: 0.9 + 1e-3 * (flags.max_num_seqs == 32), spec).run()
+    assert best.setting.changes(spec) == "defaults"
+
+
+def test_the_base_is_simulated_whatever_the_time() -> None:
+    (only,) = search_of(lambda *_: 0.9, make_spec(), is_over=lambda: True).run()
+    assert only.setting.candidate.shape == "1P + 1D"
+
+
+def test_headroom_is_the_largest_load_within_the_goals() -> None:
+    def attained(num_prefill: int, num_decode: int, flags: Flags, made: Scenario) -> float:
+        return float(made.load.rate <= 6.0 * num_decode)  # the load has 5 requests a second
+
+    spec = make_spec()
+    search = search_of(attained, spec)
+    one, two = (search.headroom(Candidate(1, num, base_flags(spec))).factor for num in (1, 2))
+    assert 1.0 <= one <= 1.2 and 2.0 <= two <= 2.4
+    assert search_of(lambda *_: 0.0, spec).headroom(Candidate(1, 1, base_flags(spec))).factor == 0.0
+
+
+def test_the_pick_is_better_by_more_than_chance_or_the_base() -> None:
+    flags = base_flags(make_spec())
+    base, other = Setting(Candidate(1, 1, flags)), Setting(Candidate(1, 1, replace(flags, max_num_seqs=8)))
+    ranked = [Predicted(other, None)]  # type: ignore[arg-type]
+    assert chosen(base, ranked, {base: measured(base, 80), other: measured(other, 84)}) == base
+    assert chosen(base, ranked, {base: measured(base, 80), other: measured(other, 97)}) == other
+    assert chosen(base, ranked, {base: measured(base, 80)}) == other, "nothing else was measured"
+
+
+def test_a_configuration_file_has_what_differs_from_the_defaults() -> None:
+    spec = make_spec()
+    base = Setting(Candidate(1, 1, base_flags(spec)))
+    flags = replace(base.candidate.flags, max_num_seqs=8, local_prefill_threshold=256, max_num_batched_tokens=1024)
+    pick = Setting(Candidate(1, 1, flags), refuses=True)
+    more = Headroom(replace(pick.candidate, num_decode=2), 2.0)
+    none = Headroom(replace(pick.candidate, num_prefill=2), 1.0)
+    own = Headroom(pick.candidate, 1.0)
+    tuning = Tuning(
+        spec, OPTIONS, [], {pick: measured(pick, 99)}, pick, ("decode compute", 0.9), (own, none, more), 5.0
+    )
+    said = "\n".join(conclusions(tuning))
+    assert "Binding resource: decode compute, used 90%" in said and "up to about 5 requests/s" in said
+    assert "prefill worker: no higher load" in said and "decode worker: the goals would be met up to about 10" in said
+    assert changed_flags(spec, base) == {}
+    assert tomllib.loads(render_config(tuning)) == {
+        "serve": {"prefill": 1, "decode": 1},
+        "router": {
+            "slo_ttft_ms": 500.0,
+            "slo_tpot_ms": 30.0,
+            "slo_refuse": "predicted",
+            "local_prefill_threshold": 256,
+        },
+        "prefill_worker": {"max_num_batched_tokens": 1024},
+        "decode_worker": {"slo_tpot_ms": 30.0, "max_num_seqs": 8},
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    (
+        (("--tpot", "30"), "--ttft"),
+        (("--ttft", "0", "--tpot", "30"), "invalid --ttft 0"),
+        (("--ttft", "9", "--tpot", "9", "--input-len", "9-2"), "input_len"),
+        (("--ttft", "9", "--tpot", "9", "--load", "x", "--rate", "2"), "rate"),
+        (("--ttft", "9", "--tpot", "9", "--url", "http://127.0.0.1:9"), "http://127.0.0.1:9"),
+    ),
+)
+def test_bad_input_ends_with_2(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([*flags, "--no-progress"])
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and message in said
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_real_workers_are_tuned(tmp_path: Path) -> None:
+    """Starts workers up to three times: minutes on a busy machine."""
+    toml, result = tmp_path / "tuned.toml", tmp_path / "tuned.json"
+    flags = ["--ttft", "2000", "--tpot", "200", "--rate", "4", "--input-len", "64", "--output-len", "8"]
+    flags += ["--dtype", "float32", "--kv-memory-gib", "0.05", "--minutes", "2", "--no-progress"]
+    assert main(["tiny-random", *flags, "--output", str(toml), "--json", str(result)]) == 0
+    assert tomllib.loads(toml.read_text())["router"]["slo_ttft_ms"] == 2000.0
+    assert json.loads(result.read_text())["measured"]
