@@ -348,7 +348,7 @@ class VllmEngine:
     def _on_output(self, sequence: VllmSequence, output: Output) -> None:
         """Process tokens of vLLM, or the end of a request."""
         now = time.monotonic()
-        self._worked_at = now
+        self._worked_at, sequence.drafts = now, output.drafts
         if output.prompt_logprobs and sequence.params.prompt_logprobs >= 0:
             self._report_prompt_logprobs(sequence, output.prompt_logprobs)
         if output.token_ids and output.reason == "error" and sequence.params.grammar:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from common.config import WorkerConfig
+from common.engine.vllm.client import DraftCounter
 from common.engine.vllm.core_log import MAX_REASON_CHARS, WORKER_PID, first_error, write_logging_config
 from common.errors import MAX_SHOWN_CHARS, ConfigError, ModelError, RankLost, UsageError
 from common.model_files import GENERATES, ModelFiles, ServedTask
@@ -167,6 +168,8 @@ def engine_config(
         raise
     except Exception as error:
         raise ModelError(f"vLLM refuses the model or its settings: {one_line(error)}") from error
+    if config.speculative_config is not None and config.observability_config.per_request_spec_decode_metrics == "none":
+        config.observability_config.per_request_spec_decode_metrics = "summary"
     if config.parallel_config.data_parallel_size > 1:
         raise ConfigError("engine_args", "--data-parallel-size", "omitted: start more workers instead")
     if config.speculative_config is None and config.model_config.runner_type == "generate":
@@ -203,7 +206,12 @@ def shortened(message: str) -> str:
 
 
 def start_core(
-    config: VllmConfig, files: CoreFiles, failure: Callable[[], str] = lambda: "", *, deadline_s: float = START_S
+    config: VllmConfig,
+    files: CoreFiles,
+    drafts: DraftCounter,
+    failure: Callable[[], str] = lambda: "",
+    *,
+    deadline_s: float = START_S,
 ) -> AsyncLLM:
     """Start vLLM's processes and load the model. Blocks. Raises ModelError with the reason if that fails.
 
@@ -218,7 +226,7 @@ def start_core(
         # The processes inherit the mask. Ctrl-C must not reach them, because running requests still need them.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            result.append(AsyncLLM.from_vllm_config(config))
+            result.append(AsyncLLM.from_vllm_config(config, stat_loggers=[drafts]))
         except BaseException as error:
             result.append(error)
 

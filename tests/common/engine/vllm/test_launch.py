@@ -17,6 +17,7 @@ import pytest
 
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig
 from common.engine.vllm import core_log, launch
+from common.engine.vllm.client import DraftCounter
 from common.engine.vllm.core_log import WORKER_PID, first_error, last_error, write_logging_config
 from common.engine.vllm.launch import (
     INDUCTOR_CACHE,
@@ -156,7 +157,7 @@ def test_a_host_that_is_lost_ends_the_start(tmp_path: Path, monkeypatch: pytest.
     never = threading.Event()
 
     class AsyncLLM:
-        from_vllm_config = staticmethod(lambda config: never.wait(30))
+        from_vllm_config = staticmethod(lambda config, stat_loggers: never.wait(30))
 
     for name in ("vllm", "vllm.v1", "vllm.v1.engine"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
@@ -165,7 +166,7 @@ def test_a_host_that_is_lost_ends_the_start(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(launch, "end_processes", lambda pids: never.set())
     config: Any = object()
     with pytest.raises(RankLost, match="^host 1 is gone$"):
-        launch.start_core(config, CoreFiles(tmp_path), lambda: "host 1 is gone")
+        launch.start_core(config, CoreFiles(tmp_path), DraftCounter(), lambda: "host 1 is gone")
     assert never.is_set()
 
 
