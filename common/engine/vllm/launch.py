@@ -51,14 +51,19 @@ OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "No available memory for t
 
 @dataclass(frozen=True, slots=True)
 class CoreFiles:
-    """Files of one start of vLLM in a private folder: the socket of block events, and the errors of its processes."""
+    """Files of one start of vLLM in a private folder: the socket of block events, and the errors of its processes.
+
+    `loaded` exists once vLLM has loaded the model.
+    """
 
     folder: Path
     errors: Path = field(init=False)
+    loaded: Path = field(init=False)
     logging: Path = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "errors", self.folder / "errors.log")
+        object.__setattr__(self, "loaded", self.folder / "loaded")
         object.__setattr__(self, "logging", self.folder / "logging.json")
 
     @property
@@ -72,7 +77,7 @@ def prepare_files(level: str, files: CoreFiles) -> None:
     Must precede the first import of vLLM. It leaves sockets and files behind, so they belong into our folder. The cache
     of compiled code has to outlive it.
     """
-    write_logging_config(files.logging, files.errors, level)
+    write_logging_config(files.logging, files.errors, files.loaded, level)
     os.environ.setdefault(INDUCTOR_CACHE, f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
     folder = str(files.folder)
     paths = {"VLLM_LOGGING_CONFIG_PATH": str(files.logging), "VLLM_RPC_BASE_PATH": folder, "TMPDIR": folder}
@@ -251,6 +256,7 @@ def start_core(
         if why := failure():
             raise RankLost(why) from found
         raise ModelError(start_problem(found, files)) from found
+    files.loaded.touch()
     log.info("vllm: loaded the model in %.1f s", time.monotonic() - began)
     return found
 

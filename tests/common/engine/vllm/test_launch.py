@@ -192,14 +192,53 @@ def test_processes_leave_only_their_compiled_code_outside_of_the_folder(
 
 def test_processes_log_errors_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     core = CoreFiles(tmp_path)
-    write_logging_config(core.logging, core.errors, "info")
+    write_logging_config(core.logging, core.errors, core.loaded, "info")
     monkeypatch.setenv(WORKER_PID, str(os.getpid()))  # otherwise it would watch this process
     dictConfig(json.loads(core.logging.read_text()))
     try:
         raise ValueError("the model has no layers")
     except ValueError:
-        logging.getLogger("vllm.core").exception("EngineCore failed to start")
+        logging.getLogger("vllm.core").exception("EngineCore failed")
     assert first_error(core.errors) == "the model has no layers"
+
+
+FAILING = """
+import json, logging, logging.config, multiprocessing, sys
+from pathlib import Path
+from common.engine.vllm.core_log import first_error, write_logging_config
+
+folder, level, *loaded = sys.argv[1:]
+config, errors, done = (Path(folder) / name for name in ("config", "errors", "loaded"))
+
+def main():
+    logging.config.dictConfig(json.loads(config.read_text()))
+    try:
+        raise ValueError("the model has no layers")
+    except ValueError:
+        logging.getLogger("vllm.core").exception("EngineCore failed to start." if not loaded else "EngineCore failed.")
+        raise
+
+write_logging_config(config, errors, done, level)
+if loaded:
+    done.touch()
+process = multiprocessing.get_context("fork").Process(target=main)
+process.start()
+process.join()
+print(process.exitcode, first_error(errors))
+"""
+
+
+@pytest.mark.parametrize(("arguments", "num_tracebacks"), [(["info"], 0), (["debug"], 2), (["info", "loaded"], 2)])
+def test_a_start_that_fails_prints_its_traceback_at_level_debug_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], num_tracebacks: int
+) -> None:
+    """The process logs the error, and multiprocessing prints it."""
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    command = [sys.executable, "-P", "-c", FAILING, str(tmp_path), *arguments]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout == "1 the model has no layers\n", found.stderr
+    assert found.stderr.count("Traceback") == num_tracebacks
+    assert num_tracebacks or found.stderr.count("\n") == 1 and "--log-level debug" in found.stderr
 
 
 @pytest.mark.parametrize(
@@ -216,7 +255,7 @@ def test_vllm_logs_less_than_we_do(
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", own)
     monkeypatch.setenv(WORKER_PID, str(os.getpid()))
     core = CoreFiles(tmp_path)
-    write_logging_config(core.logging, core.errors, level)
+    write_logging_config(core.logging, core.errors, core.loaded, level)
     found = json.loads(core.logging.read_text())
     assert found["loggers"]["vllm"]["level"] == shown
     found["loggers"]["pretended"] = found["loggers"].pop("vllm")
