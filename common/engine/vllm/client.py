@@ -73,7 +73,7 @@ class Output:
     `reason` is vLLM's finish reason, "" before the end. `prompt_logprobs` are those of all positions of the prompt, in
     one output. `queue_s` is the time from arrival to the first step; None if unknown. `vector` is the pooled prompt of
     a request with `params.pooling`: float32, little-endian, b"" if it is not finite. `drafts` are those of the whole
-    request, in its last output.
+    request, in its last output, and `num_preemptions` those so far.
     """
 
     token_ids: Sequence[int] = ()
@@ -84,6 +84,7 @@ class Output:
     queue_s: float | None = None
     vector: bytes | None = None
     drafts: Drafts = Drafts()
+    num_preemptions: int = 0
 
 
 class Answer(Protocol):
@@ -184,6 +185,7 @@ class VllmAnswer:
             output.prompt_logprobs or (),
             output.num_cached_tokens or 0,
             max(0.0, times.scheduled_ts - times.queued_ts) if is_timed else None,
+            num_preemptions=times.num_preemptions if times is not None else 0,
             drafts=Drafts.of_histogram(drafted.histogram, drafted.num_draft_tokens)
             if drafted is not None
             else Drafts(),

@@ -70,6 +70,7 @@ class VllmSequence:
     transfer_bytes: int = 0
     num_skipped: int = 0
     drafts: Drafts = Drafts()
+    num_preemptions: int = 0
     transport: str = "tcp"
 
     def __post_init__(self) -> None:
@@ -153,6 +154,7 @@ class VllmSequence:
             exposed_transfer_s=self.exposed_s,
             decode_s=max(0.0, now - self.first_token_at) if self.first_token_at else 0.0,
             transfer_bytes=self.transfer_bytes,
+            num_preemptions=self.num_preemptions,
             num_drafts=self.drafts.num_drafts,
             num_draft_tokens=self.drafts.num_tokens,
             accepted_places=self.drafts.accepted,
