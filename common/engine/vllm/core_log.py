@@ -79,7 +79,8 @@ class CoreLogHandler(logging.FileHandler):
 
     def emit(self, record: logging.LogRecord) -> None:
         super().emit(record)
-        if self._is_brief and record.exc_info and str(record.msg).endswith(FAILED_START):
+        is_child = multiprocessing.parent_process() is not None
+        if self._is_brief and is_child and record.exc_info and str(record.msg).endswith(FAILED_START):
             silence_stderr()
 
 
