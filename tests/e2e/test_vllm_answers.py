@@ -32,8 +32,11 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 BLOCK = 128
-NUM_BLOCKS = 24
-"""Enough for the longest prompt, and too few for all requests at once."""
+NUM_BLOCKS: Mapping[str, int] = {"llama": 24, "qwen3": 24, "mixtral": 24, "gemma3": 64, "deepseek-v3": 192}
+"""Enough for the longest prompt, and too few for all requests at once.
+
+Windowed layers need blocks of their own, and blocks of latent attention have 16 tokens.
+"""
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("Llama", {}),
     **{name: KINDS[name][:2] for name in ("qwen3", "gemma3", "mixtral", "deepseek-v3", "qwen3-next")},
@@ -91,7 +94,7 @@ def model(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
         pytest.param(
             name,
             "bfloat16" if name in RECURRENT else "float32",
-            ("--no-enable-prefix-caching",) if name in RECURRENT else ("--num-blocks", str(NUM_BLOCKS)),
+            ("--no-enable-prefix-caching",) if name in RECURRENT else ("--num-blocks", str(NUM_BLOCKS[name])),
             id=name,
         )
         for name in MODELS

@@ -42,11 +42,21 @@ PROGRESS_S = 10.0
 STOP_S = 5.0
 """Time, in seconds, that vLLM's processes get to end after SIGTERM."""
 ADDITIONS = re.compile(
-    r"For further information visit \S+|\[type=\w+, input_value=.*?\]|Supported architectures: dict_keys.*", re.DOTALL
+    r"For further information visit \S+|\[type=\w+, input_value=.*?\]|Supported architectures: dict_keys.*"
+    r"|Try increasing `gpu_memory_utilization`.*",
+    re.DOTALL,
 )
-"""Parts of messages that help only developers of vLLM, and the list of all architectures."""
+"""Parts of messages that help only developers of vLLM, the list of architectures, and advice with other settings."""
 JSON_PARSER = re.compile(r"<function loads at 0x\w+>")
-OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "No available memory for the cache blocks", "Cannot allocate")
+ADVICE: Mapping[str, tuple[str, ...]] = {
+    "Lower --gpu-memory-utilization, --max-model-len or --max-num-seqs, or use more GPUs": (
+        *("out of memory", "OutOfMemoryError", "No available memory for the cache blocks", "Cannot allocate"),
+    ),
+    "Raise --kv-memory-gib, --gpu-memory-utilization or --num-blocks, or lower --max-model-len": (
+        "KV cache is needed",
+    ),
+}
+"""Remedies, and parts of the messages to which they apply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,11 +273,11 @@ def start_core(
 
 def start_problem(error: BaseException, files: CoreFiles) -> str:
     """Return why vLLM could not start, in one sentence with a remedy if there is one."""
-    reason = first_error(files.errors) or one_line(error)
-    advice = ""
-    if any(mark in reason for mark in OUT_OF_MEMORY):
-        advice = ". Lower --gpu-memory-utilization, --max-model-len or --max-num-seqs, or use more GPUs"
-    return f"vLLM cannot load the model: {reason}{advice}"
+    reason = shortened(first_error(files.errors)) or one_line(error)
+    advice = next((advice for advice, marks in ADVICE.items() if any(mark in reason for mark in marks)), "")
+    if advice:
+        reason = f"{reason.removesuffix('.')}. {advice}"
+    return f"vLLM cannot load the model: {reason}"
 
 
 def process_tree() -> frozenset[int]:

@@ -135,6 +135,18 @@ def test_the_first_error_is_the_reason(tmp_path: Path) -> None:
     assert start_problem(RuntimeError("no luck"), CoreFiles(tmp_path / "none")) == "vLLM cannot load the model: no luck"
 
 
+def test_a_cache_that_is_too_small_is_explained_with_our_settings(tmp_path: Path) -> None:
+    core = CoreFiles(tmp_path)
+    reason = "To serve at least one request, 2 GiB KV cache is needed. The estimated maximum model length is 896."
+    core.errors.write_text(
+        f"ValueError: {reason} Try increasing `gpu_memory_utilization` or decreasing `max_model_len` when initializing "
+        "the engine. See https://docs.vllm.ai/conserving_memory/ for more details.\n"
+    )
+    advice = "Raise --kv-memory-gib, --gpu-memory-utilization or --num-blocks, or lower --max-model-len"
+    why = start_problem(RuntimeError("Engine core initialization failed."), core)
+    assert why == f"vLLM cannot load the model: {reason} {advice}"
+
+
 KILLER = """
 import multiprocessing.resource_tracker, os, subprocess
 from common.engine.vllm.launch import kill_processes, process_tree
