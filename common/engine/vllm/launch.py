@@ -50,10 +50,10 @@ ADDITIONS = re.compile(
 JSON_PARSER = re.compile(r"<function loads at 0x\w+>")
 ADVICE: Mapping[str, tuple[str, ...]] = {
     "Lower --gpu-memory-utilization, --max-model-len or --max-num-seqs, or use more GPUs": (
-        *("out of memory", "OutOfMemoryError", "No available memory for the cache blocks", "Cannot allocate"),
+        *("out of memory", "OutOfMemoryError", "Cannot allocate"),
     ),
     "Raise --kv-memory-gib, --gpu-memory-utilization or --num-blocks, or lower --max-model-len": (
-        "KV cache is needed",
+        *("KV cache is needed", "No available memory for the cache blocks"),
     ),
 }
 """Remedies, and parts of the messages to which they apply."""

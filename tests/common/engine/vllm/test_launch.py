@@ -135,9 +135,15 @@ def test_the_first_error_is_the_reason(tmp_path: Path) -> None:
     assert start_problem(RuntimeError("no luck"), CoreFiles(tmp_path / "none")) == "vLLM cannot load the model: no luck"
 
 
-def test_a_cache_that_is_too_small_is_explained_with_our_settings(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "To serve at least one request, 2 GiB KV cache is needed. The estimated maximum model length is 896.",
+        "No available memory for the cache blocks.",
+    ],
+)
+def test_a_cache_that_is_too_small_is_explained_with_our_settings(tmp_path: Path, reason: str) -> None:
     core = CoreFiles(tmp_path)
-    reason = "To serve at least one request, 2 GiB KV cache is needed. The estimated maximum model length is 896."
     core.errors.write_text(
         f"ValueError: {reason} Try increasing `gpu_memory_utilization` or decreasing `max_model_len` when initializing "
         "the engine. See https://docs.vllm.ai/conserving_memory/ for more details.\n"
