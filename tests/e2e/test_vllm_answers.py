@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -122,7 +123,9 @@ def test_answers_equal_those_of_vllm_alone(tmp_path: Path, model: Path, dtype: s
         **settings,
     )
     with log.open("w") as output:
-        alone = subprocess.Popen(command, env=os.environ | variables, stdout=output, stderr=output)
+        alone = subprocess.Popen(
+            command, env=os.environ | variables, stdout=output, stderr=output, start_new_session=True
+        )
     try:
         with stack:
             system = System(stack)
@@ -135,7 +138,7 @@ def test_answers_equal_those_of_vllm_alone(tmp_path: Path, model: Path, dtype: s
         assert alone.wait(300) == 0, log.read_text()[-3000:]
     finally:
         if alone.poll() is None:
-            alone.kill()
+            os.killpg(alone.pid, signal.SIGKILL)  # with vLLM's processes, which would not notice
             alone.wait()
     expected = iter(json.loads(found.read_text()))
     different: Counter[str] = Counter()
