@@ -103,7 +103,7 @@ def model(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     indirect=["model"],
 )
 def test_answers_equal_those_of_vllm_alone(tmp_path: Path, model: Path, dtype: str, flags: tuple[str, ...]) -> None:
-    """Prompts are computed in chunks, and with few blocks so that requests are preempted."""
+    """Prompts are computed in chunks. There are few blocks, so requests wait for them or are preempted."""
     cases = prompts_by_case()
     flat = [prompt for prompts in cases.values() for prompt in prompts]
     given, found, log = tmp_path / "prompts.json", tmp_path / "answers.json", tmp_path / "alone.log"
