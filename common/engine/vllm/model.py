@@ -38,6 +38,7 @@ from common.engine.vllm.launch import (
     end_processes,
     engine_arguments,
     engine_config,
+    kill_processes,
     prepare_files,
     prepare_memory,
     process_tree,
@@ -197,14 +198,14 @@ class VllmModel:
         self._drafts.metrics = metrics.drafts
 
     def close(self) -> None:
-        """End vLLM's processes and the engine thread."""
+        """End vLLM's processes and the engine thread. Does not wait until killed processes have freed their memory."""
         logging.getLogger("vllm").setLevel(logging.ERROR)  # it warns of each process that it has to kill
         with contextlib.suppress(Exception):  # whatever fails, the processes are ended below
             self.thread.call(_cancelled(self._llm.output_handler), 1.0)
             self._llm.shutdown(timeout=SHUTDOWN_S)
         if self._hosts is not None:
             self._hosts.close()
-        end_processes(self._processes & process_tree())
+        kill_processes(self._processes & process_tree())
         self.thread.close()
         self._folder.close()
 

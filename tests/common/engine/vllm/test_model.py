@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import signal
 import struct
+import subprocess
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,10 +23,21 @@ from common.engine.kv import BlockLog
 from common.engine.vllm import model as model_module
 from common.engine.vllm.adapters import VllmAdapters, describe_adapter
 from common.engine.vllm.client import DraftCounter, Drafts, Output, pooled_output
-from common.engine.vllm.model import COMMON_SERIES, VllmCollector, advertised, connector_settings, facts_of, load_vllm
+from common.engine.vllm.launch import CoreFiles
+from common.engine.vllm.model import (
+    COMMON_SERIES,
+    CoreThread,
+    VllmCollector,
+    VllmModel,
+    advertised,
+    connector_settings,
+    facts_of,
+    load_vllm,
+)
 from common.engine.worker import EngineStatus, WorkerMetrics, WorkerParts
 from common.engine.worker.vitals import WorkerIdentity
 from common.errors import ModelError
+from common.machine import PrivateFolder
 from common.model_files import GENERATES, ModelFiles
 
 LAYOUT = (
@@ -135,6 +148,24 @@ def test_vllms_own_series_have_the_labels_of_the_worker() -> None:
     finally:
         REGISTRY.unregister(own)
         REGISTRY.unregister(shared)
+
+
+def test_processes_that_are_left_at_the_end_are_killed_at_once(tmp_path: Path) -> None:
+    """They have had SIGTERM from vLLM, and only free memory, for longer than a supervisor waits."""
+    told = tmp_path / "told"
+    script = f"trap 'touch {told}; exit' TERM; echo ready; while true; do sleep 0.05; done"
+    with subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, text=True) as left:
+        assert left.stdout is not None and left.stdout.readline()
+        of_vllm = SimpleNamespace(use_v2_model_runner=True, model_config=SimpleNamespace(pooler_config=None))
+        llm: Any = SimpleNamespace(vllm_config=of_vllm, output_handler=None, shutdown=lambda timeout: None)
+        nothing: Any = None
+        model = VllmModel(
+            CoreThread(), llm, nothing, nothing, nothing, CoreFiles(tmp_path), PrivateFolder("test"),
+            drafts=DraftCounter(), vocab_size=9, eos_token_ids=(), pooling="", kv_address="", adapters=None, hosts=None,
+        )  # fmt: skip
+        model._processes = frozenset({left.pid})
+        model.close()
+        assert left.wait(30) == -signal.SIGKILL and not told.exists()
 
 
 def test_drafts_of_all_steps_are_counted() -> None:
