@@ -37,8 +37,8 @@ EXPECTED = (
     *("Model Runner V2 requires Triton", "Triton is not installed", "Reset SSM cache type"),
 )
 """Beginnings of warnings at every good start, at least on CPUs, about which an operator can do nothing."""
-FAILED_START = "failed to start."
-"""End of the message that a process of vLLM logs before it ends, because it cannot load the model."""
+LAST_WORDS = ("failed to start.", "encountered a fatal error.")
+"""Ends of messages that a process of vLLM logs before an error ends it."""
 STDERR = 2
 
 
@@ -67,20 +67,21 @@ class LineFormatter(logging.Formatter):
 class CoreLogHandler(logging.FileHandler):
     """Appends errors of vLLM's processes to one file, and ends the process when its parent has ended.
 
-    `is_brief`: a process that cannot load the model does not print its traceback.
+    Until the file `loaded` exists, if that is given, a process that an error ends does not print its traceback.
     """
 
-    def __init__(self, filename: str, *, is_brief: bool = False) -> None:
+    def __init__(self, filename: str, *, loaded: str = "") -> None:
         super().__init__(filename, delay=True)
         self.setLevel(logging.ERROR)
-        self._is_brief = is_brief
+        self._loaded = loaded
         if os.environ.get(WORKER_PID) != str(os.getpid()):
             threading.Thread(target=_watch_parent, args=(os.getppid(),), name="watch-parent", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
         super().emit(record)
-        is_child = multiprocessing.parent_process() is not None
-        if self._is_brief and is_child and record.exc_info and str(record.msg).endswith(FAILED_START):
+        if not self._loaded or multiprocessing.parent_process() is None:
+            return
+        if record.exc_info and str(record.msg).endswith(LAST_WORDS) and not Path(self._loaded).exists():
             silence_stderr()
 
 
@@ -132,7 +133,7 @@ def write_logging_config(path: Path, errors: Path, loaded: Path, level: str) -> 
             "errors": {
                 "class": f"{__name__}.{CoreLogHandler.__name__}",
                 "filename": str(errors),
-                "is_brief": not shows_all,
+                "loaded": "" if shows_all else str(loaded),
             },
         },
         "loggers": {"vllm": own},

@@ -63,7 +63,7 @@ ADVICE: Mapping[str, tuple[str, ...]] = {
 class CoreFiles:
     """Files of one start of vLLM in a private folder: the socket of block events, and the errors of its processes.
 
-    `loaded` exists once vLLM has loaded the model.
+    `loaded` exists once vLLM has loaded the model and computed a token.
     """
 
     folder: Path
@@ -266,7 +266,6 @@ def start_core(
         if why := failure():
             raise RankLost(why) from found
         raise ModelError(start_problem(found, files)) from found
-    files.loaded.touch()
     log.info("vllm: loaded the model in %.1f s", time.monotonic() - began)
     return found
 

@@ -29,7 +29,7 @@ from common.config import WorkerConfig
 from common.engine.kv import BlockLog
 from common.engine.vllm.adapters import VllmAdapters
 from common.engine.vllm.block_events import CachedBlocks
-from common.engine.vllm.client import Added, DraftCounter, VllmClient
+from common.engine.vllm.client import Added, CoreDied, DraftCounter, VllmClient
 from common.engine.vllm.core_log import last_error
 from common.engine.vllm.hosts import EngineHosts, FollowerPlan
 from common.engine.vllm.launch import (
@@ -43,6 +43,7 @@ from common.engine.vllm.launch import (
     prepare_memory,
     process_tree,
     start_core,
+    start_problem,
 )
 from common.engine.vllm.link import (
     SCHEDULER,
@@ -274,7 +275,11 @@ def _load(
         )
     ready = thread.call(ranks.all(world_size), READY_S + 1.0)
     ends = _ends(files, llm)
-    thread.call(_warmed_up(VllmClient(llm), ends, task.pooling), WARM_UP_S)
+    try:
+        thread.call(_warmed_up(VllmClient(llm), ends, task.pooling), WARM_UP_S)
+    except CoreDied as error:
+        raise ModelError(start_problem(error, core_files)) from error
+    core_files.loaded.touch()
     facts = facts_of(files, vllm_config, weights, ready[0].layout)
     cached = CachedBlocks(facts.block_size, block_log)
     adapters = VllmAdapters(llm, thread.loop, config.lora_places) if config.lora_places else None

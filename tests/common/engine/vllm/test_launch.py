@@ -225,7 +225,7 @@ import json, logging, logging.config, multiprocessing, sys
 from pathlib import Path
 from common.engine.vllm.core_log import first_error, write_logging_config
 
-folder, level, *loaded = sys.argv[1:]
+folder, level, message, *loaded = sys.argv[1:]
 config, errors, done = (Path(folder) / name for name in ("config", "errors", "loaded"))
 
 def main():
@@ -233,7 +233,7 @@ def main():
     try:
         raise ValueError("the model has no layers")
     except ValueError:
-        logging.getLogger("vllm.core").exception("EngineCore failed to start." if not loaded else "EngineCore failed.")
+        logging.getLogger("vllm.core").exception(message)
         raise
 
 write_logging_config(config, errors, done, level)
@@ -246,7 +246,15 @@ print(process.exitcode, first_error(errors))
 """
 
 
-@pytest.mark.parametrize(("arguments", "num_tracebacks"), [(["info"], 0), (["debug"], 2), (["info", "loaded"], 2)])
+@pytest.mark.parametrize(
+    ("arguments", "num_tracebacks"),
+    [
+        (["info", "EngineCore failed to start."], 0),
+        (["info", "EngineCore encountered a fatal error."], 0),
+        (["debug", "EngineCore failed to start."], 2),
+        (["info", "EngineCore encountered a fatal error.", "loaded"], 2),
+    ],
+)
 def test_a_start_that_fails_prints_its_traceback_at_level_debug_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], num_tracebacks: int
 ) -> None:
