@@ -69,7 +69,7 @@ def _remove_left(parent: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder, its lock last: if this process ends meanwhile, another one can continue."""
+    """Remove a folder and, at the end, its lock, so that another process can continue if this one exits."""
     with contextlib.suppress(OSError):
         for entry in folder.iterdir():
             if entry.name == FOLDER_LOCK:

@@ -36,7 +36,7 @@ BLOCK = 128
 NUM_BLOCKS: Mapping[str, int] = {"llama": 24, "qwen3": 24, "mixtral": 24, "gemma3": 64, "deepseek-v3": 192}
 """Enough for the longest prompt, and too few for all requests at once.
 
-Windowed layers need blocks of their own, and blocks of latent attention have 16 tokens.
+Each group of windowed layers has its own blocks. Blocks of latent attention have 16 tokens.
 """
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("Llama", {}),

@@ -152,8 +152,8 @@ def test_vllms_own_series_have_the_labels_of_the_worker() -> None:
 
 def test_processes_that_are_left_at_the_end_are_killed_at_once(tmp_path: Path) -> None:
     """They have had SIGTERM from vLLM, and only free memory, for longer than a supervisor waits."""
-    told = tmp_path / "told"
-    script = f"trap 'touch {told}; exit' TERM; echo ready; while true; do sleep 0.05; done"
+    got_term = tmp_path / "got-term"
+    script = f"trap 'touch {got_term}; exit' TERM; echo ready; while true; do sleep 0.05; done"
     with subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, text=True) as left:
         assert left.stdout is not None and left.stdout.readline()
         of_vllm = SimpleNamespace(use_v2_model_runner=True, model_config=SimpleNamespace(pooler_config=None))
@@ -165,7 +165,7 @@ def test_processes_that_are_left_at_the_end_are_killed_at_once(tmp_path: Path) -
         )  # fmt: skip
         model._processes = frozenset({left.pid})
         model.close()
-        assert left.wait(30) == -signal.SIGKILL and not told.exists()
+        assert left.wait(30) == -signal.SIGKILL and not got_term.exists()
 
 
 def test_drafts_of_all_steps_are_counted() -> None:
