@@ -107,15 +107,14 @@ def flags_for_vllm(flags: Sequence[str]) -> tuple[str, ...]:
 
 
 def make_tiny_models_for_vllm() -> None:
-    """Write the tiny random models with larger heads, because vLLM's kernels for CPUs need them, and use these."""
+    """Write all tiny random models with larger heads from now on, because vLLM's kernels for CPUs need them."""
     from common.model_files import tiny
     from common.model_files.resolve import resolve_model
 
     os.environ["DIPTYCH_CACHE"] = tempfile.mkdtemp(prefix="diptych-tests-")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny, "HEAD_DIM", 32)
-        for name in ("tiny-random", "tiny-random-gemma3"):
-            resolve_model(name)
+    tiny.HEAD_DIM = 32  # also for the models that tests write
+    for name in ("tiny-random", "tiny-random-gemma3"):
+        resolve_model(name)
 
 
 # ---------------------------------------------------------------- requests and probes

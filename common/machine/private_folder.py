@@ -41,7 +41,7 @@ class PrivateFolder:
     def close(self) -> None:
         """Remove the folder. Harmless if it was removed."""
         _open.discard(self)
-        shutil.rmtree(self.path, ignore_errors=True)
+        _remove(self.path)
         self._lock.close()
         _remove_left(self.path.parent)
 
@@ -65,4 +65,17 @@ def _remove_left(parent: Path) -> None:
     for left in parent.glob(f"{PREFIX}*/{FOLDER_LOCK}"):
         with contextlib.suppress(OSError), left.open("rb") as lock:  # owned by another user, or in use
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left.parent)
+            _remove(left.parent)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder and, at the end, its lock, so that another process can continue if this one exits."""
+    with contextlib.suppress(OSError):
+        for entry in folder.iterdir():
+            if entry.name == FOLDER_LOCK:
+                continue
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -9,16 +9,23 @@ from typing import TYPE_CHECKING, Any, Protocol
 from common.engine.vllm.link import TransferParams
 from common.engine.vllm.requests import sampling_params
 from common.errors import RankLost, WireError
+from common.observe import DraftMetrics
 from common.wire import SamplingParams
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.lora.request import LoRARequest
     from vllm.outputs import PoolingRequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
+    from vllm.v1.metrics.stats import SchedulerStats
 
 Logprobs = Mapping[int, Any]
 """vLLM's log probabilities of one position, by token id."""
+NGRAM_METHODS = ("ngram", "ngram_gpu", "suffix")
+"""Methods of vLLM that draft from tokens of the sequence, without a model."""
+MAX_DRAFT_PLACES = 64
+"""Positions in drafts that a `Timeline` may have."""
 
 
 class CoreDied(RankLost):
@@ -45,12 +52,28 @@ class Added:
 
 
 @dataclass(frozen=True, slots=True)
+class Drafts:
+    """Verified drafts of a request: `accepted[i]` of them had their token `i` accepted."""
+
+    num_drafts: int = 0
+    num_tokens: int = 0
+    accepted: tuple[int, ...] = ()
+
+    @classmethod
+    def of_histogram(cls, histogram: Sequence[int], num_tokens: int) -> Drafts:
+        """Convert vLLM's counts: `histogram[n]` drafts had `n` tokens accepted."""
+        places = range(1, min(len(histogram), MAX_DRAFT_PLACES + 1))
+        return cls(sum(histogram), num_tokens, tuple(sum(histogram[place:]) for place in places))
+
+
+@dataclass(frozen=True, slots=True)
 class Output:
     """New tokens of a request, and its end.
 
     `reason` is vLLM's finish reason, "" before the end. `prompt_logprobs` are those of all positions of the prompt, in
     one output. `queue_s` is the time from arrival to the first step; None if unknown. `vector` is the pooled prompt of
-    a request with `params.pooling`: float32, little-endian, b"" if it is not finite.
+    a request with `params.pooling`: float32, little-endian, b"" if it is not finite. `drafts` are those of the whole
+    request, in its last output, and `num_preemptions` those so far.
     """
 
     token_ids: Sequence[int] = ()
@@ -60,6 +83,8 @@ class Output:
     num_cached_tokens: int = 0
     queue_s: float | None = None
     vector: bytes | None = None
+    drafts: Drafts = Drafts()
+    num_preemptions: int = 0
 
 
 class Answer(Protocol):
@@ -151,7 +176,7 @@ class VllmAnswer:
         if isinstance(output, PoolingRequestOutput):
             return pooled_output(output)
         [found] = output.outputs
-        times = output.metrics
+        times, drafted = output.metrics, found.spec_decode_metrics
         is_timed = times is not None and bool(times.scheduled_ts)
         return Output(
             found.token_ids,
@@ -160,10 +185,43 @@ class VllmAnswer:
             output.prompt_logprobs or (),
             output.num_cached_tokens or 0,
             max(0.0, times.scheduled_ts - times.queued_ts) if is_timed else None,
+            num_preemptions=times.num_preemptions if times is not None else 0,
+            drafts=Drafts.of_histogram(drafted.histogram, drafted.num_draft_tokens)
+            if drafted is not None
+            else Drafts(),
         )
 
     async def abort(self) -> None:
         await self._llm.abort(self._collector.request_id, internal=True)
+
+
+class DraftCounter:
+    """Counts the verified drafts of all steps in `metrics`, once set. vLLM calls its methods: a logger of statistics.
+
+    Unlike the outputs of requests, steps include the drafts of answers that are aborted.
+    """
+
+    def __init__(self) -> None:
+        self.metrics: DraftMetrics | None = None
+        self._source = ""
+
+    def __call__(self, vllm_config: VllmConfig, engine_index: int = 0) -> DraftCounter:
+        """Serve as the factory of itself."""
+        if (speculation := vllm_config.speculative_config) is not None:
+            self._source = "ngram" if speculation.method in NGRAM_METHODS else "model"
+        return self
+
+    def record(self, scheduler_stats: SchedulerStats | None, *_: object, **__: object) -> None:
+        found = scheduler_stats.spec_decoding_stats if scheduler_stats is not None else None
+        if found is not None and self.metrics is not None:
+            accepted = found.num_accepted_tokens_per_pos
+            self.metrics.count(found.num_drafts, found.num_draft_tokens, accepted, self._source)
+
+    def log(self) -> None: ...
+
+    def log_engine_initialized(self) -> None: ...
+
+    def record_sleep_state(self, is_awake: int, level: int) -> None: ...
 
 
 def pooled_output(output: PoolingRequestOutput[Any]) -> Output:

@@ -6,6 +6,7 @@ of this file also ends orphaned processes: a worker that exits while vLLM loads 
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import multiprocessing
@@ -36,6 +37,9 @@ EXPECTED = (
     *("Model Runner V2 requires Triton", "Triton is not installed", "Reset SSM cache type"),
 )
 """Beginnings of warnings at every good start, at least on CPUs, about which an operator can do nothing."""
+LAST_WORDS = ("failed to start.", "encountered a fatal error.")
+"""Ends of messages that a process of vLLM logs before an error ends it."""
+STDERR = 2
 
 
 class ExpectedWarnings(logging.Filter):
@@ -45,14 +49,47 @@ class ExpectedWarnings(logging.Filter):
         return not str(record.msg).startswith(EXPECTED)
 
 
-class CoreLogHandler(logging.FileHandler):
-    """Appends errors of vLLM's processes to one file, and ends the process when its parent has ended."""
+class LineFormatter(logging.Formatter):
+    """Formats lines as ours. Omits tracebacks until the file `loaded` exists, if that is given."""
 
-    def __init__(self, filename: str) -> None:
+    def __init__(self, loaded: str = "") -> None:
+        super().__init__("%(asctime)s.%(msecs)03d %(levelname)-7s vllm %(processName)s: %(message)s", "%H:%M:%S")
+        self._loaded = loaded
+
+    def format(self, record: logging.LogRecord) -> str:
+        if not record.exc_info or not self._loaded or Path(self._loaded).exists():
+            return super().format(record)
+        short = copy.copy(record)
+        short.exc_info = short.exc_text = None
+        return f"{super().format(short)} (traceback with --log-level debug)"
+
+
+class CoreLogHandler(logging.FileHandler):
+    """Appends errors of vLLM's processes to one file, and ends the process when its parent has ended.
+
+    Until the file `loaded` exists, if that is given, a process that an error ends does not print its traceback.
+    """
+
+    def __init__(self, filename: str, *, loaded: str = "") -> None:
         super().__init__(filename, delay=True)
         self.setLevel(logging.ERROR)
+        self._loaded = loaded
         if os.environ.get(WORKER_PID) != str(os.getpid()):
             threading.Thread(target=_watch_parent, args=(os.getppid(),), name="watch-parent", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        if not self._loaded or multiprocessing.parent_process() is None:
+            return
+        if record.exc_info and str(record.msg).endswith(LAST_WORDS) and not Path(self._loaded).exists():
+            silence_stderr()
+
+
+def silence_stderr() -> None:
+    """Drop what this process prints from now on: multiprocessing prints the traceback of the error that ends it."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, STDERR)
+    os.close(null)
 
 
 def started_by() -> int:
@@ -70,11 +107,12 @@ def _watch_parent(parent: int) -> None:
     exit_orphaned("its parent process has ended")
 
 
-def write_logging_config(path: Path, errors: Path, level: str) -> None:
+def write_logging_config(path: Path, errors: Path, loaded: Path, level: str) -> None:
     """Write vLLM's logging configuration to `path`. Its processes append errors to the file `errors`.
 
     `level` is that of our own log. Below warnings, vLLM logs dozens of lines at each start, so they are shown only at
-    our level debug, or at the level in vLLM's own variable.
+    our level debug, or at the level in vLLM's own variable. The same applies to tracebacks before `loaded` exists: the
+    worker logs why the start failed in one sentence.
     """
     own_level = os.environ.get(VLLM_LEVEL) or ("INFO" if level == "debug" else "WARNING")
     names, shows_all = ["stderr", "errors"], own_level.upper() in ("INFO", "DEBUG")
@@ -83,10 +121,7 @@ def write_logging_config(path: Path, errors: Path, level: str) -> None:
         "version": 1,
         "disable_existing_loggers": False,
         "formatters": {
-            "line": {
-                "format": "%(asctime)s.%(msecs)03d %(levelname)-7s vllm %(processName)s: %(message)s",
-                "datefmt": "%H:%M:%S",
-            }
+            "line": {"()": f"{__name__}.{LineFormatter.__name__}", "loaded": "" if shows_all else str(loaded)}
         },
         "filters": {"expected": {"()": f"{__name__}.{ExpectedWarnings.__name__}"}},
         "handlers": {
@@ -95,7 +130,11 @@ def write_logging_config(path: Path, errors: Path, level: str) -> None:
                 "formatter": "line",
                 "filters": [] if shows_all else ["expected"],
             },
-            "errors": {"class": f"{__name__}.{CoreLogHandler.__name__}", "filename": str(errors)},
+            "errors": {
+                "class": f"{__name__}.{CoreLogHandler.__name__}",
+                "filename": str(errors),
+                "loaded": "" if shows_all else str(loaded),
+            },
         },
         "loggers": {"vllm": own},
     }

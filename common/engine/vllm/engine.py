@@ -349,6 +349,7 @@ class VllmEngine:
         """Process tokens of vLLM, or the end of a request."""
         now = time.monotonic()
         self._worked_at = now
+        sequence.drafts, sequence.num_preemptions = output.drafts, output.num_preemptions
         if output.prompt_logprobs and sequence.params.prompt_logprobs >= 0:
             self._report_prompt_logprobs(sequence, output.prompt_logprobs)
         if output.token_ids and output.reason == "error" and sequence.params.grammar:
@@ -504,6 +505,9 @@ class VllmEngine:
         sequence.waits_for.discard(rank)
         sequence.transfer_bytes += event.num_bytes
         sequence.transfer_s = max(sequence.transfer_s, event.transfer_s)
+        sequence.transport = event.transport
+        if event.num_bytes and event.busy_s:
+            self.metrics.transfer_rate.observe(event.num_bytes / event.busy_s)
         if sequence.waits_for:
             return
         done, now = event.done, time.monotonic()

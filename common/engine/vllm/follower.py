@@ -58,6 +58,7 @@ def run(plan: FollowerPlan, settings: ConnectorSettings, files: CoreFiles) -> st
 
     log.info("vllm: loading the model on host %d of %d", plan.node_rank, config.parallel_config.nnodes - 1)
     executor = MultiprocExecutor(config, monitor_workers=False)
+    files.loaded.touch()
     log.info("vllm: %d ranks run", len(executor.workers))
     processes = {each.proc.sentinel: each.proc for each in executor.workers}
     ended = processes[multiprocessing.connection.wait(list(processes))[0]]

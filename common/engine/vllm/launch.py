@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from common.config import WorkerConfig
+from common.engine.vllm.client import DraftCounter
 from common.engine.vllm.core_log import MAX_REASON_CHARS, WORKER_PID, first_error, write_logging_config
 from common.errors import MAX_SHOWN_CHARS, ConfigError, ModelError, RankLost, UsageError
 from common.model_files import GENERATES, ModelFiles, ServedTask
@@ -41,23 +42,38 @@ PROGRESS_S = 10.0
 STOP_S = 5.0
 """Time, in seconds, that vLLM's processes get to end after SIGTERM."""
 ADDITIONS = re.compile(
-    r"For further information visit \S+|\[type=\w+, input_value=.*?\]|Supported architectures: dict_keys.*", re.DOTALL
+    r"For further information visit \S+|\[type=\w+, input_value=.*?\]|Supported architectures: dict_keys.*"
+    r"|Try increasing `gpu_memory_utilization`.*",
+    re.DOTALL,
 )
-"""Parts of messages that help only developers of vLLM, and the list of all architectures."""
+"""Parts of messages that help only developers of vLLM, the list of architectures, and advice with other settings."""
 JSON_PARSER = re.compile(r"<function loads at 0x\w+>")
-OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "No available memory for the cache blocks", "Cannot allocate")
+ADVICE: Mapping[str, tuple[str, ...]] = {
+    "Lower --gpu-memory-utilization, --max-model-len or --max-num-seqs, or use more GPUs": (
+        *("out of memory", "OutOfMemoryError", "Cannot allocate"),
+    ),
+    "Raise --kv-memory-gib, --gpu-memory-utilization or --num-blocks, or lower --max-model-len": (
+        *("KV cache is needed", "No available memory for the cache blocks"),
+    ),
+}
+"""Remedies, and parts of the messages to which they apply."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoreFiles:
-    """Files of one start of vLLM in a private folder: the socket of block events, and the errors of its processes."""
+    """Files of one start of vLLM in a private folder: the socket of block events, and the errors of its processes.
+
+    `loaded` exists once vLLM has loaded the model and computed a token.
+    """
 
     folder: Path
     errors: Path = field(init=False)
+    loaded: Path = field(init=False)
     logging: Path = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "errors", self.folder / "errors.log")
+        object.__setattr__(self, "loaded", self.folder / "loaded")
         object.__setattr__(self, "logging", self.folder / "logging.json")
 
     @property
@@ -71,7 +87,7 @@ def prepare_files(level: str, files: CoreFiles) -> None:
     Must precede the first import of vLLM. It leaves sockets and files behind, so they belong into our folder. The cache
     of compiled code has to outlive it.
     """
-    write_logging_config(files.logging, files.errors, level)
+    write_logging_config(files.logging, files.errors, files.loaded, level)
     os.environ.setdefault(INDUCTOR_CACHE, f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
     folder = str(files.folder)
     paths = {"VLLM_LOGGING_CONFIG_PATH": str(files.logging), "VLLM_RPC_BASE_PATH": folder, "TMPDIR": folder}
@@ -167,6 +183,8 @@ def engine_config(
         raise
     except Exception as error:
         raise ModelError(f"vLLM refuses the model or its settings: {one_line(error)}") from error
+    if config.speculative_config is not None and config.observability_config.per_request_spec_decode_metrics == "none":
+        config.observability_config.per_request_spec_decode_metrics = "summary"
     if config.parallel_config.data_parallel_size > 1:
         raise ConfigError("engine_args", "--data-parallel-size", "omitted: start more workers instead")
     if config.speculative_config is None and config.model_config.runner_type == "generate":
@@ -203,7 +221,12 @@ def shortened(message: str) -> str:
 
 
 def start_core(
-    config: VllmConfig, files: CoreFiles, failure: Callable[[], str] = lambda: "", *, deadline_s: float = START_S
+    config: VllmConfig,
+    files: CoreFiles,
+    drafts: DraftCounter,
+    failure: Callable[[], str] = lambda: "",
+    *,
+    deadline_s: float = START_S,
 ) -> AsyncLLM:
     """Start vLLM's processes and load the model. Blocks. Raises ModelError with the reason if that fails.
 
@@ -218,7 +241,7 @@ def start_core(
         # The processes inherit the mask. Ctrl-C must not reach them, because running requests still need them.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            result.append(AsyncLLM.from_vllm_config(config))
+            result.append(AsyncLLM.from_vllm_config(config, stat_loggers=[drafts]))
         except BaseException as error:
             result.append(error)
 
@@ -249,11 +272,11 @@ def start_core(
 
 def start_problem(error: BaseException, files: CoreFiles) -> str:
     """Return why vLLM could not start, in one sentence with a remedy if there is one."""
-    reason = first_error(files.errors) or one_line(error)
-    advice = ""
-    if any(mark in reason for mark in OUT_OF_MEMORY):
-        advice = ". Lower --gpu-memory-utilization, --max-model-len or --max-num-seqs, or use more GPUs"
-    return f"vLLM cannot load the model: {reason}{advice}"
+    reason = shortened(first_error(files.errors)) or one_line(error)
+    advice = next((advice for advice, marks in ADVICE.items() if any(mark in reason for mark in marks)), "")
+    if advice:
+        reason = f"{reason.removesuffix('.')}. {advice}"
+    return f"vLLM cannot load the model: {reason}"
 
 
 def process_tree() -> frozenset[int]:

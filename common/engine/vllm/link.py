@@ -165,11 +165,16 @@ class RankReady(LinkMessage, frozen=True, tag=20):
 
 
 class Arrived(RequestMessage, frozen=True, tag=21):
-    """This rank has verified all KV of a prompt. `done` is the prefill worker's; `transfer_s` began with the grant."""
+    """This rank has verified all KV of a prompt. `done` is the prefill worker's; `transfer_s` began with the grant.
+
+    `busy_s` is the time in which it received blocks, in seconds; 0 if unknown.
+    """
 
     done: KVDone
     num_bytes: int = 0
     transfer_s: float = 0.0
+    busy_s: float = 0.0
+    transport: str = "tcp"
 
 
 class TransferLost(RequestMessage, frozen=True, tag=22):

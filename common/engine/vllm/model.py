@@ -29,7 +29,7 @@ from common.config import WorkerConfig
 from common.engine.kv import BlockLog
 from common.engine.vllm.adapters import VllmAdapters
 from common.engine.vllm.block_events import CachedBlocks
-from common.engine.vllm.client import Added, VllmClient
+from common.engine.vllm.client import Added, CoreDied, DraftCounter, VllmClient
 from common.engine.vllm.core_log import last_error
 from common.engine.vllm.hosts import EngineHosts, FollowerPlan
 from common.engine.vllm.launch import (
@@ -38,10 +38,12 @@ from common.engine.vllm.launch import (
     end_processes,
     engine_arguments,
     engine_config,
+    kill_processes,
     prepare_files,
     prepare_memory,
     process_tree,
     start_core,
+    start_problem,
 )
 from common.engine.vllm.link import (
     SCHEDULER,
@@ -146,6 +148,7 @@ class VllmModel:
         files: CoreFiles,
         folder: PrivateFolder,
         *,
+        drafts: DraftCounter,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         pooling: Pooling,
@@ -155,7 +158,7 @@ class VllmModel:
     ) -> None:
         self.thread, self.link, self.cached = thread, link, cached
         self.client = VllmClient(llm)
-        self._llm = llm
+        self._llm, self._drafts = llm, drafts
         self.facts, self.vocab_size, self.eos_token_ids, self.pooling = facts, vocab_size, eos_token_ids, pooling
         self.kv_address, self.adapters, self._hosts = kv_address, adapters, hosts
         self.on_event: Callable[[int, LinkEvent], None] = lambda rank, event: None
@@ -193,16 +196,17 @@ class VllmModel:
 
     def register_metrics(self, metrics: WorkerMetrics) -> None:
         metrics.register(VllmCollector)
+        self._drafts.metrics = metrics.drafts
 
     def close(self) -> None:
-        """End vLLM's processes and the engine thread."""
+        """End vLLM's processes and the engine thread. Does not wait until killed processes have freed their memory."""
         logging.getLogger("vllm").setLevel(logging.ERROR)  # it warns of each process that it has to kill
         with contextlib.suppress(Exception):  # whatever fails, the processes are ended below
             self.thread.call(_cancelled(self._llm.output_handler), 1.0)
             self._llm.shutdown(timeout=SHUTDOWN_S)
         if self._hosts is not None:
             self._hosts.close()
-        end_processes(self._processes & process_tree())
+        kill_processes(self._processes & process_tree())
         self.thread.close()
         self._folder.close()
 
@@ -260,17 +264,22 @@ def _load(
     settings = msgspec.structs.replace(settings, weights=weights)
     vllm_config.kv_transfer_config.kv_connector_extra_config.update(settings.extra_config())
     world_size = int(vllm_config.parallel_config.world_size)
+    drafts = DraftCounter()
     if hosts is None:
-        llm, shown = start_core(vllm_config, core_files), [config.advertise_host] * world_size
+        llm, shown = start_core(vllm_config, core_files, drafts), [config.advertise_host] * world_size
     else:
         hosts.start(_plan(files, config, arguments, settings))
         llm, shown = (
-            start_core(vllm_config, core_files, lambda: hosts.failure),
+            start_core(vllm_config, core_files, drafts, lambda: hosts.failure),
             hosts.advertised(config.advertise_host, world_size),
         )
     ready = thread.call(ranks.all(world_size), READY_S + 1.0)
     ends = _ends(files, llm)
-    thread.call(_warmed_up(VllmClient(llm), ends, task.pooling), WARM_UP_S)
+    try:
+        thread.call(_warmed_up(VllmClient(llm), ends, task.pooling), WARM_UP_S)
+    except CoreDied as error:
+        raise ModelError(start_problem(error, core_files)) from error
+    core_files.loaded.touch()
     facts = facts_of(files, vllm_config, weights, ready[0].layout)
     cached = CachedBlocks(facts.block_size, block_log)
     adapters = VllmAdapters(llm, thread.loop, config.lora_places) if config.lora_places else None
@@ -282,6 +291,7 @@ def _load(
         facts,
         core_files,
         folder,
+        drafts=drafts,
         vocab_size=int(vllm_config.model_config.get_vocab_size()),
         eos_token_ids=ends,
         pooling=task.pooling,

@@ -634,6 +634,8 @@ class RankTransfers:
                 done=replace(transfer.done, request_id=request_id, token=0),
                 num_bytes=sum(each.num_bytes for each in completed),
                 transfer_s=max(max(each.last_block_at, each.done_at) - each.granted_at for each in completed),
+                busy_s=0.0 if any(each.reads_ahead for each in completed) else sum(each.busy_s for each in completed),
+                transport=transfer.transport,
             )
         )
 

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from common.blocks import BlockHasher
+from common.engine.vllm.client import Drafts
 from common.latency import StepShape
 from common.wire import SamplingParams, TokenLogprobs
 from common.wire.messages import DecodeRequest, PrefillRequest, Timeline, TokenDelta
@@ -68,6 +69,8 @@ class VllmSequence:
     exposed_s: float = 0.0
     transfer_bytes: int = 0
     num_skipped: int = 0
+    drafts: Drafts = Drafts()
+    num_preemptions: int = 0
     transport: str = "tcp"
 
     def __post_init__(self) -> None:
@@ -151,4 +154,8 @@ class VllmSequence:
             exposed_transfer_s=self.exposed_s,
             decode_s=max(0.0, now - self.first_token_at) if self.first_token_at else 0.0,
             transfer_bytes=self.transfer_bytes,
+            num_preemptions=self.num_preemptions,
+            num_drafts=self.drafts.num_drafts,
+            num_draft_tokens=self.drafts.num_tokens,
+            accepted_places=self.drafts.accepted,
         )

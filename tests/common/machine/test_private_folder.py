@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,6 +56,30 @@ def test_the_folder_of_a_killed_process_is_removed_by_another(parent: Path) -> N
             assert left.exists()
             owner.kill()
             owner.wait()
+    assert not list(parent.iterdir())
+
+
+def test_a_folder_whose_removal_is_interrupted_is_removed_by_another(
+    parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process exits, for instance. A folder without its lock would be left forever."""
+    folder = PrivateFolder("test")
+    for name in ("a", "z"):
+        (folder.path / name).mkdir()
+    remove, removed = os.unlink, []
+
+    def interrupted(path: Any, **given: Any) -> None:
+        removed.append(path)
+        remove(path, **given)
+        raise KeyboardInterrupt
+
+    (folder.path / "z" / "file").touch()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "unlink", interrupted)
+        folder.close()
+    assert removed and folder.path.exists()
+    folder._lock.close()
+    PrivateFolder("next").close()
     assert not list(parent.iterdir())
 
 

@@ -16,7 +16,7 @@ import msgspec
 from common.config import WorkerConfig
 from common.engine.kv import BlockLog
 from common.engine.vllm.block_events import CachedBlocks
-from common.engine.vllm.client import Added, CoreDied, Output
+from common.engine.vllm.client import Added, CoreDied, Drafts, Output
 from common.engine.vllm.duty import VllmDuty
 from common.engine.vllm.link import StepsDone
 from common.engine.vllm.model import CoreThread, LinkEvent
@@ -91,6 +91,7 @@ class PretendedVllm:
     speculates, failure, is_leaving, adapters, vocab_size, pooling = False, "", False, None, 256, ""
     eos_token_ids = (0,)
     has_first_runner = False
+    num_preemptions, drafts = 0, Drafts()
     kv_address = "tcp://127.0.0.1:7,8"
 
     def __init__(self, faults: Faults, world_size: int = 1, facts: ModelFacts = FACTS) -> None:
@@ -191,7 +192,8 @@ class PretendedVllm:
             answer.outputs.put_nowait(Output((tokens[-1], REJECTED), reason="error", queue_s=0.0))
             self.answers.remove(answer)
             return
-        answer.outputs.put_nowait(Output((tokens[-1],), reason=reason, queue_s=0.0))
+        counts = {"num_preemptions": self.num_preemptions, "drafts": self.drafts if reason else Drafts()}
+        answer.outputs.put_nowait(Output((tokens[-1],), reason=reason, queue_s=0.0, **counts))
         if reason:
             self.answers.remove(answer)
 

@@ -13,6 +13,7 @@ import zmq
 
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig
 from common.engine.vllm import engine as engine_module
+from common.engine.vllm.client import Drafts
 from common.engine.vllm.link import SCHEDULER, Arrived, Cancel, Done, Expect, Forget, Sent, TransferLost
 from common.engine.worker import EngineStatus, RequestReceived, WorkerMetrics, WorkerParts
 from common.engine.worker.vitals import WorkerIdentity
@@ -262,6 +263,31 @@ async def test_kv_of_all_ranks_precedes_the_answer(decode: Rig, model: Pretended
     assert tokens == expected[len(PROMPT) :] and decode.deltas()[0].index == 0
     timeline = decode.deltas()[-1].timeline
     assert timeline is not None and timeline.transfer_bytes == 20 and decode.deltas()[-1].num_cached_tokens == 5
+
+
+async def test_transfers_are_counted_by_transport_with_their_rate(decode: Rig, model: PretendedVllm) -> None:
+    decode.decode()
+    await decode.orders(Expect)
+    for rank, busy_s in ((0, 2.0), (1, 0.0)):  # the second cannot measure it
+        model.event(rank, arrived(7, transport="shm", busy_s=busy_s))
+    await until(decode.deltas)
+    labels = {"model_name": "m", "engine": "w"}
+    get = decode.metrics.registry.get_sample_value
+    assert get("diptych_kv_transfers_total", labels | {"transport": "shm"}) == 1
+    assert get("diptych_kv_transfer_bytes_per_second_count", labels) == 1
+    assert get("diptych_kv_transfer_bytes_per_second_sum", labels) == 5
+
+
+async def test_preemptions_and_drafts_of_an_answer_are_reported(
+    decode: Rig, model: PretendedVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "num_preemptions", 2)
+    monkeypatch.setattr(model, "drafts", Drafts(3, 9, (2, 1)))
+    decode.decode(prefill_worker="")
+    await until(lambda: any(delta.finish_reason for delta in decode.deltas()))
+    timeline = decode.deltas()[-1].timeline
+    assert timeline is not None and timeline.num_preemptions == 2
+    assert (timeline.num_drafts, timeline.num_draft_tokens, timeline.accepted_places) == (3, 9, (2, 1))
 
 
 async def test_cached_blocks_are_not_sent_again(decode: Rig) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig
 from common.engine.vllm import core_log, launch
+from common.engine.vllm.client import DraftCounter
 from common.engine.vllm.core_log import WORKER_PID, first_error, last_error, write_logging_config
 from common.engine.vllm.launch import (
     INDUCTOR_CACHE,
@@ -134,6 +135,24 @@ def test_the_first_error_is_the_reason(tmp_path: Path) -> None:
     assert start_problem(RuntimeError("no luck"), CoreFiles(tmp_path / "none")) == "vLLM cannot load the model: no luck"
 
 
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "To serve at least one request, 2 GiB KV cache is needed. The estimated maximum model length is 896.",
+        "No available memory for the cache blocks.",
+    ],
+)
+def test_a_cache_that_is_too_small_is_explained_with_our_settings(tmp_path: Path, reason: str) -> None:
+    core = CoreFiles(tmp_path)
+    core.errors.write_text(
+        f"ValueError: {reason} Try increasing `gpu_memory_utilization` or decreasing `max_model_len` when initializing "
+        "the engine. See https://docs.vllm.ai/conserving_memory/ for more details.\n"
+    )
+    advice = "Raise --kv-memory-gib, --gpu-memory-utilization or --num-blocks, or lower --max-model-len"
+    why = start_problem(RuntimeError("Engine core initialization failed."), core)
+    assert why == f"vLLM cannot load the model: {reason} {advice}"
+
+
 KILLER = """
 import multiprocessing.resource_tracker, os, subprocess
 from common.engine.vllm.launch import kill_processes, process_tree
@@ -156,7 +175,7 @@ def test_a_host_that_is_lost_ends_the_start(tmp_path: Path, monkeypatch: pytest.
     never = threading.Event()
 
     class AsyncLLM:
-        from_vllm_config = staticmethod(lambda config: never.wait(30))
+        from_vllm_config = staticmethod(lambda config, stat_loggers: never.wait(30))
 
     for name in ("vllm", "vllm.v1", "vllm.v1.engine"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
@@ -165,7 +184,7 @@ def test_a_host_that_is_lost_ends_the_start(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(launch, "end_processes", lambda pids: never.set())
     config: Any = object()
     with pytest.raises(RankLost, match="^host 1 is gone$"):
-        launch.start_core(config, CoreFiles(tmp_path), lambda: "host 1 is gone")
+        launch.start_core(config, CoreFiles(tmp_path), DraftCounter(), lambda: "host 1 is gone")
     assert never.is_set()
 
 
@@ -191,14 +210,61 @@ def test_processes_leave_only_their_compiled_code_outside_of_the_folder(
 
 def test_processes_log_errors_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     core = CoreFiles(tmp_path)
-    write_logging_config(core.logging, core.errors, "info")
+    write_logging_config(core.logging, core.errors, core.loaded, "info")
     monkeypatch.setenv(WORKER_PID, str(os.getpid()))  # otherwise it would watch this process
     dictConfig(json.loads(core.logging.read_text()))
     try:
         raise ValueError("the model has no layers")
     except ValueError:
-        logging.getLogger("vllm.core").exception("EngineCore failed to start")
+        logging.getLogger("vllm.core").exception("EngineCore failed")
     assert first_error(core.errors) == "the model has no layers"
+
+
+FAILING = """
+import json, logging, logging.config, multiprocessing, sys
+from pathlib import Path
+from common.engine.vllm.core_log import first_error, write_logging_config
+
+folder, level, message, *loaded = sys.argv[1:]
+config, errors, done = (Path(folder) / name for name in ("config", "errors", "loaded"))
+
+def main():
+    logging.config.dictConfig(json.loads(config.read_text()))
+    try:
+        raise ValueError("the model has no layers")
+    except ValueError:
+        logging.getLogger("vllm.core").exception(message)
+        raise
+
+write_logging_config(config, errors, done, level)
+if loaded:
+    done.touch()
+process = multiprocessing.get_context("fork").Process(target=main)
+process.start()
+process.join()
+print(process.exitcode, first_error(errors))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "num_tracebacks"),
+    [
+        (["info", "EngineCore failed to start."], 0),
+        (["info", "EngineCore encountered a fatal error."], 0),
+        (["debug", "EngineCore failed to start."], 2),
+        (["info", "EngineCore encountered a fatal error.", "loaded"], 2),
+    ],
+)
+def test_a_start_that_fails_prints_its_traceback_at_level_debug_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], num_tracebacks: int
+) -> None:
+    """The process logs the error, and multiprocessing prints it."""
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    command = [sys.executable, "-P", "-c", FAILING, str(tmp_path), *arguments]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout == "1 the model has no layers\n", found.stderr
+    assert found.stderr.count("Traceback") == num_tracebacks
+    assert num_tracebacks or found.stderr.count("\n") == 1 and "--log-level debug" in found.stderr
 
 
 @pytest.mark.parametrize(
@@ -215,7 +281,7 @@ def test_vllm_logs_less_than_we_do(
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", own)
     monkeypatch.setenv(WORKER_PID, str(os.getpid()))
     core = CoreFiles(tmp_path)
-    write_logging_config(core.logging, core.errors, level)
+    write_logging_config(core.logging, core.errors, core.loaded, level)
     found = json.loads(core.logging.read_text())
     assert found["loggers"]["vllm"]["level"] == shown
     found["loggers"]["pretended"] = found["loggers"].pop("vllm")

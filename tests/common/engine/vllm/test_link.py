@@ -55,7 +55,7 @@ ORDERS = (
 )
 EVENTS = (
     READY,
-    Arrived(request_id="a", attempt=1, done=DONE, num_bytes=5, transfer_s=0.5),
+    Arrived(request_id="a", attempt=1, done=DONE, num_bytes=5, transfer_s=0.5, busy_s=0.1, transport="shm"),
     TransferLost(request_id="a", attempt=1, reason="lost"),
     Sent(request_id="a", attempt=1, reason="", num_bytes=5, transport="tcp"),
 )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import signal
 import struct
+import subprocess
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,11 +22,22 @@ from common.config import DecodeWorkerConfig, PrefillWorkerConfig
 from common.engine.kv import BlockLog
 from common.engine.vllm import model as model_module
 from common.engine.vllm.adapters import VllmAdapters, describe_adapter
-from common.engine.vllm.client import Output, pooled_output
-from common.engine.vllm.model import COMMON_SERIES, VllmCollector, advertised, connector_settings, facts_of, load_vllm
+from common.engine.vllm.client import DraftCounter, Drafts, Output, pooled_output
+from common.engine.vllm.launch import CoreFiles
+from common.engine.vllm.model import (
+    COMMON_SERIES,
+    CoreThread,
+    VllmCollector,
+    VllmModel,
+    advertised,
+    connector_settings,
+    facts_of,
+    load_vllm,
+)
 from common.engine.worker import EngineStatus, WorkerMetrics, WorkerParts
 from common.engine.worker.vitals import WorkerIdentity
 from common.errors import ModelError
+from common.machine import PrivateFolder
 from common.model_files import GENERATES, ModelFiles
 
 LAYOUT = (
@@ -135,6 +148,52 @@ def test_vllms_own_series_have_the_labels_of_the_worker() -> None:
     finally:
         REGISTRY.unregister(own)
         REGISTRY.unregister(shared)
+
+
+def test_processes_that_are_left_at_the_end_are_killed_at_once(tmp_path: Path) -> None:
+    """They have had SIGTERM from vLLM, and only free memory, for longer than a supervisor waits."""
+    got_term = tmp_path / "got-term"
+    script = f"trap 'touch {got_term}; exit' TERM; echo ready; while true; do sleep 0.05; done"
+    with subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, text=True) as left:
+        assert left.stdout is not None and left.stdout.readline()
+        of_vllm = SimpleNamespace(use_v2_model_runner=True, model_config=SimpleNamespace(pooler_config=None))
+        llm: Any = SimpleNamespace(vllm_config=of_vllm, output_handler=None, shutdown=lambda timeout: None)
+        nothing: Any = None
+        model = VllmModel(
+            CoreThread(), llm, nothing, nothing, nothing, CoreFiles(tmp_path), PrivateFolder("test"),
+            drafts=DraftCounter(), vocab_size=9, eos_token_ids=(), pooling="", kv_address="", adapters=None, hosts=None,
+        )  # fmt: skip
+        model._processes = frozenset({left.pid})
+        model.close()
+        assert left.wait(30) == -signal.SIGKILL and not got_term.exists()
+
+
+def test_drafts_of_all_steps_are_counted() -> None:
+    metrics, counter = WorkerMetrics("model", "decode-0", EngineStatus), DraftCounter()
+    config: Any = SimpleNamespace(speculative_config=SimpleNamespace(method="eagle"))
+    logger = counter(config, 0)
+    step: Any = SimpleNamespace(
+        spec_decoding_stats=SimpleNamespace(num_drafts=2, num_draft_tokens=6, num_accepted_tokens_per_pos=[2, 1, 0])
+    )
+    idle: Any = SimpleNamespace(spec_decoding_stats=None)
+    logger.record(step, None, mm_cache_stats=None, engine_idx=0)  # before the worker has metrics
+    counter.metrics = metrics.drafts
+    for stats in (step, idle, None, step):
+        logger.record(stats, None, mm_cache_stats=None, engine_idx=0)
+    labels = {"model_name": "model", "engine": "decode-0"}
+    found = [
+        metrics.registry.get_sample_value(f"vllm:spec_decode_num_{name}_total", labels | {"kind": "model"})
+        for name in ("drafts", "draft_tokens", "accepted_tokens")
+    ]
+    assert found == [4, 12, 6]
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    assert metrics.registry.get_sample_value(name, labels | {"position": "0"}) == 4
+
+
+def test_drafts_of_a_request_are_read_from_a_histogram() -> None:
+    assert Drafts.of_histogram([3, 0, 2, 1], 15) == Drafts(6, 15, (3, 3, 1))
+    assert Drafts.of_histogram([0, 0], 0) == Drafts(0, 0, (0,))
+    assert len(Drafts.of_histogram([1] * 100, 99).accepted) == 64
 
 
 def test_no_series_of_workers_is_exported_twice() -> None:

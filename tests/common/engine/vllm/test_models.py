@@ -28,7 +28,7 @@ LLAMA_TOKEN_BYTES = 3 * 2 * 2 * 32 * 4
 EXPERTS = {"moe_intermediate_size": 64, "num_experts_per_tok": 2, "norm_topk_prob": True}
 LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
-    "v_head_dim": 128, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+    "head_dim": 64, "v_head_dim": 128, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
     "first_k_dense_replace": 1, "topk_method": "noaux_tc",
 }  # fmt: skip
 LINEAR = {

@@ -71,6 +71,7 @@ def test_kv_arrives_is_loaded_and_leaves_nothing_behind(make: Callable[..., Work
     assert arrived.num_bytes == 5 * 2 * FULL.head_bytes
     (sent,) = prefill.wait(Sent)
     assert isinstance(sent, Sent) and sent.reason == "" and sent.num_bytes == arrived.num_bytes
+    assert arrived.transport == sent.transport and arrived.busy_s > 0
     decode.load([TARGET])
     assert decode.wait_loaded()
     check_same(prefill, decode, model)

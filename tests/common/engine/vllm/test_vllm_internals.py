@@ -165,3 +165,21 @@ def test_another_host_can_start_its_ranks() -> None:
     assert parameters(MultiprocExecutor.__init__) == ["vllm_config", "monitor_workers"]
     assert "self.workers = WorkerProc.wait_for_ready(" in source(MultiprocExecutor._init_executor)
     assert "proc" in fields(WorkerProcHandle)
+
+
+def test_drafts_are_in_statistics_of_steps_and_requests() -> None:
+    from vllm.config import ObservabilityConfig
+    from vllm.outputs import CompletionOutput
+    from vllm.v1.metrics.loggers import StatLoggerBase
+    from vllm.v1.metrics.stats import RequestSpecDecodeMetrics, SchedulerStats
+    from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+    from common.engine.vllm.client import DraftCounter
+
+    public = {name for name in dir(StatLoggerBase) if not name.startswith("_")}
+    assert public <= set(dir(DraftCounter))
+    assert "spec_decoding_stats" in fields(SchedulerStats)
+    assert fields(SpecDecodingStats) >= {"num_drafts", "num_draft_tokens", "num_accepted_tokens_per_pos"}
+    assert "per_request_spec_decode_metrics" in fields(ObservabilityConfig)
+    assert "spec_decode_metrics" in fields(CompletionOutput)
+    assert fields(RequestSpecDecodeMetrics) >= {"histogram", "num_draft_tokens"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +40,8 @@ class Worker:
         write_tokenizer(folder)
         values: dict[str, Any] = {"engine": "vllm", "dtype": "float32", "device": "cpu"} | settings
         kind = {"decode": DecodeWorkerConfig, "prefill": PrefillWorkerConfig}[role]
-        config = kind(model=str(folder), engine_args=("--enforce-eager",), **values)
+        values["engine_args"] = ("--enforce-eager", *values.get("engine_args", ()))
+        config = kind(model=str(folder), **values)
         files = resolve_model(str(folder), progress=False, supported=False)
         self.sent: list[tuple[bytes, Message]] = []
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -150,3 +152,18 @@ async def test_cached_blocks_are_those_of_the_prompt(worker: Worker) -> None:
     await until(lambda: len(worker.model.cached) >= 2)
     assert worker.engine.status.blocks.cached >= 2
     await until(lambda: worker.engine.status.step_model.num_steps > 0)
+
+
+async def test_drafts_are_counted_and_change_no_token(tmp_path: Path, worker: Worker) -> None:
+    drafting = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    speculating = Worker(write_llama(tmp_path), engine_args=("--speculative-config", json.dumps(drafting)))
+    metrics = speculating.metrics
+    speculating.model.register_metrics(metrics)  # as the worker process does
+    try:
+        assert await speculating.ask(PROMPT) == await worker.ask(PROMPT)
+        timeline = speculating.deltas("r1")[-1].timeline
+        assert timeline.num_draft_tokens >= timeline.num_drafts > 0
+        name, labels = "vllm:spec_decode_num_drafts_total", {"model_name": "m", "engine": "d", "kind": "ngram"}
+        await until(lambda: metrics.registry.get_sample_value(name, labels) == timeline.num_drafts)
+    finally:
+        speculating.close()
