@@ -21,7 +21,7 @@ from common.engine.transfer import (
     TransferOpened,
     blocks_per_message,
 )
-from common.engine.worker import DutyOffer, LoopDuty, LoopModel, Send, WorkerParts
+from common.engine.worker import DutyOffer, LoopDuty, LoopModel, Send, WorkerParts, free_memory
 from common.grammar import Grammars
 from common.model_files import ModelFiles
 from decode_worker.drafting.drafter import DraftCache, Drafter
@@ -153,6 +153,8 @@ def decode_offer(config: DecodeWorkerConfig) -> DutyOffer[LoopModel]:
         config,
         lambda files: LoopModel.load(files, config),
         lambda parts: DecodeDuty(config, parts),
+        renew=lambda model, files: model.renew(files, config),
+        free=free_memory,
     )
 
 

@@ -8,7 +8,7 @@ from common.engine.run import LoadedModel
 from common.engine.sampling import Sampler, max_prompt_logprobs
 from common.engine.sequences import EngineParts, hidden_state_slots
 from common.engine.transfer import blocks_in_queues
-from common.engine.worker import DutyOffer, LoopDuty, LoopModel, Send, WorkerParts
+from common.engine.worker import DutyOffer, LoopDuty, LoopModel, Send, WorkerParts, free_memory
 from common.grammar import Grammars
 from common.model_files import ModelFiles
 from prefill_worker.engine import PrefillEngine
@@ -69,4 +69,6 @@ def prefill_offer(config: PrefillWorkerConfig) -> DutyOffer[LoopModel]:
         config,
         lambda files: LoopModel.load(files, config),
         lambda parts: PrefillDuty(config, parts),
+        renew=lambda model, files: model.renew(files, config),
+        free=free_memory,
     )

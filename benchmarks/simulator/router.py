@@ -194,6 +194,9 @@ class SimulatedRouter:
     def on_ready(self, address: str) -> None:
         self.core.on_ready(address, self._now)
 
+    def on_abort_all(self) -> None:
+        self.core.abort_all(self._now)
+
     def on_tick(self, now: float) -> None:
         self.core.on_tick(now)
 

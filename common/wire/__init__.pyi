@@ -34,6 +34,7 @@ from common.wire.sampling_params import (
     bounds_of,
     default_of,
 )
+from common.wire.serving_messages import MAX_WEIGHT_VERSION, MAX_WEIGHTS_PATH
 from common.wire.sockets import BACKLOG, WATCHED, Dialer, bind
 
 __all__ = [
@@ -59,6 +60,8 @@ __all__ = [
     "MAX_PRIORITY",
     "MAX_STOP_TOKEN_IDS",
     "MAX_TOP_LOGPROBS",
+    "MAX_WEIGHTS_PATH",
+    "MAX_WEIGHT_VERSION",
     "PENALTIES",
     "Pooling",
     "ROLES",

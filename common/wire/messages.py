@@ -45,6 +45,14 @@ from common.wire.router_messages import (
     RouterHello,
     ToWorker,
 )
+from common.wire.serving_messages import (
+    MAX_WEIGHT_VERSION,
+    MAX_WEIGHTS_PATH,
+    ServingMode,
+    ServingState,
+    ServingStatus,
+    SetServing,
+)
 from common.wire.worker_messages import (
     MAX_OUTPUTS,
     MAX_POOLED_VALUES,
@@ -94,6 +102,8 @@ __all__ = [
     "MAX_OUTPUTS",
     "MAX_POOLED_VALUES",
     "MAX_SHORT_HASHES",
+    "MAX_WEIGHTS_PATH",
+    "MAX_WEIGHT_VERSION",
     "Message",
     "OLDEST_PROTOCOL_VERSION",
     "PROTOCOL_VERSION",
@@ -106,7 +116,11 @@ __all__ = [
     "RouterHeartbeat",
     "RouterHello",
     "SHORT_HASH_BYTES",
+    "ServingMode",
+    "ServingState",
+    "ServingStatus",
     "SetAdapter",
+    "SetServing",
     "ShortHashes",
     "Timeline",
     "ToDecode",

@@ -22,6 +22,7 @@ from common.wire.message_fields import (
     TokenBytes,
 )
 from common.wire.sampling_params import SamplingParams
+from common.wire.serving_messages import SetServing
 
 
 class RouterHello(Message, frozen=True, tag=1):
@@ -175,4 +176,5 @@ ToWorker = (
     | BlockSnapshotRequest
     | ChangeRole
     | SetAdapter
+    | SetServing
 )

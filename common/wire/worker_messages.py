@@ -24,6 +24,7 @@ from common.wire.message_fields import (
     since,
 )
 from common.wire.sampling_params import TokenLogprobs
+from common.wire.serving_messages import ServingState, WeightVersion
 
 MAX_OUTPUTS = 16_384
 """Maximum number of sequences in a message: more than any batch has."""
@@ -55,6 +56,7 @@ class WorkerHello(Message, frozen=True, kw_only=True, tag=20):
     - `window`: maximum context of all layers in tokens, so that sequences own no earlier blocks; 0 for no limit.
     - The worker speaks the protocol versions from `oldest_protocol` to `protocol`.
     - `layout`: names and values of settings that `fingerprint` covers, to explain why workers are not paired.
+    - `weight_version`: name of the weights after an update; "" for those with which the worker was started.
     """
 
     worker_id: Name
@@ -80,6 +82,7 @@ class WorkerHello(Message, frozen=True, kw_only=True, tag=20):
     protocol: Protocol = UNSTATED_PROTOCOL_VERSION
     layout: Annotated[tuple[tuple[Name, Text], ...], Meta(max_length=MAX_LAYOUT), since(13)] = ()
     memory_bytes: Annotated[Count, since(13)] = 0
+    weight_version: Annotated[WeightVersion, since(13)] = ""
 
 
 class WorkerHeartbeat(Message, frozen=True, tag=21):
@@ -97,6 +100,7 @@ class WorkerHeartbeat(Message, frozen=True, tag=21):
     - `planner` is the id of the router that may change roles: the lowest of those that announced it; "" if none did.
     - `links` is fitted to KV transfers to this worker, reads of its tier, and its pulls from peers.
     - `adapters` are all adapters of which it was notified.
+    - `serving` is the state of the last `SetServing`; None before the first.
     """
 
     worker_id: Name
@@ -125,6 +129,7 @@ class WorkerHeartbeat(Message, frozen=True, tag=21):
     planner: Text = ""
     links: Links = Links()
     adapters: Annotated[tuple[AdapterState, ...], Meta(max_length=MAX_ADAPTERS)] = ()
+    serving: Annotated[ServingState | None, since(13)] = None
 
 
 class BlockEvents(Message, frozen=True, tag=25):

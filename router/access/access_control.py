@@ -45,6 +45,8 @@ ADMIN_PATHS = frozenset(
     (
         *("/load", "/load/history", "/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
         *("/api/pull", "/api/delete"),
+        *("/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping"),
+        *("/update_weights_from_disk", "/weight_info"),
     )
 )
 WATCH_POLL_S = 0.5
@@ -74,6 +76,8 @@ class ClientRequest:
     record: RequestRecord | None = None
     ignored_tools: tuple[str, ...] = ()
     """Types of declared tools that the server has ignored."""
+    weight_version: str = ""
+    """Version of the weights that compute the answer; "" if no model does, or none has computed a token yet."""
 
     @property
     def is_open(self) -> bool:

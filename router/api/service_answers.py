@@ -20,6 +20,32 @@ class LoadedAdapter(Status):
     num_workers: int
 
 
+class IsPaused(BaseModel):
+    is_paused: bool
+
+
+class IsSleeping(BaseModel):
+    is_sleeping: bool
+
+
+class Sleeping(Status):
+    level: int
+
+
+class WeightInfo(BaseModel):
+    """`weight_version` is "default" until the first update."""
+
+    weight_version: str
+
+
+class UpdatedWeights(WeightInfo):
+    """All `num_workers` workers have the weights `weight_version`."""
+
+    success: bool
+    message: str
+    num_workers: int
+
+
 class Readiness(Status):
     """`detail`: a problem that does not prevent the service from accepting requests."""
 

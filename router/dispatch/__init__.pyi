@@ -12,6 +12,7 @@ from router.dispatch.client import (
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.load import ClassLoad, DispatchLoad
 from router.dispatch.prompt import Prompt
+from router.dispatch.serving_orders import FIRST_WEIGHTS, PauseMode
 from router.dispatch.trail import Step, Trail
 
 __all__ = [
@@ -19,6 +20,8 @@ __all__ = [
     "Caller",
     "ClassLoad",
     "DispatchLoad",
+    "FIRST_WEIGHTS",
+    "PauseMode",
     "Dispatcher",
     "GenerationClient",
     "GenerationRequest",

@@ -145,10 +145,12 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     """The next tokens of a sequence. Tokens arrive in order and exactly once, whatever happens to the workers.
 
     `logprobs` has one entry per token if `params.logprobs >= 0`, else it is empty. `finish_reason` is "" except in the
-    last event, where it is "stop" or "length". The last token of a "stop" event is the end token, which is not text.
+    last event, where it is "stop", "length", or "abort" if an operator ended it. The last token of a "stop" event is
+    the end token, which is not text.
     `num_cached_tokens` is the number of prompt tokens found in a prefix cache. `timeline` is complete in the last
     event. `prompt_logprobs`, in the first event, covers all prompt tokens except the first. `pooled`, in the only event
-    of a request with `params.pooling`, is the prompt's vector: float32, little-endian.
+    of a request with `params.pooling`, is the prompt's vector: float32, little-endian. `weight_version` names the
+    weights that computed the answer; "" for those with which the workers were started.
     """
 
     token_ids: tuple[int, ...]
@@ -158,6 +160,7 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     timeline: RequestTimeline | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     pooled: bytes = b""
+    weight_version: str = ""
 
 
 class TokenSource(Protocol):

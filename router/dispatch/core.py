@@ -153,6 +153,21 @@ class DispatchCore:
             self._roles.turned_away(now)
             raise
 
+    def abort_all(self, now: float) -> None:
+        """End all requests with the finish reason "abort". Their answers have the tokens so far."""
+        for state in list(self.states.values()):
+            if not state.done:
+                self.waiting.discard(state)
+                self._decoding.discard(state)
+                self._silence.discard(state)
+                self._placement.withdraw(state)
+                if state.pools or (state.wants_prompt_logprobs and not state.stream.token_ids):
+                    state.fail(Unavailable("The request was aborted by an operator.", retry_after_s=RETRY_AFTER_S))
+                else:
+                    state.abort()
+                self._actions.wake(state.request.request_id)
+        self._scheduler.room_expected(now)
+
     def forget_prefixes(self) -> None:
         """Clear the prefix index, because all workers clear their prefix caches."""
         self._index.clear_all()

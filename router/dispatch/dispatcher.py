@@ -20,6 +20,7 @@ from router.dispatch.client import ANYONE, Caller, GenerationRequest, TokenEvent
 from router.dispatch.core import Actions, DispatchCore
 from router.dispatch.load import Demand, DispatchLoad
 from router.dispatch.request_scheduler import Cancel
+from router.dispatch.serving_orders import ServingOrders
 from router.fleet import CONTROL_HWM, WorkerFleet
 from router.policy import SplitForecaster
 
@@ -59,6 +60,7 @@ class Dispatcher:
         self._classes = config.classes
         self.fleet = WorkerFleet(config, self, hwm=hwm, clock=self._clock, models=models)
         self.adapters = AdapterOrders(self.fleet)
+        self.serving = ServingOrders(self.fleet, self.on_abort_all)
         actions = Actions(self.fleet.send, self.fleet.abort, self._later, self._wake)
         self.core = DispatchCore(config, self.fleet.registry, self.fleet.index, actions, None, splits, has_prefill)
 
@@ -105,6 +107,10 @@ class Dispatcher:
             return False, "the router is not connected to its workers"
         if self.fleet.failure:
             return False, self.fleet.failure
+        if self.serving.is_asleep:
+            return False, "the workers are asleep: POST /wake_up"
+        if self.serving.is_paused:
+            return False, "the model is paused: POST /resume"
         registry, now = self.fleet.registry, self._clock()
         if missing := registry.missing(self._needed, now):
             return False, missing
@@ -161,6 +167,9 @@ class Dispatcher:
 
     def on_ready(self, address: str) -> None:
         self.core.on_ready(address, self._clock())
+
+    def on_abort_all(self) -> None:
+        self.core.abort_all(self._clock())
 
     def on_tick(self, now: float) -> None:
         self.core.on_tick(now)

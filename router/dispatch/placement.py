@@ -448,4 +448,5 @@ def _assignment(state: RequestState, worker: Worker, booking: Booking, num_base_
         attempt=state.attempts.number,
         num_base_tokens=num_base_tokens,
         weights=worker.identity.weights,
+        weight_version=worker.identity.weight_version,
     )

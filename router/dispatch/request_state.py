@@ -70,8 +70,8 @@ class Assignment:
     """One worker's part in a request, for the attempts `first_attempt` to `attempt`.
 
     A decode worker keeps its assignment if only the prefill worker changes, so it may cover several attempts. Its
-    prompt ended with the first `num_base_tokens` output tokens. `weights` is the hash of its weights. `delivered`: it
-    has sent tokens.
+    prompt ended with the first `num_base_tokens` output tokens. `weights` is the hash of its weights, `weight_version`
+    their name. `delivered`: it has sent tokens.
     """
 
     role: Role
@@ -83,6 +83,7 @@ class Assignment:
     attempt: int
     num_base_tokens: int
     weights: str = ""
+    weight_version: str = ""
     delivered: bool = False
     sent_at: float = 0.0
     delivered_at: float = 0.0
@@ -307,6 +308,7 @@ class RequestState:
         self.attempts = Attempts(self.stream, now)
         self.times = Times(now, now + request.deadline_s, request.ttft_s, now, now, now, now, now)
         self.weights: str | None = None
+        self.weight_version = ""
         self.forecast, self.admitted = Forecast(), Prediction()
         self.held_s: float | None = None
         self.num_cached_tokens = 0
@@ -454,7 +456,7 @@ class RequestState:
             grew = self.stream.add(delta)
         finally:
             if self.weights is None and self.stream.token_ids:
-                self.weights = assignment.weights
+                self.weights, self.weight_version = assignment.weights, assignment.weight_version
         if not assignment.delivered:
             assignment.delivered, assignment.delivered_at = True, now
         self.times.progress_at = now
@@ -475,6 +477,10 @@ class RequestState:
         """End the stream with an error, which is raised after the tokens received before."""
         self._error, self.done = error, True
 
+    def abort(self) -> None:
+        """End the stream after the tokens received before."""
+        self.stream.finish_reason, self.done = "abort", True
+
     def take_event(self) -> TokenEvent | None:
         """Return all new tokens as an event, or None. Raises the request's error after the last event."""
         stream = self.stream
@@ -488,6 +494,7 @@ class RequestState:
                 self.timeline(),
                 stream.take_prompt_logprobs(),
                 stream.pooled,
+                self.weight_version,
             )
         if self._error is not None:
             raise self._error

@@ -5,6 +5,7 @@ from router.fleet.discovery import DiscoveryStatus, Endpoint
 from router.fleet.fleet import CONTROL_HWM, MAX_DISCOVERED, WorkerFleet
 from router.fleet.prefix_index import PrefixHits, PrefixIndex
 from router.fleet.registry import WorkerRegistry
+from router.fleet.serving import SERVING_PROTOCOL
 from router.fleet.worker import Worker, WorkerState, by_fingerprint
 from router.fleet.worker_connection import WorkerConnection
 from router.fleet.worker_monitor import FleetEvent
@@ -22,6 +23,7 @@ __all__ = [
     "Outcome",
     "PrefixHits",
     "PrefixIndex",
+    "SERVING_PROTOCOL",
     "Worker",
     "WorkerConnection",
     "WorkerFleet",

@@ -70,7 +70,7 @@ class WorkerFleet:
         self.failure = ""
         self._listener, self._clock, self._heartbeat_s = listener, clock, config.heartbeat_s
         self._monitor = WorkerMonitor(self.registry, self.index, listener, self._greet, self.send)
-        self.adapters = self._monitor.adapters
+        self.adapters, self.serving = self._monitor.adapters, self._monitor.serving
         self._hello = RouterHello(
             router_id=self.router_id,
             epoch=secrets.randbits(48),

@@ -121,6 +121,7 @@ class WorkerRegistry(BookedWorkers):
         self._models: dict[Role, StepModel] = {}
         self._links: dict[Role, LinkModel] = {}
         self._last_sweep: float | None = None
+        self._weights_number = 0
         self._other_routers, self._pace = OtherRouters(), TokenPace()
         self._lags = {role: FirstTokenLag() for role in ROLES}
         self._observed: list[Worker] = []
@@ -146,6 +147,12 @@ class WorkerRegistry(BookedWorkers):
         self._regroup()
         self._changed(worker)
         return worker.ready and not was_ready
+
+    def set_weights(self, number: int) -> None:
+        """Set the number of the weights with which workers may serve; see `SetServing.weights_number`."""
+        self._weights_number = number
+        for worker in self.workers.values():
+            self._compare_weights(worker)
 
     # ------------------------------------------------------------ worker reports
 
@@ -186,6 +193,7 @@ class WorkerRegistry(BookedWorkers):
         if worker.load.beat is None or worker.load.beat.step != beat.step or not worker.load.beat.ready:
             worker.life.step_changed = now
         worker.load.report(beat, now)
+        self._compare_weights(worker)
         if beat.step_model.is_known:
             self._models[worker.role] = beat.step_model
         else:
@@ -388,6 +396,14 @@ class WorkerRegistry(BookedWorkers):
     def _is_late(self, now: float) -> bool:
         """Return whether the last sweep was so long ago that messages may be unread."""
         return self._last_sweep is not None and now - self._last_sweep > self._worker_timeout_s / 2
+
+    def _compare_weights(self, worker: Worker) -> None:
+        beat = worker.load.beat
+        number = beat.serving.active_number if beat is not None and beat.serving is not None else 0
+        if worker.outdated != (outdated := number != self._weights_number):
+            worker.outdated = outdated
+            self._regroup()
+            self._changed(worker)
 
     def _judge(self, worker: Worker, now: float) -> bool:
         """Set the state implied by the last heartbeat. Returns True if the worker died."""

@@ -244,7 +244,8 @@ class Worker:
 
     `role` is its current role from the hello. `home` is the role under which it was configured or discovered, with
     which its process starts. `hello` is set by `introduce`. `order` is its rank among equally good workers, which
-    differs between routers. `withheld` is the reason why it gets no new requests, "" if it may get some.
+    differs between routers. `withheld` is the reason why it gets no new requests, "" if it may get some. `outdated`: it
+    has other weights than the newest order says, and gets no requests until it has exchanged them.
 
     `forecast_inputs` caches values derived for forecasts. The registry clears it at each change.
     """
@@ -254,6 +255,7 @@ class Worker:
     state: WorkerState = WorkerState.UNKNOWN
     reason: str = "no hello received yet"
     withheld: str = ""
+    outdated: bool = False
     order: int = 0
     hello: WorkerHello | None = None
     known_id: str = ""
@@ -276,12 +278,12 @@ class Worker:
 
     @property
     def ready(self) -> bool:
-        return self.state is READY and not self.withheld
+        return self.state is READY and not self.withheld and not self.outdated
 
     @property
     def shown_state(self) -> str:
         """The state as reported by metrics and /load."""
-        return "withheld" if self.withheld and self.state is WorkerState.READY else str(self.state)
+        return "withheld" if self.state is WorkerState.READY and not self.ready else str(self.state)
 
     @property
     def identity(self) -> WorkerHello:
@@ -359,7 +361,7 @@ class Worker:
     def condition(self, now: float) -> str:
         """Describe the worker's state without its name."""
         if self.state is WorkerState.READY:
-            return self.withheld or "ready"
+            return self.withheld or ("changing its weights" if self.outdated else "ready")
         if self.state is WorkerState.DEAD and self.life.last_seen is not None:
             return f"{self.reason}, last message {now - self.life.last_seen:.1f} s ago"
         return self.reason

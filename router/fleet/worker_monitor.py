@@ -25,6 +25,7 @@ from common.wire.messages import (
 from router.fleet.adapters import FleetAdapters
 from router.fleet.prefix_index import BlockReports, PrefixIndex
 from router.fleet.registry import WorkerRegistry
+from router.fleet.serving import FleetServing
 from router.fleet.worker import Worker
 
 NUM_KEPT = 50
@@ -76,6 +77,9 @@ class FleetListener(Protocol):
     def on_ready(self, address: str) -> None:
         """The worker accepts new requests."""
 
+    def on_abort_all(self) -> None:
+        """Another router has ordered that all running requests end."""
+
     def on_tick(self, now: float) -> None:
         """A heartbeat interval has passed."""
 
@@ -101,6 +105,7 @@ class WorkerMonitor:
         self._reports = BlockReports(index)
         self.events = FleetEvents()
         self.adapters = FleetAdapters(registry)
+        self.serving = FleetServing(registry)
 
     def on_message(self, address: str, message: ToRouter, now: float) -> None:
         match message:
@@ -170,13 +175,21 @@ class WorkerMonitor:
             self._lost(address, now)
         if worker.hello is None:
             self._greet(address)
-        elif worker.hello.max_loras:
+        else:
             for order in self.adapters.on_heartbeat(beat, worker.hello.max_loras):
                 self._send(address, order)
+            self._follow_serving(worker, beat)
         if worker.ready and not was_ready:
             log.info("%s", worker.describe(now))
             self.events.add("ready", worker, now)
             self._listener.on_ready(address)
+
+    def _follow_serving(self, worker: Worker, beat: WorkerHeartbeat) -> None:
+        missed, aborts = self.serving.on_heartbeat(worker, beat)
+        if missed is not None:
+            self._send(worker.address, missed)
+        if aborts:
+            self._listener.on_abort_all()
 
     def _lost(self, address: str, now: float) -> None:
         worker = self._registry.workers[address]

@@ -8,6 +8,7 @@ from typing import Protocol
 import orjson
 
 from common.errors import RequestError
+from router.dispatch import FIRST_WEIGHTS
 from router.generation.choice import AnswerChoice, Piece
 from router.generation.plan import AnswerPlan
 from router.generation.request_log import RequestLog
@@ -159,7 +160,9 @@ class OpenAISerializer:
         return event(chunk)
 
     def _envelope(self) -> Object:
-        return self._formatter.envelope(self._plan.choices[0], self._prompt_ids(0))
+        version = self._log.client_request.weight_version
+        updated: Object = {"metadata": {"weight_version": version}} if version not in ("", FIRST_WEIGHTS) else {}
+        return self._formatter.envelope(self._plan.choices[0], self._prompt_ids(0)) | updated
 
     def _prompt_ids(self, prompt: int) -> list[int] | None:
         """Return the token ids of a prompt; None if the client did not request them."""

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from common.errors import DeadlineExceeded, InternalError, InvalidRequest, RequestError
+from common.errors import RETRY_AFTER_S, DeadlineExceeded, InternalError, InvalidRequest, RequestError, Unavailable
 from common.grammar import token_limits
 from common.wire import SamplingParams, TokenLogprobs
 from router.dispatch import GenerationClient, GenerationRequest, RequestTimeline, TokenEvent
@@ -178,6 +178,8 @@ class BeamClient:
             events = await self._step(request, search, banned, step, deadline - time.monotonic())
             search.advance([event.logprobs[0] for event in events], banned)
             first = first if step else events[0]
+            if any(event.weight_version != first.weight_version for event in events):
+                raise Unavailable("The weights were updated during the beam search.", retry_after_s=RETRY_AFTER_S)
             lines = _joined(lines, events)
             if not search.running:
                 break
@@ -231,6 +233,8 @@ class BeamClient:
         async with aclosing(self._client.generate(request)) as events:
             async for event in events:
                 found = event if event.token_ids else msgspec.structs.replace(found or event, timeline=event.timeline)
+        if found is not None and found.finish_reason == "abort":
+            raise Unavailable("The beam search was aborted by an operator.", retry_after_s=RETRY_AFTER_S)
         if found is None or not found.logprobs:
             raise InternalError("A beam search step returned no token.")
         return found

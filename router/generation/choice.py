@@ -74,6 +74,7 @@ class AnswerChoice:
         self.pooled = b""
         self.finish_reason = ""
         self.timeline: RequestTimeline | None = None
+        self.weight_version = ""
         self.first_at = self.last_at = 0.0
 
     @property
@@ -98,6 +99,7 @@ class AnswerChoice:
         if event.num_cached_tokens > self.num_cached_tokens:
             self.num_cached_tokens = event.num_cached_tokens
         self.timeline = event.timeline or self.timeline
+        self.weight_version = event.weight_version
         self.prompt_logprobs = self.prompt_logprobs or event.prompt_logprobs
         if self.num_pieces and self._scanner is None and not (event.finish_reason or event.logprobs or self._silent):
             self.num_pieces += 1
@@ -123,7 +125,7 @@ class AnswerChoice:
         if event.logprobs:
             self._sum_logprobs += sum([event.logprobs[i].logprob for i in range(len(piece.token_ids))])
         if event.finish_reason and not stopped:
-            stopped = self._flush(piece, cut=event.finish_reason == "length")
+            stopped = self._flush(piece, cut=event.finish_reason != "stop")
         self.finish_reason = piece.finish_reason = "stop" if stopped else event.finish_reason
         piece.with_logprobs = self._released()
         return piece

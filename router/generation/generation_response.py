@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from common.errors import DeadlineExceeded, RequestError, Unavailable
-from router.dispatch import TokenEvent, TokenSource
+from router.dispatch import FIRST_WEIGHTS, TokenEvent, TokenSource
 from router.generation.answer_serializer import AnswerSerializer
 from router.generation.answer_writer import AnswerWriter, answer_writer_of
 from router.generation.beam_search import BeamClient
@@ -144,6 +144,7 @@ class GenerationResponse(Response):
             while not self._finished:
                 for choice, piece in self._take(generations, await generations.next(keepalive_s)):
                     pieces[choice.index].append(piece)
+            self._note_weights({choice.weight_version for choice in self._plan.choices})
             body = await self._made(lambda: orjson.dumps(self._serializer.whole(pieces)), self._log.num_output_tokens)
         except RequestError as error:
             await self._refuse(error, scope, receive, send)
@@ -171,6 +172,7 @@ class GenerationResponse(Response):
         if refused is not None:
             await self._refuse(refused, scope, receive, send)
             return
+        self._note_weights({arrival.event.weight_version for arrival in arrivals if arrival.event is not None})
         await send({"type": "http.response.start", "status": 200, "headers": self._format.headers})
         opened = False
         # A token without text, such as part of a character, counts as activity: it needs no keep-alive comment.
@@ -181,6 +183,7 @@ class GenerationResponse(Response):
         while True:
             chunks: list[bytes] = []
             if arrivals and not opened:
+                self._note_weights({arrival.event.weight_version for arrival in arrivals if arrival.event is not None})
                 chunks, opened = [serializer.opening()], True
             try:
                 for number, (choice, piece) in enumerate(self._take(generations, arrivals), 1):
@@ -232,6 +235,10 @@ class GenerationResponse(Response):
             self._next_comment = at + self._router_state.config.keepalive_s
 
     # ------------------------------------------------------------ both
+
+    def _note_weights(self, versions: Collection[str]) -> None:
+        """Record the versions of the weights. Several choices may have different ones during an update."""
+        self._log.client_request.weight_version = ",".join(sorted({one or FIRST_WEIGHTS for one in versions}))
 
     def _is_middle(self, choice: AnswerChoice, event: TokenEvent) -> bool:
         """Whether an event is in the middle of a choice and small enough to be converted to text immediately."""

@@ -115,7 +115,7 @@ class AnswerParts:
         if scanners.calls is not None:
             found = scanners.calls.push(text)
             if piece.finish_reason:
-                found += scanners.calls.flush(cut=piece.finish_reason == "length")
+                found += scanners.calls.flush(cut=piece.finish_reason != "stop")
             parts += [part for part in found if self._shows_thought or not isinstance(part, ThoughtPart)]
         return joined(parts)
 
@@ -174,7 +174,7 @@ def _without_thought(scanner: ThinkingScanner | None, piece: Piece) -> tuple[str
         return "", piece.text
     thought, text = scanner.push(piece.text)
     if piece.finish_reason:
-        more_thought, more_text = scanner.flush(cut=piece.finish_reason == "length")
+        more_thought, more_text = scanner.flush(cut=piece.finish_reason != "stop")
         thought, text = thought + more_thought, text + more_text
     return thought, text
 

@@ -10,7 +10,7 @@ from typing import Protocol
 from common.config import RouterConfig
 from common.errors import InvalidRequest, ModelNotFound, Unavailable
 from common.model_files import ModelFiles, ServedTask, Task, served_task
-from router.dispatch import DispatchLoad, GenerationClient
+from router.dispatch import FIRST_WEIGHTS, DispatchLoad, GenerationClient, PauseMode
 from router.fleet import AdapterInfo, Outcome
 from router.observe import RouterMetrics
 from router.planner import Outlook
@@ -80,6 +80,48 @@ class NoAdapters:
 NO_ADAPTERS = NoAdapters()
 
 
+class Serving(Protocol):
+    """How the workers of one model serve; implemented by `ServingOrders`."""
+
+    @property
+    def is_paused(self) -> bool: ...
+    @property
+    def is_asleep(self) -> bool: ...
+    @property
+    def weight_version(self) -> str: ...
+    async def pause(self, mode: PauseMode) -> None: ...
+    async def resume(self) -> None: ...
+    async def sleep(self, mode: PauseMode) -> None: ...
+    async def wake_up(self) -> None: ...
+    async def update(self, path: str, weight_version: str, *, aborts: bool, keep_pause: bool) -> int: ...
+
+
+class AlwaysServing:
+    """A model without workers that could be paused."""
+
+    is_paused = is_asleep = False
+    weight_version = FIRST_WEIGHTS
+
+    async def pause(self, mode: PauseMode) -> None:
+        raise NO_WORKERS
+
+    async def resume(self) -> None:
+        raise NO_WORKERS
+
+    async def sleep(self, mode: PauseMode) -> None:
+        raise NO_WORKERS
+
+    async def wake_up(self) -> None:
+        raise NO_WORKERS
+
+    async def update(self, path: str, weight_version: str, *, aborts: bool, keep_pause: bool) -> int:
+        raise NO_WORKERS
+
+
+NO_WORKERS = Unavailable("This model has no workers.")
+ALWAYS_SERVING = AlwaysServing()
+
+
 @dataclass
 class ServedModel:
     """One model: the client of its workers, its tokenizer and templates, its settings and metrics.
@@ -94,6 +136,7 @@ class ServedModel:
     config: RouterConfig
     metrics: RouterMetrics
     adapters: ServedAdapters = NO_ADAPTERS
+    serving: Serving = ALWAYS_SERVING
     outlook: Callable[[], Outlook | None] = lambda: None
     task: ServedTask = field(init=False)
     dialect: Dialect = field(init=False)

@@ -19,10 +19,12 @@ from router.access import AccessControl
 from router.api import (
     LoadAdapterRequest,
     UnloadAdapterRequest,
+    UpdateWeightsRequest,
     adapter_routes,
     install_openapi,
     model_routes,
     probe_routes,
+    serving_routes,
     token_routes,
 )
 from router.api.anthropic import AnthropicErrorBody, CountTokensRequest, MessagesRequest, message_routes
@@ -59,7 +61,8 @@ MAX_SHOWN_PATH = 200
 """Maximum length, in characters, of a path quoted in an error."""
 ROUTERS = (
     *(chat_routes, completion_routes, message_routes, response_routes, embedding_routes, file_routes, batch_routes),
-    *(ollama_generate_routes, ollama_model_routes, model_routes, token_routes, probe_routes, adapter_routes),
+    *(ollama_generate_routes, ollama_model_routes, model_routes, token_routes, probe_routes),
+    *(adapter_routes, serving_routes),
 )
 ROUTES = [route for router in ROUTERS for route in router.routes]
 """Shared by all applications of a process, because FastAPI takes long to create routes."""
@@ -109,7 +112,7 @@ def build_app(
     app.fast_path = RequestMiddleware(generating, router_state)
     bodies = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, NewBatch)
     pooling = (EmbeddingRequest, ScoreRequest, RerankRequest)
-    adapters = (LoadAdapterRequest, UnloadAdapterRequest)
+    adapters = (LoadAdapterRequest, UnloadAdapterRequest, UpdateWeightsRequest)
     ollama = (OllamaChatRequest, OllamaGenerateRequest, OllamaEmbedRequest, OllamaEmbeddingsRequest)
     managed = (OllamaModelRequest, OllamaPullRequest)
     asked = (*bodies, *pooling, *adapters, *ollama, *managed, CountTokensRequest, TokenizeRequest, DetokenizeRequest)

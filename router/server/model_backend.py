@@ -75,6 +75,7 @@ class ModelBackend:
             config,
             self.metrics,
             adapters=self.dispatcher.adapters,
+            serving=self.dispatcher.serving,
             outlook=lambda: self.planning.outlook,
         )
 

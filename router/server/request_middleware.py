@@ -57,6 +57,8 @@ class RequestMiddleware:
                 added["x-request-id"] = request_id
                 if client_request.ignored_tools:
                     added["x-diptych-tools-left-out"] = ", ".join(client_request.ignored_tools)
+                if client_request.weight_version:
+                    added["x-weight-version"] = client_request.weight_version
                 for name, value in access.headers(client_request).items():
                     added[name] = value
                 if self._cors.origins:

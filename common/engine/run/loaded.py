@@ -39,7 +39,7 @@ from common.model_files import (
     weights_fingerprint,
 )
 from kernels import Linear, has_device_kernels, share_cores, share_weights
-from kernels.interface import pinned
+from kernels.interface import UNSCALED, pinned
 
 log = logging.getLogger(__name__)
 
@@ -247,6 +247,42 @@ class LoadedModel:
             task,
             adapters,
         )
+
+    def stage(self, files: ModelFiles, config: WorkerConfig) -> Callable[[], LoadedModel]:
+        """Load the weights of `files` next to the current ones, and return a function that exchanges them.
+
+        The function returns this model with the other weights and the same KV cache, which no step may use then.
+
+        Raises ModelError if the model of `files` differs in more than its weights or does not fit, or if a setting
+        rules an exchange out.
+        """
+        before, folder = self.runner.model, files.weights[0].parent
+        for name, forbids in (
+            ("--tensor-parallel-size above 1", self.others is not None),
+            ("--max-loras", self.adapters is not None),
+            ("--draft-head", bool(config.draft_head)),
+        ):
+            if forbids:
+                raise ModelError(f"a worker with {name} cannot change its weights: restart it with another --model")
+        form = kv_form(files, config.kv_cache_dtype, self.dtype)
+        shape, scales = open_model(files)[0], form.cut(before.config.num_layers).scales
+        if replace(shape, tie_embeddings=before.config.tie_embeddings) != before.config:
+            raise ModelError(f"{folder}: its config.json differs from that of {self.model_id}")
+        if form.dtype != self.kv_dtype or (tuple(scales) or (UNSCALED,) * shape.num_layers) != tuple(self.kv.scales):
+            raise ModelError(f"{folder}: the type or scales of its KV cache differ: restart the worker")
+        options = {"dtype": self.dtype, "device": config.torch_device, "quantization": config.quantization}
+        generates, invariant = self.task.generates, config.batch_invariant
+        model = load_model(files, **options, with_head=generates, batch_invariant=invariant)
+
+        def exchange() -> LoadedModel:
+            runner = warm_up_runner(lambda: runner_of(config)(model, self.kv), config, samples=generates)
+            fingerprint = fingerprint_of(
+                files, model, self.kv, self.dtype, self.kv_dtype, batch_invariant=config.batch_invariant
+            )
+            weights = weights_fingerprint(files.model_id, files.weights_hash, model.quantization)
+            return add_score_head(replace(self, runner=runner, fingerprint=fingerprint, weights=weights), files, config)
+
+        return exchange
 
 
 def task_of(files: ModelFiles, config: WorkerConfig) -> ServedTask:

@@ -15,7 +15,7 @@ from common.engine.worker.contract import (
 )
 from common.engine.worker.duty import LoopDuty
 from common.engine.worker.loop import INBOX_BOUND, PROGRESS_INTERVAL_S, EngineConfig, EngineLoop
-from common.engine.worker.loop_model import LoopModel
+from common.engine.worker.loop_model import LoopModel, free_memory
 from common.engine.worker.metrics import WorkerMetrics
 from common.engine.worker.process import end_process
 from common.engine.worker.step_times import StepRate, StepTimes
@@ -43,5 +43,6 @@ __all__ = [
     "WorkerMetrics",
     "WorkerParts",
     "end_process",
+    "free_memory",
     "run_role",
 ]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, runtime_checkable
 
 import zmq
 
@@ -165,7 +165,8 @@ class Engine(Protocol):
       retryable. An engine that cannot continue sets `failure` and sends nothing: routers recover all of its requests.
     - `ResetPrefixCache` drops cached blocks. `HandOver` moves a running request with its KV. An engine that cannot do
       that drops the request and fails its `attempt`, retryable: the router continues it from the tokens that it has.
-    - Any other message with a `request_id` is refused, not retryable. `SetAdapter` and `ChangeRole` never arrive here.
+    - Any other message with a `request_id` is refused, not retryable. `SetAdapter`, `SetServing` and `ChangeRole` never
+      arrive here.
     """
 
     @property
@@ -216,6 +217,14 @@ class Engine(Protocol):
 
     def check_integrity(self) -> BlockCounts:
         """Raise BlockError if a block's owner is not a live request. Called after `stop`, before a role change."""
+
+
+@runtime_checkable
+class Holdable(Protocol):
+    """An engine that can suspend its steps."""
+
+    def hold(self, is_held: bool) -> None:
+        """Compute no further step until called with False. Requests stay, with their KV, deadlines and progress."""
 
 
 class LoadedAdapter(Protocol):
@@ -331,6 +340,13 @@ class DutyOffer(Generic[M]):
     SIGTERM the process calls `abandon`, which ends other processes that `load` has started, and exits. Raises
     ModelError or ConfigError. Only the first role's `load` is called; the engines of a second role use the same model.
     `begin` is called for each run of the role.
+
+    Optional abilities, None if the engine does not have them:
+
+    - `renew(model, files)` loads other weights of the same model next to those of `model`, on a thread, and returns a
+      function that returns the model with them. The process calls the function when no engine uses the model, and then
+      drops `model` without closing it. Both raise ModelError, after which `model` still works.
+    - `free()` returns the memory of a closed model to the system. `load` may then be called again.
     """
 
     role: Role
@@ -338,3 +354,5 @@ class DutyOffer(Generic[M]):
     load: Callable[[ModelFiles], M]
     begin: Callable[[WorkerParts], Duty[M]]
     abandon: Callable[[], None] = lambda: None
+    renew: Callable[[M, ModelFiles], Callable[[], M]] | None = None
+    free: Callable[[], None] | None = None

@@ -24,6 +24,7 @@ from common.engine.worker.control import ControlServer
 from common.engine.worker.metrics import WorkerMetrics
 from common.engine.worker.vitals import WorkerIdentity
 from common.errors import RankLost
+from common.model_files import ModelFiles
 from common.wire import Curve, Role
 from common.wire.messages import ChangeRole
 
@@ -54,6 +55,7 @@ class Duties:
         """`other`: role to which a router may change the worker; None if the role is fixed."""
         self._context, self._curve, self._metrics = context, curve, metrics
         self._offers = {offer.role: offer for offer in (home, other) if offer is not None}
+        self._home = home
         self.identity = identity
         self.engine: Engine | None = None
         self.model: ServedModel | None = None
@@ -140,6 +142,60 @@ class Duties:
         if self._change is not None and self._change.done():
             change, self._change = self._change, None
             change.result()
+
+    # ------------------------------------------------------------ weights and memory
+
+    @property
+    def renew(self) -> Callable[[Any, ModelFiles], Callable[[], ServedModel]] | None:
+        """See `DutyOffer`; None if the engine cannot change its weights."""
+        return self._home.renew
+
+    @property
+    def can_unload(self) -> bool:
+        """Whether `unload` is possible."""
+        return self._home.free is not None
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether a role change is in progress."""
+        return self._change is not None and not self._change.done()
+
+    async def exchange(self, renewed: Callable[[], ServedModel], control: ControlServer) -> None:
+        """Serve with the model that `renewed` returns, in the same role with a new epoch. The engine must be empty.
+
+        If that fails, serves with the previous model and raises. Without any engine, raises with `engine` None.
+        """
+        before = self.model
+        await self._end_engine()
+        try:
+            self.model = await asyncio.to_thread(renewed)
+            await self._take_up(self.role, control)
+        except Exception:
+            self.model = before
+            await self._take_up(self.role, control)
+            raise
+
+    async def unload(self) -> None:
+        """Stop the empty engine and free the model's memory."""
+        await self._end_engine()
+        model, self.model = self.model, None
+        if model is not None:
+            await asyncio.to_thread(model.close)
+        del model
+        if (free := self._home.free) is not None:
+            await asyncio.to_thread(free)
+
+    async def reload(self, model: ServedModel, control: ControlServer) -> None:
+        """Serve with a model that was loaded after `unload`."""
+        self.model = model
+        await self._take_up(self.role, control)
+
+    async def _end_engine(self) -> None:
+        engine, self.engine = self.engine, None
+        assert engine is not None  # the caller has seen it empty
+        if not await asyncio.to_thread(engine.stop):
+            raise RuntimeError(f"the engine of the {self.role} role did not stop")
+        engine.check_integrity()
 
     # ------------------------------------------------------------ role change
 

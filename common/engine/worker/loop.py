@@ -60,7 +60,7 @@ class EngineLoop(ABC):
         self._failed_steps = 0
         self._has_stepped = False
         self._progress_told_at = time.monotonic()
-        self._busy = False
+        self._busy = self._is_held = False
         self._worked_at = 0.0
         self.num_steps = 0
         self.step_times = StepTimes()
@@ -100,6 +100,11 @@ class EngineLoop(ABC):
     def notify(self, event: object) -> None:
         """Queue an event of the engine's own threads. Not bounded: the number of requests limits these events."""
         self._inbox.put(event)
+
+    def hold(self, is_held: bool) -> None:
+        """See `Holdable`. Thread-safe."""
+        self._is_held = is_held
+        self._inbox.put(None)
 
     @property
     def has_commands(self) -> bool:
@@ -215,7 +220,10 @@ class EngineLoop(ABC):
         self._take_commands()
         now = time.monotonic()
         self.expire(now)
-        if self.has_work and (held_s := self.hold_s(now)) > 0.0:
+        if self._is_held:
+            self._hold(IDLE_WAIT_S)
+            self._has_stepped = True  # all requests keep their places, so they count as making progress
+        elif self.has_work and (held_s := self.hold_s(now)) > 0.0:
             self._hold(held_s)
         elif self.has_work:
             self._busy, self._worked_at = True, now

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import logging
 from collections import defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+
+import torch
 
 from common.config import WorkerConfig
 from common.engine.adapters import AdapterBank
@@ -73,6 +79,21 @@ class LoopModel:
             log.info("pinned %.1f MiB of host memory for step and KV copies", num_bytes / 2**20)
         return cls(files, loaded, grammars, facts_of(loaded, config, files), times)
 
+    def renew(self, files: ModelFiles, config: WorkerConfig) -> Callable[[], LoopModel]:
+        """Load other weights next to the current ones. See `DutyOffer.renew`."""
+        try:
+            exchange = self.loaded.stage(files, config)
+        except Exception as error:
+            if problem := too_large(error):
+                raise ModelError(f"{problem}; an update needs room for the weights twice") from error
+            raise
+
+        def renewed() -> LoopModel:
+            loaded = exchange()
+            return replace(self, files=files, loaded=loaded, facts=facts_of(loaded, config, files))
+
+        return renewed
+
     @property
     def adapters(self) -> AdapterBank | None:
         return self.loaded.adapters
@@ -101,6 +122,14 @@ class LoopModel:
         if self.loaded.others is not None:
             self.loaded.others.close()
         self.grammars.close()
+
+
+def free_memory() -> None:
+    """Return memory of dropped models to the device and to the system."""
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing before CUDA is used
+    with suppress(OSError, AttributeError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def facts_of(loaded: LoadedModel, config: WorkerConfig, files: ModelFiles) -> ModelFacts:

@@ -32,6 +32,7 @@ from common.engine.worker.control import ControlServer, bind_control
 from common.engine.worker.duties import DRAIN_POLL_S, Duties
 from common.engine.worker.metrics import AdapterCollector, WorkerMetrics
 from common.engine.worker.probes import WorkerHTTP
+from common.engine.worker.serving import WorkerServing
 from common.engine.worker.vitals import WorkerIdentity, heartbeat_of, hello_of, probe_of
 from common.errors import ConfigError, DiptychError, ModelError
 from common.machine import NO_ROOM, keep_large_buffers, raise_file_limit, remove_private_folders, write_failure
@@ -44,6 +45,7 @@ from common.wire.messages import (
     PrefillRequest,
     RequestFailed,
     SetAdapter,
+    SetServing,
     WorkerHeartbeat,
     WorkerHello,
 )
@@ -75,6 +77,7 @@ class WorkerProcess:
         self.adapters = WorkerAdapters(self._notify_routers)
         self.metrics.register(lambda labels: AdapterCollector(self.adapters, self._status, labels, config.lora_places))
         self.duties = Duties(home, other, self.blocking_context, self.curve, self.metrics, identity)
+        self.serving = WorkerServing(self.duties, self._load_model, self._notify_routers)
 
     async def run(self) -> None:
         """Run until SIGTERM or SIGINT. Raises the error that stopped the engine."""
@@ -96,6 +99,7 @@ class WorkerProcess:
             for task in (serving, watch):
                 if task.done():
                     task.result()
+            await self.serving.close()
             await self.duties.settle()
             await self._drain(control, serving)
             watch.cancel()
@@ -121,7 +125,12 @@ class WorkerProcess:
         http = WorkerHTTP(
             config.host,
             config.http_port,
-            lambda: probe_of(self.duties.identity, self.duties.engine, draining=self.duties.is_draining),
+            lambda: probe_of(
+                self.duties.identity,
+                self.duties.engine,
+                draining=self.duties.is_draining,
+                condition=self.serving.condition,
+            ),
             self.metrics.registry,
         )
         with _refusing(config, "http_port"):
@@ -201,6 +210,7 @@ class WorkerProcess:
         """
         while (engine := self.duties.engine) is None or engine.alive:
             self.duties.check()
+            self.serving.check()
             if self.gatekeeper is not None and self.gatekeeper.failure is not None:
                 raise RuntimeError("the gatekeeper died") from self.gatekeeper.failure
             if self.duties.must_drain:
@@ -245,6 +255,9 @@ class WorkerProcess:
                 duties.order(message, control)
         elif isinstance(message, SetAdapter):
             self.adapters.order(message)
+        elif isinstance(message, SetServing):
+            if control is not None:
+                self.serving.order(message, control)
         elif duties.is_draining and control is not None and isinstance(message, PrefillRequest | DecodeRequest):
             control.send(router, self._refusal(message))  # sent before the router was notified of the drain
         elif duties.engine is not None and not duties.engine.submit(RequestReceived(router, message)):
@@ -267,7 +280,14 @@ class WorkerProcess:
     def _hello(self) -> WorkerHello:
         duties = self.duties
         where = self._advertised(duties.kv_address), self._advertised(duties.lend_address)
-        return hello_of(duties.identity, duties.config, duties.facts, *where, changes_role=duties.may_change)
+        return hello_of(
+            duties.identity,
+            duties.config,
+            duties.facts,
+            *where,
+            changes_role=duties.may_change,
+            weight_version=self.serving.weight_version,
+        )
 
     def _heartbeat(self, router: bytes) -> WorkerHeartbeat:
         duties, status = self.duties, self._status()
@@ -281,6 +301,7 @@ class WorkerProcess:
             draining=duties.is_draining,
             planner=planner,
             adapters=self.adapters.states,
+            serving=self.serving.state,
         )
 
     def _notify_routers(self) -> None:

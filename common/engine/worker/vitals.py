@@ -17,6 +17,7 @@ from common.wire.messages import (
     OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     AdapterState,
+    ServingState,
     WorkerHeartbeat,
     WorkerHello,
 )
@@ -53,6 +54,7 @@ def hello_of(
     lend_address: str,
     *,
     changes_role: bool = False,
+    weight_version: str = "",
 ) -> WorkerHello:
     """Create a hello. `config`: settings of the current role. `facts` is None while the model is loading."""
     if facts is not None:
@@ -82,6 +84,7 @@ def hello_of(
         protocol=PROTOCOL_VERSION,
         layout=facts.layout if facts else (),
         memory_bytes=facts.memory_bytes if facts else 0,
+        weight_version=weight_version,
     )
 
 
@@ -95,6 +98,7 @@ def heartbeat_of(
     draining: bool,
     planner: str = "",
     adapters: tuple[AdapterState, ...] = (),
+    serving: ServingState | None = None,
 ) -> WorkerHeartbeat:
     """Create a heartbeat for a router. `engine` is None while the model is loading and during a role change."""
     return WorkerHeartbeat(
@@ -124,17 +128,22 @@ def heartbeat_of(
         planner=planner,
         links=status.links,
         adapters=adapters,
+        serving=serving,
     )
 
 
-def probe_of(identity: WorkerIdentity, engine: Engine | None, *, draining: bool) -> ProbeStatus:
-    """Return the probe status: healthy while the engine loop runs, ready when requests may be sent."""
+def probe_of(identity: WorkerIdentity, engine: Engine | None, *, draining: bool, condition: str = "") -> ProbeStatus:
+    """Return the probe status: healthy while the engine loop runs, ready when requests may be sent.
+
+    `condition` describes a worker that routers have paused or put to sleep.
+    """
     if engine is None:
-        return ProbeStatus(ready=False, healthy=True, detail={"state": "changing role" if draining else "loading"})
+        state = condition or ("changing role" if draining else "loading")
+        return ProbeStatus(ready=False, healthy=True, detail={"state": state})
     healthy = engine.alive and not engine.is_stuck(time.monotonic())
     blocks = engine.status.blocks
     detail: dict[str, object] = {
-        "state": "draining" if draining else "ready" if healthy else "stuck",
+        "state": (condition or "draining") if draining else "ready" if healthy else "stuck",
         "worker_id": identity.worker_id,
         "blocks": {"free": blocks.free, "cached": blocks.cached, "owned": blocks.owned},
     }

@@ -43,7 +43,7 @@ SIGNATURE = "ZGlwdHljaA=="
 message_routes = APIRouter()
 """`/v1/messages` and `/v1/messages/count_tokens`."""
 
-STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
+STOP_REASONS = {"length": "max_tokens", "abort": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 
 
 @message_routes.post(

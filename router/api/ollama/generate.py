@@ -230,7 +230,7 @@ class Lines(ABC):
 
     def _end(self) -> Object:
         (choice,) = self._plan.choices
-        return {"done": True, "done_reason": "length" if choice.finish_reason == "length" else "stop"} | self._numbers(
+        return {"done": True, "done_reason": "stop" if choice.finish_reason == "stop" else "length"} | self._numbers(
             choice
         )
 

@@ -79,7 +79,7 @@ class ChatChoice(BaseModel):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls"]
+    finish_reason: Literal["stop", "length", "tool_calls", "abort"]
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
 
@@ -105,6 +105,7 @@ class ChatCompletion(BaseModel):
     usage: ChatUsage
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    metadata: dict[str, str] | None = None
 
 
 class CompletionLogprobs(BaseModel):
@@ -118,7 +119,7 @@ class CompletionChoice(BaseModel):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "abort"]
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
@@ -133,6 +134,7 @@ class Completion(BaseModel):
     system_fingerprint: str | None
     choices: list[CompletionChoice]
     usage: Usage
+    metadata: dict[str, str] | None = None
 
 
 class OutputText(BaseModel):

@@ -24,6 +24,8 @@ from router.stored import IN_PROGRESS, QUEUED
 from router.text import CallPart, Part, TextPart, ThoughtPart
 
 ID_PREFIX = "resp_"
+CUT = ("length", "abort")
+"""Finish reasons of incomplete answers."""
 FULL = ("completed", "incomplete")
 """Statuses of responses that ended normally or at their token limit."""
 ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
@@ -79,7 +81,7 @@ class ResponsesSerializer:
             self._waiting += piece.with_logprobs
         events = [self._add(choice, part) for part in self._parts.split(choice, piece)]
         if piece.finish_reason:
-            cut = piece.finish_reason == "length" and not (self._in_call and self._parts.calls_are_whole(choice))
+            cut = piece.finish_reason in CUT and not (self._in_call and self._parts.calls_are_whole(choice))
             if not self._items or (self._open == "reasoning" and not cut):  # clients expect a message
                 events.append(self._begin_message())
             events.append(self._end_item("incomplete" if cut else "completed"))
@@ -207,7 +209,7 @@ class ResponsesSerializer:
     # ------------------------------------------------------------ inside
 
     def _ended(self, choice: AnswerChoice) -> Object:
-        response = self.response("incomplete" if choice.finish_reason == "length" else "completed", self._items)
+        response = self.response("incomplete" if choice.finish_reason in CUT else "completed", self._items)
         self._keep(response)
         return response
 

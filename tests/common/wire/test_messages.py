@@ -45,7 +45,9 @@ from common.wire.messages import (
     ResetPrefixCache,
     RouterHeartbeat,
     RouterHello,
+    ServingState,
     SetAdapter,
+    SetServing,
     Timeline,
     TokenDelta,
     TokenOutput,
@@ -77,6 +79,10 @@ MESSAGES: list[Message] = [
     ResetPrefixCache(request_id="a"),
     ChangeRole(role="prefill", reason="prompts wait 3 s"),
     SetAdapter(name="a", version=2**62, path="/adapters/a"),
+    SetServing(
+        version=2**62, mode="hold", weights="/w", weights_number=3, weight_version="ü", staged="/s", staged_number=4,
+        aborts=True, lease_s=0.5,
+    ),
     HandOver(
         request_id="a", attempt=1, new_attempt=2, target=KVTarget("d", 7, "tcp://h:1"), num_output_tokens=3,
         num_reserved_tokens=4,
@@ -94,6 +100,7 @@ MESSAGES: list[Message] = [
             AdapterState("a", 7, "loaded", "/a", "0f" * 16, "", 8, 2**30),
             AdapterState("b", 1, "failed", "/b", "", "why"),
         ),
+        serving=ServingState(9, "sleep", "failed", "/w", 3, "v", 2, True, "why"),
     ),
     TokenOutput(
         worker_id="w", epoch=1,

@@ -1,0 +1,249 @@
+"""How a worker serves, as ordered by routers: running, paused or asleep, and with which weights.
+
+    stage other weights ─> drain ─> exchange the weights ─> hello with a new epoch and fingerprint
+                                     └── fails: serve with the previous weights
+
+KV of old weights never meets new ones: the exchange begins with an empty prefix cache, and the fingerprint, by which
+transfers are paired and tiers are named, covers the number of the weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from hashlib import blake2b
+
+import msgspec
+
+from common.engine.worker.contract import Holdable, ServedModel
+from common.engine.worker.control import ControlServer
+from common.engine.worker.duties import DRAIN_POLL_S, Duties
+from common.errors import ModelError
+from common.model_files import ModelFiles, resolve_model
+from common.wire.messages import ServingState, ServingStatus, SetServing
+
+log = logging.getLogger(__name__)
+MAX_SHOWN_REASON = 500
+"""Maximum length, in characters, of the reason why an order failed."""
+CLOSE_S = 30.0
+"""Maximum time, in seconds, that `close` waits for an exchange of weights in progress."""
+Exchange = Callable[[], ServedModel]
+"""Returns the model with other weights, which have been loaded. No engine may use the model."""
+
+
+class _Superseded(Exception):
+    """A newer order exists."""
+
+
+class WorkerServing:
+    """Executes `SetServing` orders, one at a time. Used on the event loop.
+
+    `load(files)` loads the worker's model after a sleep, on a thread. `on_change` is called when the state changes.
+    """
+
+    def __init__(
+        self,
+        duties: Duties,
+        load: Callable[[ModelFiles], ServedModel],
+        on_change: Callable[[], None],
+        resolve: Callable[[str], ModelFiles] = lambda name: resolve_model(name, progress=False),
+    ) -> None:
+        self._duties, self._load, self._on_change, self._resolve = duties, load, on_change, resolve
+        self._order = SetServing(version=0)
+        self._status: ServingStatus = "done"
+        self._message = ""
+        self._number, self.weight_version = 0, ""
+        self._staged: tuple[int, Exchange] | None = None
+        self._is_asleep = self._is_closing = False
+        self._task: asyncio.Task[None] | None = None
+        self._lease: asyncio.TimerHandle | None = None
+
+    @property
+    def state(self) -> ServingState | None:
+        """State for heartbeats; None before the first order."""
+        if not self._order.version:
+            return None
+        order = self._order
+        return ServingState(
+            version=order.version,
+            mode=order.mode,
+            status=self._status,
+            weights=order.weights,
+            weights_number=order.weights_number,
+            weight_version=order.weight_version,
+            active_number=self._number,
+            aborts=order.aborts,
+            message=self._message,
+        )
+
+    @property
+    def condition(self) -> str:
+        """State for probes: "asleep", "paused" or ""."""
+        return "asleep" if self._is_asleep else "paused" if self._order.mode != "run" else ""
+
+    def order(self, order: SetServing, control: ControlServer) -> None:
+        """Begin to execute an order, unless it is older than the last one."""
+        if order.version <= self._order.version or self._is_closing:
+            return
+        self._order, self._status, self._message = order, "busy", ""
+        if self._lease is not None:
+            self._lease.cancel()
+            self._lease = None
+        if order.lease_s > 0.0:
+            loop = asyncio.get_running_loop()
+            self._lease = loop.call_later(order.lease_s, self._end_lease, order, control)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._execute(control), name="serving orders")
+
+    def check(self) -> None:
+        """Raise the error of an exchange that left the worker without an engine."""
+        if self._task is not None and self._task.done() and not self._task.cancelled():
+            self._task.result()
+
+    async def close(self) -> None:
+        """Stop waiting, and finish an exchange in progress."""
+        self._is_closing = True
+        if self._lease is not None:
+            self._lease.cancel()
+        if self._task is not None:
+            await asyncio.wait({self._task}, timeout=CLOSE_S)
+            self.check()
+
+    # ------------------------------------------------------------ inside
+
+    def _end_lease(self, order: SetServing, control: ControlServer) -> None:
+        if self._order is order:
+            log.warning("no router completed its order within %g s: serving with the previous weights", order.lease_s)
+            back = msgspec.structs.replace(order, version=order.version + 1, mode="run", staged="", lease_s=0.0)
+            self.order(back, control)
+
+    async def _execute(self, control: ControlServer) -> None:
+        while self._status == "busy":
+            order = self._order
+            try:
+                await self._carry_out(order, control)
+            except _Superseded:
+                if self._is_closing:
+                    return
+                continue
+            except Exception as error:  # whatever the error, the worker continues if it has an engine
+                if self._duties.engine is None and not self._is_asleep:
+                    raise
+                why = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
+                log.error("order to serve in mode %s failed: %s", order.mode, why)
+                if order is self._order:
+                    self._status, self._message = "failed", why[:MAX_SHOWN_REASON]
+            else:
+                if order is self._order:
+                    self._status = "done"
+            self._on_change()
+
+    async def _carry_out(self, order: SetServing, control: ControlServer) -> None:
+        """Execute one order. Raises _Superseded when a newer one exists, or the error that prevents it."""
+        duties = self._duties
+        await self._until(order, lambda: self._is_asleep or (duties.engine is not None and not duties.is_changing))
+        if order.mode == "sleep" and not self._is_asleep:
+            self._check_sleep()
+        wanted = order.staged_number if order.staged else order.weights_number
+        if self._staged is not None and self._staged[0] not in (wanted, order.weights_number):
+            self._staged = None
+        if order.staged:
+            await self._stage(order.staged, order.staged_number)
+        exchanges = order.weights_number != self._number and not self._is_asleep
+        if exchanges:
+            await self._stage(order.weights, order.weights_number)
+        self._hold(order.mode == "hold")
+        duties.is_draining = exchanges or order.mode != "run" or self._is_asleep
+        self._on_change()
+        if exchanges or order.mode in ("pause", "sleep"):
+            await self._until(order, self._is_empty)
+        if exchanges:
+            await self._exchange(order, control)
+        if order.mode == "sleep" and not self._is_asleep:
+            self._is_asleep = True
+            await duties.unload()
+            log.info("asleep: freed the model's memory")
+        elif order.mode in ("run", "pause") and self._is_asleep:
+            await self._wake(order, control)
+        if order.mode == "run":
+            duties.is_draining = False
+            control.broadcast_hello()
+
+    async def _stage(self, weights: str, number: int) -> None:
+        """Load weights next to the current ones. Raises ModelError."""
+        if number == self._number or (self._staged is not None and self._staged[0] == number):
+            return
+        self._staged = None
+        renew, model = self._duties.renew, self._duties.model
+        if renew is None or model is None:
+            raise ModelError(f"--engine {self._duties.config.engine} cannot change its weights: restart the worker")
+        began = time.monotonic()
+        exchange = await asyncio.to_thread(lambda: renew(model, self._files(weights, number)))
+        self._staged = number, exchange
+        log.info("staged weights %s in %.1f s", weights or self._duties.config.model, time.monotonic() - began)
+
+    async def _exchange(self, order: SetServing, control: ControlServer) -> None:
+        assert self._staged is not None  # staged first
+        (number, exchange), self._staged = self._staged, None
+        began, before = time.monotonic(), (self._number, self.weight_version)
+        self._number, self.weight_version = number, order.weight_version
+        try:
+            await self._duties.exchange(exchange, control)
+        except Exception:
+            self._number, self.weight_version = before
+            raise
+        finally:
+            if self._duties.engine is not None:
+                control.broadcast_hello()
+        log.info(
+            "weights changed to version %s in %.3f s", order.weight_version or "of the start", time.monotonic() - began
+        )
+
+    async def _wake(self, order: SetServing, control: ControlServer) -> None:
+        began = time.monotonic()
+        number = order.weights_number
+        model = await asyncio.to_thread(lambda: self._load(self._files(order.weights, number)))
+        self._number, self.weight_version = number, order.weight_version
+        await self._duties.reload(model, control)
+        self._is_asleep = False
+        control.broadcast_hello()
+        log.info("awake: loaded the model in %.1f s", time.monotonic() - began)
+
+    def _files(self, weights: str, number: int) -> ModelFiles:
+        """Resolve weights under the name of the served model. Their number is part of their hash."""
+        files = self._resolve(weights or self._duties.config.model)
+        facts = self._duties.facts
+        if number and facts is not None:
+            salted = blake2b(f"{files.weights_hash} {number}".encode(), digest_size=8).hexdigest()
+            files = msgspec.structs.replace(files, model_id=facts.model_id, weights_hash=salted)
+        return files
+
+    def _check_sleep(self) -> None:
+        """Raise ModelError if the worker cannot free its model."""
+        config = self._duties.config
+        if not self._duties.can_unload:
+            raise ModelError(f"--engine {config.engine} cannot sleep: use level 0, or scale the pool to zero")
+        if config.lora_places:
+            raise ModelError("a worker with --max-loras cannot sleep, because it would lose its adapters")
+
+    def _hold(self, is_held: bool) -> None:
+        engine = self._duties.engine
+        if isinstance(engine, Holdable):
+            engine.hold(is_held)
+        elif is_held:
+            raise ModelError(f"--engine {self._duties.config.engine} cannot hold requests: use the mode wait or abort")
+
+    def _is_empty(self) -> bool:
+        engine = self._duties.engine
+        return engine is None or (engine.is_empty and not engine.has_commands)
+
+    async def _until(self, order: SetServing, true: Callable[[], bool]) -> None:
+        """Wait until a condition is true. Raises _Superseded. Routers and the lease bound the wait by newer orders."""
+        while not true():
+            if order is not self._order or self._is_closing:
+                raise _Superseded
+            await asyncio.sleep(DRAIN_POLL_S)
+        if order is not self._order or self._is_closing:
+            raise _Superseded

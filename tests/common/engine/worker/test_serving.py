@@ -1,0 +1,166 @@
+"""Orders of routers to a worker: modes, weights, and what is left after a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from common.engine.worker.serving import WorkerServing
+from common.errors import ModelError
+from common.wire.messages import ServingState, SetServing
+
+from ....waiting import until
+
+
+class Engine:
+    has_commands = False
+
+    def __init__(self) -> None:
+        self.is_empty, self.is_held = True, False
+
+    def hold(self, is_held: bool) -> None:
+        self.is_held = is_held
+
+
+@dataclass
+class Worker:
+    """Stands in for `Duties`, and notes which weights it serves."""
+
+    serves: str = "own"
+    fails: str = ""
+    engine: Engine | None = field(default_factory=Engine)
+    is_draining: bool = False
+    is_changing: bool = False
+    can_unload: bool = True
+    has_renew: bool = True
+    model: Any = "model"
+    facts: Any = field(default_factory=lambda: SimpleNamespace(model_id="m"))
+    config: Any = field(default_factory=lambda: SimpleNamespace(model="own", engine="other", lora_places=0))
+    staged: list[str] = field(default_factory=list)
+    hellos: list[str] = field(default_factory=list)
+
+    @property
+    def renew(self) -> Callable[[Any, Any], Callable[[], Any]] | None:
+        def renew(model: Any, files: Any) -> Callable[[], Any]:
+            if files.path == "/bad":
+                raise ModelError("the file is damaged")
+            self.staged.append(files.path)
+            return lambda: files.path
+
+        return renew if self.has_renew else None
+
+    async def exchange(self, renewed: Callable[[], Any], control: Any) -> None:
+        if self.fails:
+            raise ModelError(self.fails)
+        self.serves = renewed()
+
+    async def unload(self) -> None:
+        self.engine, self.serves = None, ""
+
+    async def reload(self, model: Any, control: Any) -> None:
+        self.engine, self.serves = Engine(), model.path
+
+    def broadcast_hello(self) -> None:
+        self.hellos.append(self.serves)
+
+
+class Files(msgspec.Struct, frozen=True):
+    path: str
+    model_id: str = "x"
+    weights_hash: str = "h"
+
+
+@dataclass
+class Rig:
+    worker: Worker = field(default_factory=Worker)
+
+    def __post_init__(self) -> None:
+        resolve: Any = Files
+        load: Any = lambda files: files  # noqa: E731
+        self.serving = WorkerServing(self.worker, load, lambda: None, resolve)  # type: ignore[arg-type]
+
+    def order(self, version: int, **fields: Any) -> None:
+        self.serving.order(SetServing(version=version, **fields), self.worker)  # type: ignore[arg-type]
+
+    async def done(self, version: int, **fields: Any) -> ServingState:
+        self.order(version, **fields)
+        await until(lambda: self.state.status != "busy")
+        return self.state
+
+    @property
+    def state(self) -> ServingState:
+        assert self.serving.state is not None
+        return self.serving.state
+
+
+NEW: dict[str, Any] = {"weights": "/new", "weights_number": 1, "weight_version": "v"}
+STAGED: dict[str, Any] = {"staged": "/new", "staged_number": 1}
+
+
+async def test_an_update_stages_drains_and_exchanges() -> None:
+    rig = Rig()
+    worker = rig.worker
+    assert rig.serving.state is None and worker.engine is not None
+    worker.engine.is_empty = False
+    staged = await rig.done(1, **STAGED)
+    assert staged.status == "done" and worker.staged == ["/new"] and worker.serves == "own" and not worker.is_draining
+    rig.order(2, mode="pause", **STAGED)
+    await until(lambda: worker.is_draining)
+    assert rig.state.status == "busy", "a request runs"
+    worker.engine.is_empty = True
+    await until(lambda: rig.state.status == "done")
+    after = await rig.done(3, **NEW)
+    assert (worker.serves, after.active_number, rig.serving.weight_version) == ("/new", 1, "v")
+    assert worker.staged == ["/new"] and not worker.is_draining and worker.hellos[-1] == "/new"
+    assert (await rig.done(4)).active_number == 0 and worker.serves == "own", "the way back"
+    rig.order(3, **NEW)
+    assert rig.state.version == 4, "an older order is ignored"
+
+
+async def test_a_failure_keeps_the_old_weights() -> None:
+    rig = Rig()
+    bad = await rig.done(1, staged="/bad", staged_number=1)
+    assert (bad.status, bad.message, rig.worker.serves) == ("failed", "the file is damaged", "own")
+    rig.worker.fails = "no room"
+    failed = await rig.done(2, **NEW)
+    assert (failed.status, failed.message, failed.active_number) == ("failed", "no room", 0)
+    assert rig.serving.weight_version == "" and (await rig.done(3)).status == "done" and not rig.worker.is_draining
+
+
+async def test_a_sleeping_worker_wakes_up_with_the_ordered_weights() -> None:
+    rig = Rig()
+    await rig.done(1, mode="sleep", **NEW)
+    assert rig.worker.engine is None and rig.worker.is_draining and rig.serving.condition == "asleep"
+    awake = await rig.done(2, **NEW)
+    assert rig.worker.serves == "/new" and awake.active_number == 1 and not rig.worker.is_draining
+    assert rig.serving.condition == ""
+
+
+async def test_a_hold_suspends_the_engine_until_the_next_order() -> None:
+    rig = Rig()
+    assert rig.worker.engine is not None
+    rig.worker.engine.is_empty = False
+    assert (await rig.done(1, mode="hold")).status == "done" and rig.worker.engine.is_held and rig.worker.is_draining
+    await rig.done(2)
+    assert not rig.worker.engine.is_held and not rig.worker.is_draining
+
+
+@pytest.mark.parametrize("order", [{"mode": "sleep"}, {"mode": "hold"}, STAGED])
+async def test_an_engine_without_an_ability_refuses_by_name(order: dict[str, Any]) -> None:
+    engine: Any = SimpleNamespace(is_empty=True, has_commands=False)
+    rig = Rig(Worker(engine=engine, can_unload=False, has_renew=False))
+    state = await rig.done(1, **order)
+    assert state.status == "failed" and "--engine other cannot" in state.message
+    assert (await rig.done(2)).status == "done" and rig.worker.serves == "own"
+
+
+async def test_a_worker_whose_router_died_serves_again() -> None:
+    rig = Rig()
+    await rig.done(1, mode="pause", lease_s=0.05, **STAGED)
+    await until(lambda: rig.state.version == 2 and rig.state.status == "done")
+    assert rig.state.mode == "run" and not rig.worker.is_draining and rig.worker.serves == "own"
