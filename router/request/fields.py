@@ -310,6 +310,7 @@ class ChatRequest(SamplingFields):
     verbosity: Annotated[Any, Only(("medium",))] = None
     web_search_options: Annotated[Any, Only((False,))] = None
     chat_template: Refused = None
+    tool_prompt: Refused = None
     add_special_tokens: Refused = None
 
     def check(self) -> None:

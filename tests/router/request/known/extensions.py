@@ -97,6 +97,7 @@ CHAT: Table = OPENAI | {
         messages=[{"role": "assistant", "content": "a", "reasoning_content": "b"}, {"role": "user", "content": "c"}]
     ),
     "chat_template": refused(chat_template="{{ messages }}"),
+    "tool_prompt": refused(tool_prompt="Use a tool:"),  # huggingface_hub
     "echo": served(echo=True),
     "logprob_token_ids": served(logprobs=True, logprob_token_ids=[65]),
     "add_special_tokens": refused(add_special_tokens=True),
