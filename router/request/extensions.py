@@ -32,9 +32,12 @@ from router.request.errors import NOT_HERE
 NOTHING: tuple[object, ...] = (False, "", [], {})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Only:
-    """Annotates a field that may only be null or one of `same`, the values that do not change the answer."""
+    """Annotates a field that may only be null or one of `same`, the values that do not change the answer.
+
+    Compared by identity: `Annotated` would share one instance for equal values, and 1 equals True.
+    """
 
     same: tuple[object, ...]
 
