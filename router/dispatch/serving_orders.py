@@ -21,7 +21,7 @@ from router.fleet import SERVING_PROTOCOL, WorkerFleet
 
 log = logging.getLogger(__name__)
 PauseMode = Literal["abort", "wait", "keep"]
-LOAD_S = 600.0
+STAGE_S = 600.0
 """Maximum time, in seconds, for all workers to load weights."""
 DRAIN_S = 600.0
 """Maximum time, in seconds, for all running requests to end: the default deadline of a request."""
@@ -84,7 +84,7 @@ class ServingOrders:
         """Load the model again on all workers. Raises RequestError."""
         async with self._alone():
             if self.is_asleep:
-                await self._set("run", LOAD_S)
+                await self._set("run", STAGE_S)
 
     async def update(self, path: str, weight_version: str, *, aborts: bool, keep_pause: bool) -> int:
         """Change the weights of all workers to those in `path`. Returns the number of workers.
@@ -106,7 +106,7 @@ class ServingOrders:
             changed = {"weights": path, "weights_number": number, "weight_version": weight_version or str(number)}
             end: ServingMode = "pause" if keep_pause or before.mode == "pause" else "run"
             try:
-                await self._run(_next(before, number, **staged, lease_s=2 * LOAD_S), LOAD_S, "model_path")
+                await self._run(_next(before, number, **staged, lease_s=2 * STAGE_S), STAGE_S, "model_path")
                 drained = _next(
                     before, self._next_version(), mode="pause", aborts=aborts, **staged, lease_s=2 * DRAIN_S
                 )

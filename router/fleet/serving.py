@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from common.wire.messages import ServingMode, ServingState, SetServing, WorkerHeartbeat
+from router.fleet.adapters import MAX_VERSION
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker, WorkerState
 
-MAX_VERSION = 2**61
-"""Higher versions in reports are ignored, because no order could ever be newer."""
 SERVING_PROTOCOL = 13
 """First protocol version with `SetServing`."""
 
@@ -56,7 +55,7 @@ class FleetServing:
     def on_heartbeat(self, worker: Worker, beat: WorkerHeartbeat) -> tuple[SetServing | None, bool]:
         """Process a heartbeat.
 
-        Returns the order that this worker has missed, if any, and whether it told of a new order that aborts requests.
+        Returns the order that this worker has missed, if any, and whether it reports a new order that aborts requests.
         """
         state, aborts = beat.serving, False
         if state is not None and self._newest.version < state.version <= MAX_VERSION:

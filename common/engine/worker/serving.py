@@ -17,6 +17,7 @@ from hashlib import blake2b
 
 import msgspec
 
+from common.engine.worker.adapters import MAX_SHOWN_REASON
 from common.engine.worker.contract import Holdable, ServedModel
 from common.engine.worker.control import ControlServer
 from common.engine.worker.duties import DRAIN_POLL_S, Duties
@@ -25,9 +26,7 @@ from common.model_files import ModelFiles, resolve_model
 from common.wire.messages import ServingState, ServingStatus, SetServing
 
 log = logging.getLogger(__name__)
-MAX_SHOWN_REASON = 500
-"""Maximum length, in characters, of the reason why an order failed."""
-CLOSE_S = 30.0
+EXCHANGE_END_S = 30.0
 """Maximum time, in seconds, that `close` waits for an exchange of weights in progress."""
 Exchange = Callable[[], ServedModel]
 """Returns the model with other weights, which have been loaded. No engine may use the model."""
@@ -108,7 +107,7 @@ class WorkerServing:
         if self._lease is not None:
             self._lease.cancel()
         if self._task is not None:
-            await asyncio.wait({self._task}, timeout=CLOSE_S)
+            await asyncio.wait({self._task}, timeout=EXCHANGE_END_S)
             self.check()
 
     # ------------------------------------------------------------ inside
