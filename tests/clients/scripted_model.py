@@ -62,6 +62,8 @@ TEMPLATE = (
     "{% elif tools %}" + _place("asked") + "{% else %}" + _place("greeted") + "{% endif %}{% endif %}"
 )
 HIDDEN, HEAD_DIM, NUM_HEADS, FFN = 320, 16, 4, 32
+MAX_MODEL_LEN = 262_144
+"""In tokens, which are bytes here: the instructions of coding agents have more than 100,000."""
 CERTAIN = 2.0
 """A logit of 2 * sqrt(HIDDEN), about 36, for the token that follows, and 0 for most others."""
 JSON_MARKS = b'"{}[],:'
@@ -110,6 +112,7 @@ def _sizes(vocab_size: int) -> dict[str, int]:
     return {
         "vocab_size": vocab_size, "hidden_size": HIDDEN, "intermediate_size": FFN, "num_hidden_layers": 1,
         "num_attention_heads": NUM_HEADS, "num_key_value_heads": NUM_HEADS, "head_dim": HEAD_DIM,
+        "max_position_embeddings": MAX_MODEL_LEN,
     }  # fmt: skip
 
 

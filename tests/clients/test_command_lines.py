@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from .conftest import Client, Service
-from .scripted_model import ANSWER, CHANGED, FILE, GREETING, QUESTION, RESULT
+from .scripted_model import ANSWER, CHANGED, FILE, GREETING, LOST, QUESTION, RESULT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.clients, pytest.mark.timeout(2400)]
 
@@ -84,3 +84,56 @@ def test_aider_edits_a_file(scripted: Service, client_of: Callable[..., Client])
         *(*quiet, "--message", f"Make the greeting in {FILE} friendlier.", FILE),
     )
     assert file.read_text() == CHANGED
+
+
+def test_codex_asks_and_gets_the_result_of_its_tool(scripted: Service, client_of: Callable[..., Client]) -> None:
+    """The scripted call names a tool that Codex does not have, so Codex returns an error, which the model reports."""
+    client = client_of("codex")
+    settings = client.home / ".codex"
+    settings.mkdir()
+    (settings / "config.toml").write_text(
+        f"""model = "{scripted.model}"
+model_provider = "here"
+[model_providers.here]
+name = "here"
+base_url = "{scripted.url}/v1"
+wire_api = "responses"
+env_key = "OPENAI_API_KEY"
+request_max_retries = 0
+stream_max_retries = 0
+"""
+    )
+    program = str(client.programs.parent / "node_modules" / ".bin" / "codex")
+    before = scripted.answered()
+    said = client.run(program, "exec", "--skip-git-repo-check", "--sandbox", "read-only", QUESTION)
+    assert LOST in said and scripted.answered() >= before + 2
+
+
+def test_promptfoo_evaluates_answers(scripted: Service, client_of: Callable[..., Client]) -> None:
+    client = client_of("promptfoo", PROMPTFOO_DISABLE_TELEMETRY="1", PROMPTFOO_DISABLE_UPDATE="1")
+    options = {"apiBaseUrl": f"{scripted.url}/v1", "temperature": 0, "max_tokens": 100}
+    asserts = [{"type": "contains", "value": GREETING}]
+    config = {
+        "prompts": ["{{said}}"],
+        "providers": [{"id": f"openai:chat:{scripted.model}", "config": options}],
+        "tests": [{"vars": {"said": said}, "assert": asserts} for said in ("Hello", "Hi")],
+    }
+    (client.home / "promptfooconfig.json").write_text(json.dumps(config))
+    program = str(client.programs.parent / "node_modules" / ".bin" / "promptfoo")
+    client.run(program, "eval", "-c", "promptfooconfig.json", "--no-cache", "--no-write", "-o", "found.json")
+    found = json.loads((client.home / "found.json").read_text())["results"]["stats"]
+    assert (found["successes"], found["failures"], found["errors"]) == (2, 0, 0)
+
+
+def test_claude_code_asks_and_gets_the_result_of_its_tool(scripted: Service, client_of: Callable[..., Client]) -> None:
+    """As Codex: its error for an unknown tool reaches the model."""
+    client = client_of(
+        "claude-code",
+        **{"ANTHROPIC_BASE_URL": scripted.url, "ANTHROPIC_API_KEY": "none", "DISABLE_TELEMETRY": "1"},
+        **{"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1"},
+        **{"ANTHROPIC_MODEL": scripted.model, "ANTHROPIC_SMALL_FAST_MODEL": scripted.model},
+    )
+    packages = client.programs.parent / "node_modules" / "@anthropic-ai"
+    program = str(next(path for path in packages.glob("claude-code-*/claude")))
+    said = client.run(program, "-p", QUESTION, "--output-format", "json", "--model", scripted.model)
+    assert LOST in json.loads(said)["result"]
