@@ -7,6 +7,7 @@ worker, only requests for a single token go to the prefill worker.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -119,8 +120,13 @@ def profile(options: ProfileOptions, advance: Callable[[float, str], None]) -> d
     return found
 
 
-async def drive(url: str, model: str, token_ids: tuple[int, ...], phase: Phase, api_key: str = "") -> float:
-    """Return the seconds for each prompt token. Raises ServerError when no request succeeds."""
+async def drive(
+    url: str, model: str, token_ids: tuple[int, ...], phase: Phase, api_key: str = "", limit_s: float | None = None
+) -> float:
+    """Return the seconds for each prompt token. Requests that are unfinished after `limit_s` seconds are cancelled.
+
+    Raises ServerError when no request succeeds.
+    """
     client = CompletionClient(url, RequestOptions(model), api_key=api_key)
     input_len, output_len = (LengthRange(length, length) for length in (phase.input_len, phase.output_len))
     seed = phase.concurrency * 100_003 + phase.input_len
@@ -128,12 +134,16 @@ async def drive(url: str, model: str, token_ids: tuple[int, ...], phase: Phase, 
     load = Load(client, workload, duration_s=phase.seconds)
     began_at = time.monotonic()
     try:
-        await load.closed_loop(phase.concurrency)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await load.closed_loop(phase.concurrency)
     finally:
         await client.close()
     num_ok = sum(record.ok for record in load.records)
     if not num_ok:
-        raise ServerError(f"no request of {phase.input_len} tokens succeeded: {load.records[-1].message}")
+        message = load.records[-1].message if load.records else ""
+        reason = message or f"no complete answer within {time.monotonic() - began_at:.1f} s"
+        raise ServerError(f"no request of {phase.input_len} tokens succeeded: {reason}")
     return (time.monotonic() - began_at) / (num_ok * phase.input_len)
 
 

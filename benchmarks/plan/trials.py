@@ -31,9 +31,9 @@ class Question:
     goals: PlanGoals
 
 
-def run_trial(made: Scenario) -> Trial:
-    """Simulate one scenario. Raises ConfigError and TraceError."""
-    run = Simulation(made).run()
+def run_trial(made: Scenario, progress: Callable[[int, float], None] = lambda num_over, now: None) -> Trial:
+    """Simulate one scenario. Raises ConfigError, TraceError, and what `progress` raises to end the simulation."""
+    run = Simulation(made).run(progress)
     found, goals = Findings.of(run), made.goals
     served = [request for request in run.requests if request.outcome == "ok"]
     ttft_s = tuple(request.ttft_s for request in served)

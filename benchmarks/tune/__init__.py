@@ -1,5 +1,5 @@
 """`diptych tune`: the settings that meet latency goals best on a fixed number of workers.
 
-options -> service (real workers: measured latencies, fitted step times) -> search (simulations of other settings) ->
-service again (the best two) -> report (table, limits, configuration file)
+options -> schedule (deadline of each part) -> service (real workers: measured latencies, fitted step times) -> search
+(simulations of other settings) -> service again (the best two) -> report (table, limits, configuration file)
 """

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -22,21 +23,18 @@ from benchmarks.plan.candidate import Candidate, Flags, base_flags, plain
 from benchmarks.plan.options import with_prompts
 from benchmarks.plan.outlook import Outlook
 from benchmarks.plan.spec import PlanSpec, merged, spec_of
-from benchmarks.plan.trials import Trials
+from benchmarks.plan.trials import Trials, run_trial
 from benchmarks.stack import StackError
 from benchmarks.tune.options import PROG, build_parser
 from benchmarks.tune.report import Tuning, as_json, changed_flags, chosen, print_tuning, render_config
-from benchmarks.tune.search import Setting, TuneSearch, refusing_spec
+from benchmarks.tune.schedule import Schedule
+from benchmarks.tune.search import Headroom, Setting, TuneSearch, refusing_spec
 from benchmarks.tune.service import Measured, Service, ServiceOptions, TuneLoad, plan_values
 from common.config.sources import exit_refused
 from common.errors import ConfigError, ModelError
 
 NOT_MET: Final = 1
 INTERRUPTED: Final = 130
-LOAD_SHARE: Final = 0.15
-"""Share of the time for which the load is driven with each setting that is measured."""
-SEARCH_END, SEARCH_SHARE = 0.45, 0.1
-"""Share of the time by which the search ends, and the least share that it gets."""
 NUM_CONFIRMED: Final = 2
 MOST_SIMULATED: Final = 300
 """Requests of a simulation with Poisson arrivals."""
@@ -108,54 +106,78 @@ def larger(candidate: Candidate) -> list[Candidate]:
 
 
 def tuned(options: argparse.Namespace, console: Console) -> Tuning:
-    """Measure, search and confirm behind a progress bar. Raises what the parts raise."""
-    began_at, limit_s = time.monotonic(), 60.0 * options.minutes
+    """Measure, search and confirm within the time limit, with a progress bar. Raises what the parts raise."""
+    began_at, schedule = time.monotonic(), Schedule(60.0 * options.minutes, confirms=not options.url)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, refresh_per_second=4, disable=options.no_progress) as bar:
-        task = bar.add_task("start", total=limit_s)
+        task = bar.add_task("start", total=schedule.limit_s)
 
         def passed() -> float:
-            return float((time.monotonic() - began_at) / limit_s)
+            return time.monotonic() - began_at
 
         def say(text: str) -> None:
-            bar.update(task, completed=time.monotonic() - began_at, description=text)
+            bar.update(task, completed=passed(), description=text)
 
         def confirms(which: str, text: str) -> None:
             say(f"confirms {which}: {text}")
 
-        made, load_s = service_options(options), LOAD_SHARE * limit_s
+        made, load_s = service_options(options), schedule.load_s
         service = Service(made, load_of(options), lambda text: say(f"defaults: {text}"))
         first = None if options.url else first_setting(options.workers)
-        measured_first = service.measure(first, {}, load_s)
-        measure_share = passed()
+        try:
+            measured_first = service.measure(first, {}, load_s, began_at + schedule.defaults_end_s, fits=True)
+        except TimeoutError as error:
+            raise ConfigError("minutes", options.minutes, f"longer, to measure the defaults ({error})") from error
         spec = spec_from(measured_first, service.load, made, options.quantile)
         num_prefill, num_decode = _division(measured_first, first)
         base = Setting(plain(Candidate(num_prefill, num_decode, base_flags(spec)), spec))
-        with Trials(spec, jobs=1) as trials, Trials(refusing_spec(spec), jobs=1) as refusing:
+        limit = _Limit(began_at + schedule.search_end_s)
+        simulate = partial(run_trial, progress=limit.check)
+        with Trials(spec, simulate=simulate) as trials, Trials(refusing_spec(spec), simulate=simulate) as refusing:
             search = TuneSearch(
                 trials,
                 refusing,
                 Outlook(spec),
                 base,
                 divides=not options.url,
-                is_over=lambda: passed() > max(SEARCH_END, measure_share + SEARCH_SHARE),
+                is_over=limit.is_over,
                 say=lambda text: say(f"simulation: {text}"),
             )
             ranked = search.run()
-            measured = {base: measured_first}
-            if not options.url:
-                best = [one.setting for one in ranked if one.setting != base][:NUM_CONFIRMED]
-                for number, setting in enumerate(best, 1):
-                    if passed() + measure_share > 1.0:
-                        break
-                    service.advance = partial(confirms, f"{number} of {len(best)}")
-                    measured[setting] = service.measure(setting, changed_flags(spec, setting), load_s)
-            pick = chosen(base, ranked, measured)
+            measured, unconfirmed = {base: measured_first}, dict[Setting, str]()
+            best = [one.setting for one in ranked if one.setting != base][:NUM_CONFIRMED] if schedule.confirms else []
+            for number, setting in enumerate(best, 1):
+                service.advance = partial(confirms, f"{number} of {len(best)}")
+                end_at = began_at + schedule.confirmation_end_s(passed(), len(best) + 1 - number)
+                try:
+                    changed = changed_flags(spec, setting)
+                    measured[setting] = service.measure(setting, changed, load_s, end_at, fits=False)
+                except (StackError, ServerError, ConfigError, TimeoutError) as error:
+                    unconfirmed[setting] = f"{error}".partition("\n")[0]
+            pick = chosen(base, ranked, measured, confirms=schedule.confirms)
             say("simulation: higher loads")
-            asked = (pick.candidate, *larger(pick.candidate))
-            headrooms = [search.headroom(one, refuses=pick.refuses) for one in asked]
+            limit.end_at = began_at + schedule.headroom_end_s
+            headrooms: list[Headroom] = []
+            with contextlib.suppress(TimeoutError):
+                for one in (pick.candidate, *larger(pick.candidate)):
+                    headrooms.append(search.headroom(one, refuses=pick.refuses))
             binding = search.binding(pick.candidate)
-    return Tuning(spec, made, ranked, measured, pick, binding, headrooms, measured_first.rate)
+    return Tuning(spec, made, ranked, measured, unconfirmed, pick, binding, headrooms, measured_first.rate)
+
+
+@dataclass(slots=True)
+class _Limit:
+    """Ends simulations at `end_at` (monotonic seconds)."""
+
+    end_at: float
+
+    def is_over(self) -> bool:
+        return time.monotonic() > self.end_at
+
+    def check(self, _num_over: int, _now: float) -> None:
+        """Raises TimeoutError once the time has passed."""
+        if self.is_over():
+            raise TimeoutError("no time left to simulate")
 
 
 def _division(measured: Measured, first: Setting | None) -> tuple[int, int]:

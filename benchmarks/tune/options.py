@@ -114,5 +114,5 @@ def _add_service(group: argparse._ArgumentGroup) -> None:
         help="--kv-memory-gib of each worker, in GiB (default 1)",
     )
     group.add_argument(
-        "--minutes", type=number(0.2, 1440), default=10.0, metavar="X", help="time limit in minutes (default 10)"
+        "--minutes", type=number(1, 1440), default=10.0, metavar="X", help="time limit in minutes (default 10)"
     )

@@ -20,13 +20,14 @@ COLUMNS: Final = ("workers", "settings", "predicted", "measured", "95 % interval
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Results. `measured` contains the settings that ran on real workers; `headrooms` the pick, then with one more
-    prefill or decode worker."""
+    """Results. `measured` contains the settings that ran on real workers, `unconfirmed` the reasons why others did not.
+    `headrooms`: of the pick, then with one more prefill or decode worker, as far as the time allowed."""
 
     spec: PlanSpec
     options: ServiceOptions
     ranked: Sequence[Predicted]
     measured: Mapping[Setting, Measured]
+    unconfirmed: Mapping[Setting, str]
     pick: Setting
     binding: tuple[str, float]
     headrooms: Sequence[Headroom]
@@ -44,13 +45,15 @@ class Tuning:
         return self.pick in self.measured
 
 
-def chosen(base: Setting, ranked: Sequence[Predicted], measured: Mapping[Setting, Measured]) -> Setting:
+def chosen(
+    base: Setting, ranked: Sequence[Predicted], measured: Mapping[Setting, Measured], *, confirms: bool
+) -> Setting:
     """Return the best measured setting, or the base unless another is better by more than chance.
 
-    If only the base was measured, return the setting with the best prediction.
+    Without `confirms`, return the setting with the best prediction.
     """
-    if set(measured) <= {base}:
-        return ranked[0].setting
+    if not confirms:
+        return ranked[0].setting if ranked else base
     best = max(measured, key=lambda one: (measured[one].attainment, one == base))
     if base in measured and measured[best].attainment <= measured[base].interval[1]:
         return base
@@ -99,9 +102,15 @@ def conclusions(tuning: Tuning) -> list[str]:
     lines = [f"Pick: {pick.candidate.shape} with {with_settings}."]
     if not tuning.is_confirmed:
         lines.append("The pick is a prediction. Restart the service with it and run the command again to confirm it.")
-    elif len(tuning.measured) == 1:
-        lines.append("Only the defaults were measured. A longer --minutes also measures the best two predictions.")
+    elif len(tuning.measured) > 1 and pick == next(iter(tuning.measured)):
+        lines.append("The defaults are kept: no other measured setting was better by more than chance.")
+    elif len(tuning.measured) == 1 and not tuning.options.url:
+        lines.append("The defaults are kept: no other setting was measured. A longer --minutes allows it.")
+    for setting, reason in tuning.unconfirmed.items():
+        lines.append(f"Not confirmed: {setting.candidate.shape} with {setting.changes(tuning.spec)} ({reason}).")
     lines.append(f"Binding resource: {resource}, used {share:.0%} by this load.")
+    if not tuning.headrooms:
+        return [*lines, "Headroom: unknown, no time was left to simulate higher loads. Raise --minutes."]
     own, *others = tuning.headrooms
     lines.append(_within(own, tuning.rate))
     if own.factor == FACTORS[-1]:
@@ -149,6 +158,7 @@ def as_json(tuning: Tuning, conditions: Mapping[str, Any]) -> dict[str, Any]:
         "conditions": dict(conditions),
         "rate": tuning.rate,
         "pick": asdict(tuning.pick),
+        "unconfirmed": [asdict(setting) | {"reason": reason} for setting, reason in tuning.unconfirmed.items()],
         "binding": {"resource": tuning.binding[0], "share": tuning.binding[1]},
         "headrooms": [asdict(one) for one in tuning.headrooms],
         "predicted": [

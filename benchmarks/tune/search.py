@@ -90,9 +90,11 @@ class TuneSearch:
         self._known: dict[Setting, Predicted] = {}
 
     def run(self) -> list[Predicted]:
-        """Return all simulated settings, the best first."""
+        """Return all simulated settings, the best first; none if the first simulation ended with TimeoutError."""
         self._say("workers of each role")
         self._simulate(self._divisions())
+        if not self._known:
+            return []
         for _ in range(MOST_PASSES):
             here = self.ranked()[0].setting
             self._say(f"settings of {here.candidate.shape}")
@@ -110,7 +112,10 @@ class TuneSearch:
         return sorted(self._known.values(), key=self._rank)
 
     def headroom(self, candidate: Candidate, *, refuses: bool = False) -> Headroom:
-        """Return the largest of `FACTORS` at which one run meets the goals, by bisection."""
+        """Return the largest of `FACTORS` at which one run meets the goals, by bisection.
+
+        Raises TimeoutError from a simulation.
+        """
         trials, goals, low, high = self._trials[refuses], self.spec.goals, -1, len(FACTORS)
         while high - low > 1:
             middle = (low + high) // 2
@@ -141,12 +146,15 @@ class TuneSearch:
         return list(dict.fromkeys(found))
 
     def _simulate(self, settings: Iterable[Setting], seed_number: int = 0) -> None:
-        """Simulate settings with one seed, as long as there is time. The base is always simulated."""
+        """Simulate settings with one seed, as long as there is time. The first simulation of all always begins."""
         for setting in settings:
             if self._known and self._is_over():
                 return
             trials = self._trials[setting.refuses]
-            trials.run([Question(setting.candidate, self.spec.seed + seed_number, 1.0, self.spec.goals)])
+            try:
+                trials.run([Question(setting.candidate, self.spec.seed + seed_number, 1.0, self.spec.goals)])
+            except TimeoutError:
+                return
             self._known[setting] = Predicted(setting, trials.evidence(setting.candidate))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,9 +12,17 @@ from typing import Any, Final
 
 import httpx
 
-from benchmarks.load.client import CompletionClient, RequestOptions, Server, ask_server, ask_token_ids, auth_headers
+from benchmarks.load.client import (
+    CompletionClient,
+    RequestOptions,
+    Server,
+    ServerError,
+    ask_server,
+    ask_token_ids,
+    auth_headers,
+)
 from benchmarks.load.load import Load
-from benchmarks.load.summary import RequestRecord, Summary, summarise
+from benchmarks.load.summary import INTERRUPTED, RequestRecord, Summary, summarise
 from benchmarks.load.trace import MOONCAKE_BLOCK_TOKENS, TraceRow, read_trace
 from benchmarks.load.watch import workers_in
 from benchmarks.load.workload import LengthRange, Vocabulary, Workload, fit_rows, poisson_arrivals, trace_arrivals
@@ -24,7 +33,11 @@ from benchmarks.stack import Stack, StackSettings
 from benchmarks.tune.search import Setting
 
 WARM_S: Final = 1.5
-"""Duration of each warm-up phase, in seconds."""
+"""Maximum duration of each warm-up phase, in seconds."""
+LEAST_LOAD: Final = 0.5
+"""Least share of the duration of the load; a setting with less is not measured."""
+MOST_TAIL: Final = 0.5
+"""Maximum wait for the last answers, as a share of the duration of the load."""
 MOST_EXTRA_PHASES: Final = 40
 """Further warm-up phases until each worker has computed enough steps to fit its model."""
 CLIENTS, RATE_SHARE = 4, 0.7
@@ -69,8 +82,8 @@ class TuneLoad:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Latencies of a setting on real workers. `workers`: what the router reports of them, as `kinds_in` returns it, and
-    `num_workers` their number by role."""
+    """Latencies of a setting on real workers. `workers`: what the router reports of them, as `kinds_in` returns it
+    (empty unless their step times were asked for), and `num_workers` their number by role."""
 
     setting: Setting | None
     summary: Summary
@@ -103,7 +116,11 @@ class ServiceOptions:
     quantization: str = "none"
     kv_memory_gib: float = 1.0
 
-    def stack(self, setting: Setting, changed: Mapping[str, int]) -> StackSettings:
+    def answer_s(self, output_len: int) -> float:
+        """Return the longest duration of an answer within the goals, in seconds."""
+        return 1e-3 * (self.ttft_ms + output_len * self.tpot_ms)
+
+    def stack(self, setting: Setting, changed: Mapping[str, int], ready_timeout_s: float) -> StackSettings:
         """Return the processes of a setting. `changed`: flags of the setting that differ from the base."""
         by_process: dict[str, list[str]] = {"router": [], "prefill_worker": [], "decode_worker": []}
         for section, values in sections(self, setting, changed).items():
@@ -119,6 +136,7 @@ class ServiceOptions:
             router_flags=by_process["router"],
             prefill_flags=by_process["prefill_worker"],
             decode_flags=by_process["decode_worker"],
+            ready_timeout_s=ready_timeout_s,
         )
 
 
@@ -143,18 +161,30 @@ class Service:
     def __init__(self, options: ServiceOptions, load: TuneLoad, advance: Callable[[str], None]) -> None:
         self.options, self.load, self.advance = options, load, advance
 
-    def measure(self, setting: Setting | None, changed: Mapping[str, int], seconds: float) -> Measured:
-        """Drive the load for `seconds`, on new workers with the setting, or on the running service.
+    def measure(
+        self, setting: Setting | None, changed: Mapping[str, int], load_s: float, end_at: float, *, fits: bool
+    ) -> Measured:
+        """Drive the load for `load_s`, on new workers with the setting, or on the running service.
 
-        Raises StackError, ServerError, ConfigError and TraceError.
+        Ends at `end_at` (monotonic seconds), with a shorter load if necessary; workers stop after that. `fits`: let the
+        workers fit their step times first.
+
+        Raises StackError, ServerError, ConfigError and TraceError, and TimeoutError with the reason when too little
+        time is left for the load.
         """
         if self.options.url or setting is None:
-            return self._measure(self.options.url, None, seconds)
+            return self._measure(self.options.url, None, load_s, end_at, fits)
+        start_s = end_at - time.monotonic() - LEAST_LOAD * load_s - self._tail_s(load_s)
+        if start_s <= 0.0:
+            raise TimeoutError("no time left to start workers")
         self.advance("workers start")
-        with Stack(self.options.stack(setting, changed)) as stack:
-            return self._measure(stack.url, setting, seconds)
+        with Stack(self.options.stack(setting, changed, start_s)) as stack:
+            return self._measure(stack.url, setting, load_s, end_at, fits)
 
-    def _measure(self, url: str, setting: Setting | None, seconds: float) -> Measured:
+    def _tail_s(self, load_s: float) -> float:
+        return min(self.options.answer_s(self._lengths()[1]), MOST_TAIL * load_s)
+
+    def _measure(self, url: str, setting: Setting | None, load_s: float, end_at: float, fits: bool) -> Measured:
         with httpx.Client(
             base_url=url, headers=auth_headers(self.options.api_key), timeout=10.0, trust_env=False
         ) as asking:
@@ -162,14 +192,23 @@ class Service:
             token_ids = ask_token_ids(asking, server.model)
         self.load = replace(self.load, max_model_len=server.max_model_len or 0)
         self.advance("warm-up")
-        rate = self._warm_up(url, server, token_ids, 2.0 * seconds)
+        tail_s = self._tail_s(load_s)
+        rate = self._warm_up(url, server, token_ids, end_at - tail_s - load_s, fits)
         if not self.load.rate and not self.load.trace:
+            if not rate:
+                raise TimeoutError("the warm-up ended before the rate was known")
             self.load = replace(self.load, rate=RATE_SHARE * rate)
+        seconds = min(load_s, end_at - tail_s - time.monotonic())
+        if seconds < LEAST_LOAD * load_s:
+            raise TimeoutError("start and warm-up of the workers left too little time for the load")
         self.advance(f"load for {seconds:.0f} s")
-        records = asyncio.run(self._drive(url, server, token_ids, seconds))
+        records = asyncio.run(self._drive(url, server, token_ids, seconds, tail_s))
+        if not records:
+            raise TimeoutError(f"no request arrived and ended within {seconds + tail_s:.0f} s")
         summary = summarise(records, slo_ttft_ms=self.options.ttft_ms, slo_tpot_ms=self.options.tpot_ms)
         load = ask_load(url, self.options.api_key)
-        return Measured(setting, summary, len(records) / seconds, kinds_in(load, url), workers_in(load))
+        workers = kinds_in(load, url) if fits else {}
+        return Measured(setting, summary, len(records) / seconds, workers, workers_in(load))
 
     def _lengths(self) -> tuple[int, int]:
         """Return a long prompt and a long answer of the load, in tokens."""
@@ -178,33 +217,48 @@ class Service:
             return prompts[len(prompts) * 9 // 10], max(2, answers[len(answers) * 9 // 10])
         return self.load.input_len.high, max(2, self.load.output_len.high)
 
-    def _warm_up(self, url: str, server: Server, token_ids: tuple[int, ...], limit_s: float) -> float:
-        """Let workers fit their step times with prompts and batches of several sizes. Return requests per second.
+    def _warm_up(self, url: str, server: Server, token_ids: tuple[int, ...], end_at: float, fits: bool) -> float:
+        """Drive prompts and batches of several sizes until `end_at` (monotonic seconds) at the latest.
 
-        Further phases begin only within `limit_s`.
+        Return requests per second, 0 if the time did not suffice. With `fits`, more phases follow until each worker has
+        fitted its step times.
         """
-        deadline = time.monotonic() + limit_s
         prompt, answer = self._lengths()
-        seconds = WARM_S
-        phases = [Phase(num, max(2, round(share * prompt)), 1, seconds) for share in (0.25, 0.5, 1.0) for num in (1, 2)]
-        phases += [Phase(num, max(2, prompt - num), answer, seconds) for num in (1, 2)]
+        phases = [Phase(num, max(2, round(share * prompt)), 1, WARM_S) for share in (0.25, 0.5, 1.0) for num in (1, 2)]
+        phases += [Phase(num, max(2, prompt - num), answer, WARM_S) for num in (1, 2)]
+        phases.append(Phase(CLIENTS, max(2, prompt - CLIENTS), answer, 2.0 * WARM_S))
+        share = min(1.0, max(0.0, end_at - time.monotonic()) / sum(phase.seconds for phase in phases))
+        token_s = None
         for phase in phases:
-            asyncio.run(drive(url, server.model, token_ids, phase, self.options.api_key))
-        last = Phase(CLIENTS, max(2, prompt - CLIENTS), answer, 2 * seconds)
-        token_s = asyncio.run(drive(url, server.model, token_ids, last, self.options.api_key))
-        for number in range(1, MOST_EXTRA_PHASES):
-            if time.monotonic() > deadline:
-                break
+            token_s = self._drive_phase(url, server, token_ids, replace(phase, seconds=share * phase.seconds), end_at)
+        rate = 1.0 / (token_s * phases[-1].input_len) if token_s else 0.0
+        for number in range(1, MOST_EXTRA_PHASES if fits else 1):
             roles = {worker["role"] for worker in ask_load(url, self.options.api_key)["workers"]}
             if all(num_steps(url, role, self.options.api_key) >= FEWEST_STEPS for role in roles):
                 break
-            more = Phase(CLIENTS, max(2, prompt - CLIENTS - number % max(1, prompt // 2)), answer, seconds)
-            asyncio.run(drive(url, server.model, token_ids, more, self.options.api_key))
-        return 1.0 / (token_s * last.input_len)
+            more = Phase(CLIENTS, max(2, prompt - CLIENTS - number % max(1, prompt // 2)), answer, WARM_S)
+            if self._drive_phase(url, server, token_ids, more, end_at) is None:
+                break
+        return rate
+
+    def _drive_phase(
+        self, url: str, server: Server, token_ids: tuple[int, ...], phase: Phase, end_at: float
+    ) -> float | None:
+        """Return the seconds for each prompt token, None if `end_at` came first. Raises ServerError."""
+        limit_s = end_at - time.monotonic()
+        if limit_s <= 0.0:
+            return None
+        try:
+            return asyncio.run(drive(url, server.model, token_ids, phase, self.options.api_key, limit_s))
+        except ServerError:
+            if time.monotonic() < end_at:
+                raise
+            return None
 
     async def _drive(
-        self, url: str, server: Server, token_ids: tuple[int, ...], seconds: float
+        self, url: str, server: Server, token_ids: tuple[int, ...], seconds: float, tail_s: float
     ) -> Sequence[RequestRecord]:
+        """Return the requests that arrive within `seconds` and are decided `tail_s` after that."""
         workload = Workload(
             Vocabulary(token_ids),
             self.load.input_len,
@@ -216,10 +270,28 @@ class Service:
         client = CompletionClient(url, RequestOptions(server.model), api_key=self.options.api_key)
         load = Load(client, workload)
         try:
-            await load.open_loop(self.load.arrivals(seconds))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds + tail_s):
+                    await load.open_loop(self.load.arrivals(seconds))
         finally:
             await client.close()
-        return load.records
+        longest = max((row.output_len for row in self.load.rows()), default=self.load.output_len.high)
+        ended_at, answer_s = time.perf_counter(), self.options.answer_s(longest)
+        return [one for one in load.records if is_decided(one, ended_at, self.options.ttft_ms * 1e-3, answer_s)]
+
+
+def is_decided(record: RequestRecord, ended_at: float, ttft_s: float, answer_s: float) -> bool:
+    """Whether a request has met or missed the goals. An interrupted one has missed them if it is late already.
+
+    `ended_at`: time of the interruption. `ttft_s`, `answer_s`: durations of the first token and of the longest answer
+    within the goals.
+    """
+    if record.outcome not in ("", INTERRUPTED):
+        return True
+    if not record.start:
+        return False
+    first_s = record.ttft_s if record.token_times else ended_at - record.start
+    return first_s > ttft_s or ended_at - record.start > answer_s
 
 
 def plan_values(measured: Measured, load: TuneLoad, options: ServiceOptions, quantile: float) -> dict[str, Any]:

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks.load.client import ServerError
 from benchmarks.load.summary import RequestRecord, summarise
 from benchmarks.plan.candidate import Candidate, Flags, base_flags
+from benchmarks.plan.profile import Phase, drive
 from benchmarks.plan.spec import PlanSpec
 from benchmarks.plan.trials import Trials
 from benchmarks.simulator.world.scenario import Scenario
+from benchmarks.stack import StackError
+from benchmarks.tune import __main__ as tune
 from benchmarks.tune.__main__ import main
 from benchmarks.tune.report import Tuning, changed_flags, chosen, conclusions, render_config
+from benchmarks.tune.schedule import Schedule
 from benchmarks.tune.search import Headroom, Predicted, Setting, TuneSearch, refusing_spec
-from benchmarks.tune.service import Measured, ServiceOptions
+from benchmarks.tune.service import Measured, Service, ServiceOptions, is_decided
 
-from ..plan.conftest import Attained, Guesses, make_spec, trial_of
+from ..plan.conftest import Attained, Guesses, make_spec, make_values, trial_of
 
 LISTS = {"local_prefill_threshold": (64, 256), "max_num_batched_tokens": (512, 1024), "max_num_seqs": (16, 32)}
 OPTIONS = ServiceOptions("tiny-random", 500.0, 30.0)
@@ -65,6 +72,88 @@ def test_the_base_is_simulated_whatever_the_time() -> None:
     assert only.setting.candidate.shape == "1P + 1D"
 
 
+def test_a_search_without_time_for_a_simulation_keeps_what_it_has() -> None:
+    spec, num_left = make_spec(search={"seeds": 1, **LISTS}), 2
+
+    def attained(*_: object) -> float:
+        nonlocal num_left
+        num_left -= 1
+        if num_left < 0:
+            raise TimeoutError
+        return 0.9
+
+    search = search_of(attained, spec)
+    assert len(search.run()) == 2
+    assert search_of(attained, spec).run() == [], "not even the base"
+    with pytest.raises(TimeoutError):
+        search.headroom(Candidate(2, 2, base_flags(spec)))
+
+
+@pytest.mark.parametrize("confirms", (True, False))
+def test_the_parts_of_a_run_end_in_their_order_within_the_time_limit(confirms: bool) -> None:
+    schedule = Schedule(300.0, confirms)
+    assert 2 * schedule.load_s < schedule.defaults_end_s < schedule.search_end_s < schedule.headroom_end_s < 300.0
+    first_s = schedule.confirmation_end_s(schedule.search_end_s, 2)
+    last_s = schedule.confirmation_end_s(first_s, 1)
+    assert last_s - first_s == pytest.approx(first_s - schedule.search_end_s)
+    assert not confirms or last_s < schedule.headroom_end_s
+    assert schedule.confirmation_end_s(299.0, 1) == 299.0, "no time is left"
+
+
+def test_interrupted_requests_count_once_they_have_missed_a_goal() -> None:
+    def decided(ended_at: float, *token_times: float, outcome: str = "interrupted", start: float = 1.0) -> bool:
+        record = RequestRecord(0, start, token_times=list(token_times), outcome=outcome)
+        return is_decided(record, ended_at, ttft_s=0.5, answer_s=2.0)
+
+    assert decided(1.1, 1.1, outcome="ok") and decided(1.1, outcome="http 503")
+    assert not decided(1.4) and decided(1.6), "no first token yet"
+    assert not decided(2.9, 1.2) and decided(2.9, 1.6) and decided(3.1, 1.2)
+    assert not decided(9.0, outcome="", start=0.0), "never sent"
+
+
+def test_a_server_that_does_not_answer_holds_no_phase_beyond_its_limit() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(ServerError, match="no complete answer within"):
+            asyncio.run(drive(url, "m", tuple(range(100)), Phase(2, 8, 1, 0.1), limit_s=0.2))
+
+
+@pytest.mark.parametrize("error", (TimeoutError("no time left to start workers"), StackError("decode-0 ended\nlog")))
+def test_settings_that_are_not_confirmed_are_not_picked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    simulate = trial_of(lambda p, d, flags, made: 0.6 + 0.3 * (flags.max_num_seqs == 8))
+    workers = {name: make_values()[name] for name in ("prefill", "decode", "model")}
+
+    def measure(self: Service, setting: Setting, changed: Mapping[str, int], *_: float, fits: bool) -> Measured:
+        if not fits:
+            raise error
+        return replace(measured(setting, 80), workers=workers)
+
+    monkeypatch.setattr(Service, "measure", measure)
+    monkeypatch.setattr(tune, "run_trial", lambda made, progress: simulate(made))
+    toml = tmp_path / "tuned.toml"
+    flags = ["--ttft", "500", "--tpot", "30", "--rate", "5", "--no-progress", "--output", str(toml)]
+    assert main(flags) == tune.NOT_MET
+    said = capsys.readouterr()
+    text = " ".join((said.out + said.err).split())
+    assert "default settings" in text and "The defaults are kept" in text
+    assert text.count("Not confirmed: ") == 2 and f"--max-num-seqs 8 ({str(error).splitlines()[0]})" in text
+    assert "max_num_seqs" not in tomllib.loads(toml.read_text()).get("decode_worker", {})
+
+
+def test_too_little_time_for_the_defaults_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*_: object, fits: bool) -> Measured:
+        raise TimeoutError("no time left to start workers")
+
+    monkeypatch.setattr(Service, "measure", measure)
+    with pytest.raises(SystemExit) as end:
+        main(["--ttft", "500", "--tpot", "30", "--no-progress", "--minutes", "1"])
+    assert end.value.code == 2 and "no time left to start workers" in capsys.readouterr().err
+
+
 def test_headroom_is_the_largest_load_within_the_goals() -> None:
     def attained(num_prefill: int, num_decode: int, flags: Flags, made: Scenario) -> float:
         return float(made.load.rate <= 6.0 * num_decode)  # the load has 5 requests a second
@@ -80,9 +169,10 @@ def test_the_pick_is_better_by_more_than_chance_or_the_base() -> None:
     flags = base_flags(make_spec())
     base, other = Setting(Candidate(1, 1, flags)), Setting(Candidate(1, 1, replace(flags, max_num_seqs=8)))
     ranked = [Predicted(other, None)]  # type: ignore[arg-type]
-    assert chosen(base, ranked, {base: measured(base, 80), other: measured(other, 84)}) == base
-    assert chosen(base, ranked, {base: measured(base, 80), other: measured(other, 97)}) == other
-    assert chosen(base, ranked, {base: measured(base, 80)}) == other, "nothing else was measured"
+    assert chosen(base, ranked, {base: measured(base, 80), other: measured(other, 84)}, confirms=True) == base
+    assert chosen(base, ranked, {base: measured(base, 80), other: measured(other, 97)}, confirms=True) == other
+    assert chosen(base, ranked, {base: measured(base, 80)}, confirms=True) == base, "not confirmed"
+    assert chosen(base, ranked, {base: measured(base, 80)}, confirms=False) == other, "a prediction"
 
 
 def test_a_configuration_file_has_what_differs_from_the_defaults() -> None:
@@ -94,7 +184,7 @@ def test_a_configuration_file_has_what_differs_from_the_defaults() -> None:
     none = Headroom(replace(pick.candidate, num_prefill=2), 1.0)
     own = Headroom(pick.candidate, 1.0)
     tuning = Tuning(
-        spec, OPTIONS, [], {pick: measured(pick, 99)}, pick, ("decode compute", 0.9), (own, none, more), 5.0
+        spec, OPTIONS, [], {pick: measured(pick, 99)}, {}, pick, ("decode compute", 0.9), (own, none, more), 5.0
     )
     said = "\n".join(conclusions(tuning))
     assert "Binding resource: decode compute, used 90%" in said and "up to about 5 requests/s" in said
