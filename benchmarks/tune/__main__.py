@@ -148,11 +148,15 @@ def tuned(options: argparse.Namespace, console: Console) -> Tuning:
             best = [one.setting for one in ranked if one.setting != base][:NUM_CONFIRMED] if schedule.confirms else []
             for number, setting in enumerate(best, 1):
                 service.advance = partial(confirms, f"{number} of {len(best)}")
-                end_at = began_at + schedule.confirmation_end_s(passed(), len(best) + 1 - number)
+                end_at = began_at + schedule.confirmation_end_s(
+                    passed(), len(best) + 1 - number, service.needed_s(load_s)
+                )
                 try:
                     changed = changed_flags(spec, setting)
                     measured[setting] = service.measure(setting, changed, load_s, end_at, fits=False)
-                except (StackError, ServerError, ConfigError, TimeoutError) as error:
+                except TimeoutError as error:
+                    unconfirmed[setting] = f"{error}; raise --minutes"
+                except (StackError, ServerError, ConfigError) as error:
                     unconfirmed[setting] = f"{error}".partition("\n")[0]
             pick = chosen(base, ranked, measured, confirms=schedule.confirms)
             say("simulation: higher loads")

@@ -105,7 +105,7 @@ def conclusions(tuning: Tuning) -> list[str]:
     elif len(tuning.measured) > 1 and pick == next(iter(tuning.measured)):
         lines.append("The defaults are kept: no other measured setting was better by more than chance.")
     elif len(tuning.measured) == 1 and not tuning.options.url:
-        lines.append("The defaults are kept: no other setting was measured. A longer --minutes allows it.")
+        lines.append("The defaults are kept: no other setting was measured.")
     for setting, reason in tuning.unconfirmed.items():
         lines.append(f"Not confirmed: {setting.candidate.shape} with {setting.changes(tuning.spec)} ({reason}).")
     lines.append(f"Binding resource: {resource}, used {share:.0%} by this load.")

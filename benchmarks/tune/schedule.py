@@ -37,6 +37,10 @@ class Schedule:
     def headroom_end_s(self) -> float:
         return self.limit_s * HEADROOM_END
 
-    def confirmation_end_s(self, now_s: float, num_left: int) -> float:
-        """Return the deadline of the next of `num_left` confirmations, which share the time until the last deadline."""
-        return now_s + max(0.0, self.limit_s * CONFIRMATION_END - now_s) / num_left
+    def confirmation_end_s(self, now_s: float, num_left: int, needed_s: float) -> float:
+        """Return the deadline of the next of `num_left` confirmations.
+
+        Those for which the time suffices share it. `needed_s`: time that each of them needs.
+        """
+        left_s = max(0.0, self.limit_s * CONFIRMATION_END - now_s)
+        return now_s + left_s / min(num_left, max(1, int(left_s / needed_s)))

@@ -29,13 +29,15 @@ from benchmarks.load.workload import LengthRange, Vocabulary, Workload, fit_rows
 from benchmarks.plan.evidence import wilson
 from benchmarks.plan.profile import Phase, drive, num_steps
 from benchmarks.plan.running import FEWEST_STEPS, ask_load, kinds_in
-from benchmarks.stack import Stack, StackSettings
+from benchmarks.stack import Stack, StackError, StackSettings
 from benchmarks.tune.search import Setting
 
 WARM_S: Final = 1.5
 """Maximum duration of each warm-up phase, in seconds."""
 LEAST_LOAD: Final = 0.5
 """Least share of the duration of the load; a setting with less is not measured."""
+START_MARGIN: Final = 1.5
+"""Time planned for a start of workers, as a multiple of the last one."""
 MOST_TAIL: Final = 0.5
 """Maximum wait for the last answers, as a share of the duration of the load."""
 MOST_EXTRA_PHASES: Final = 40
@@ -156,10 +158,14 @@ def sections(options: ServiceOptions, setting: Setting, changed: Mapping[str, in
 
 
 class Service:
-    """Measures settings. `advance` is called with a few words on each phase."""
+    """Measures settings. `advance` is called with a few words on each phase.
+
+    `start_s`: time in seconds that the last workers took to start.
+    """
 
     def __init__(self, options: ServiceOptions, load: TuneLoad, advance: Callable[[str], None]) -> None:
         self.options, self.load, self.advance = options, load, advance
+        self.start_s = 0.0
 
     def measure(
         self, setting: Setting | None, changed: Mapping[str, int], load_s: float, end_at: float, *, fits: bool
@@ -178,8 +184,19 @@ class Service:
         if start_s <= 0.0:
             raise TimeoutError("no time left to start workers")
         self.advance("workers start")
-        with Stack(self.options.stack(setting, changed, start_s)) as stack:
-            return self._measure(stack.url, setting, load_s, end_at, fits)
+        began_at = time.monotonic()
+        try:
+            with Stack(self.options.stack(setting, changed, start_s)) as stack:
+                self.start_s = time.monotonic() - began_at
+                return self._measure(stack.url, setting, load_s, end_at, fits)
+        except StackError as error:
+            if time.monotonic() < began_at + start_s:
+                raise
+            raise TimeoutError(f"workers did not start within {start_s:.0f} s") from error
+
+    def needed_s(self, load_s: float) -> float:
+        """Return the time that another measurement needs if its workers start like the last ones, in seconds."""
+        return START_MARGIN * self.start_s + load_s + self._tail_s(load_s)
 
     def _tail_s(self, load_s: float) -> float:
         return min(self.options.answer_s(self._lengths()[1]), MOST_TAIL * load_s)
