@@ -31,6 +31,7 @@ from benchmarks.plan.profile import Phase, drive, num_steps
 from benchmarks.plan.running import FEWEST_STEPS, ask_load, kinds_in
 from benchmarks.stack import Stack, StackError, StackSettings
 from benchmarks.tune.search import Setting
+from common.errors import ConfigError
 
 WARM_S: Final = 1.5
 """Maximum duration of each warm-up phase, in seconds."""
@@ -224,7 +225,10 @@ class Service:
             raise TimeoutError(f"no request arrived and ended within {seconds + tail_s:.0f} s")
         summary = summarise(records, slo_ttft_ms=self.options.ttft_ms, slo_tpot_ms=self.options.tpot_ms)
         load = ask_load(url, self.options.api_key)
-        workers = kinds_in(load, url) if fits else {}
+        try:
+            workers = kinds_in(load, url) if fits else {}
+        except ConfigError as error:
+            raise TimeoutError(f"a worker has computed fewer than {FEWEST_STEPS} steps") from error
         return Measured(setting, summary, len(records) / seconds, workers, workers_in(load))
 
     def _lengths(self) -> tuple[int, int]:
@@ -251,9 +255,12 @@ class Service:
         rate = 1.0 / (token_s * phases[-1].input_len) if token_s else 0.0
         for number in range(1, MOST_EXTRA_PHASES if fits else 1):
             roles = {worker["role"] for worker in ask_load(url, self.options.api_key)["workers"]}
-            if all(num_steps(url, role, self.options.api_key) >= FEWEST_STEPS for role in roles):
+            missing = {role for role in roles if num_steps(url, role, self.options.api_key) < FEWEST_STEPS}
+            if not missing:
                 break
             more = Phase(CLIENTS, max(2, prompt - CLIENTS - number % max(1, prompt // 2)), answer, WARM_S)
+            if missing == {"prefill"}:  # each prompt has its own step
+                more = Phase(1, max(2, prompt - number % max(1, prompt // 2)), 1, 2.0 * WARM_S)
             if self._drive_phase(url, server, token_ids, more, end_at) is None:
                 break
         return rate
