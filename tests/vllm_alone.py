@@ -1,6 +1,7 @@
 """vLLM without Diptych: `python vllm_alone.py MODEL IN OUT DTYPE ARGUMENTS` computes the prompts of IN, and writes OUT.
 
-IN is a JSON list of token IDs per prompt, OUT their greedy tokens. ARGUMENTS is a JSON object for `vllm.LLM`.
+IN is a JSON list of batches, which are lists of prompts, which are lists of token IDs. OUT has the greedy tokens of
+each prompt. ARGUMENTS is a JSON object for `vllm.LLM`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ def main() -> None:
 
     llm = LLM(model, dtype=dtype, seed=0, enforce_eager=True, skip_tokenizer_init=True, **json.loads(arguments))
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
-    prompts = [{"prompt_token_ids": prompt} for prompt in json.loads(Path(given).read_text())]
-    answers = llm.generate(prompts, params, use_tqdm=False)
+    batches = [[{"prompt_token_ids": prompt} for prompt in batch] for batch in json.loads(Path(given).read_text())]
+    answers = [answer for batch in batches for answer in llm.generate(batch, params, use_tqdm=False)]
     Path(found).write_text(json.dumps([list(answer.outputs[0].token_ids) for answer in answers]))
 
 

@@ -49,6 +49,13 @@ TOKENS = {"eos_token_id": 257, "bos_token_id": 256, "pad_token_id": 260}
 RECURRENT = ("qwen3-next",)
 """Models whose recurrent state vLLM does not cache, and whose kernels for CPUs need bfloat16."""
 
+BATCH_DEPENDENT = ("deepseek-v3",)
+"""Models whose answers depend on the batch also in float32: vLLM's latent attention on CPUs.
+
+None of the first 20 prompts has the same answer alone and with the other 59, so only requests that run alone are
+compared.
+"""
+
 
 def write_served_model(folder: Path, name: str) -> Path:
     """Write a random model with the tokenizer of the tiny one."""
@@ -107,7 +114,8 @@ def test_answers_equal_those_of_vllm_alone(tmp_path: Path, model: Path, dtype: s
     cases = prompts_by_case()
     flat = [prompt for prompts in cases.values() for prompt in prompts]
     given, found, log = tmp_path / "prompts.json", tmp_path / "answers.json", tmp_path / "alone.log"
-    given.write_text(json.dumps(flat))
+    runs_alone = model.name in BATCH_DEPENDENT
+    given.write_text(json.dumps([[prompt] for prompt in flat] if runs_alone else [flat]))
     arguments = {"max_model_len": 2304, "kv_cache_memory_bytes": 2**28, "enable_prefix_caching": False}
     program = Path(__file__).parents[1] / "vllm_alone.py"
     command = [sys.executable, "-P", str(program), str(model), str(given), str(found), dtype, json.dumps(arguments)]
@@ -145,6 +153,8 @@ def test_answers_equal_those_of_vllm_alone(tmp_path: Path, model: Path, dtype: s
     for case, prompts in cases.items():
         for number, _ in enumerate(prompts):
             right = next(expected)
+            if "at once" in case and runs_alone:
+                continue
             different[case] += answers[case][number] != right
             different[f"{case}, again"] += again[case][number] != right
     print(f"{model.name}: {received:g} transfers, {preempted:g} preemptions, different: {dict(different)}")
