@@ -44,6 +44,7 @@ API = (
     "api",
     "anthropic",
     "structured_answers",
+    "sampling",
     "token_rules",
     "thoughts",
     "beams",

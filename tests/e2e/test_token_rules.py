@@ -30,6 +30,8 @@ RULES: dict[str, dict[str, Any]] = {
     },
 }
 PROMPTS, NUM_TOKENS = (5, 40, 100, 130), 60
+PATIENCE = 5
+"""Times that workers with few blocks are asked all again until they have had to preempt."""
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +52,12 @@ def test_every_place_keeps_the_rules(system_of: Any, prompts: list[list[int]], n
     if IS_OWN_ENGINE or "seed" not in fields:
         assert remote == alone
     tight = system_of(router_flags=ALL_REMOTE, decode_flags=("--num-blocks", "24", "--watermark", "0"))
-    assert tight.generate(prompts * 3, **fields) == remote * 3
-    if name != "in a form":
-        assert tight.metric("vllm:num_preemptions", "decode") > 0
+    preempted = 0.0
+    for _ in range(PATIENCE):  # how many requests meet depends on the load if blocks are long
+        assert tight.generate(prompts * 3, **fields) == remote * 3
+        if name == "in a form" or (preempted := tight.metric("vllm:num_preemptions", "decode")):
+            break
+    assert name == "in a form" or preempted > 0
 
 
 @pytest.mark.parametrize("name", ["greedy", pytest.param("sampled", marks=pytest.mark.own_engine)])

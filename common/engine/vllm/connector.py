@@ -8,11 +8,12 @@ passes them to `RankTransfers`. Both are connected to the worker process by `Wor
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -335,6 +336,27 @@ def _shape_of(request: Request, num_tokens: int) -> StepShape:
 # ---------------------------------------------------------------- a rank's side
 
 
+def keep_draws(runner_class: Any) -> None:
+    """Let the first model runner draw from a request's generator only for tokens that count.
+
+    After the first part of a prompt it draws a token, discards it and turns the generator back, which those of CPUs
+    cannot do: any seeded request whose prompt takes two steps would end the process.
+    """
+    sample: Callable[..., Any] = runner_class.sample_tokens
+
+    @functools.wraps(sample)
+    def sample_tokens(self: Any, grammar_output: Any) -> Any:
+        generators: dict[int, torch.Generator] = self.input_batch.generators
+        discarded = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
+        set_aside = {row: generators.pop(row) for row in discarded if row in generators}
+        try:
+            return sample(self, grammar_output)
+        finally:
+            generators.update(set_aside)
+
+    runner_class.sample_tokens = sample_tokens
+
+
 @dataclass(slots=True)
 class RankSide:
     """Transfers of one rank, which start when vLLM has allocated its cache."""
@@ -353,6 +375,10 @@ class RankSide:
 
     def start(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Raises ConfigError if the model's KV cannot be transferred."""
+        if self.vllm_config.device_config.device_type == "cpu":
+            from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+            keep_draws(CPUModelRunner)
         settings = settings_of(self.vllm_config)
         curve = Curve.load(settings.curve_key, settings.curve_authorized)
         if curve is not None:

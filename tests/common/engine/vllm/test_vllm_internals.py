@@ -156,6 +156,21 @@ def test_both_model_runners_call_the_connector_around_each_step() -> None:
     assert post.index("wait_for_save()") < post.index("get_transfer_results(finished_req_ids)")
 
 
+def test_the_first_model_runner_turns_back_generators_of_discarded_tokens() -> None:
+    """For `keep_draws`, without which this ends a process on a CPU."""
+    from vllm.config import DeviceConfig
+    from vllm.v1.worker import cpu_model_runner, gpu_input_batch
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    assert "gen.set_offset(gen.get_offset() - 4)" in source(GPUModelRunner._bookkeeping_sync), "keep_draws may go"
+    assert "self._bookkeeping_sync(" in source(GPUModelRunner.sample_tokens)
+    assert parameters(GPUModelRunner.sample_tokens) == ["grammar_output"]
+    assert "sample_tokens" in dir(cpu_model_runner.CPUModelRunner)
+    assert "self.discard_request_mask.np[:num_reqs] = (" in source(GPUModelRunner)
+    assert "generators=self.generators," in source(gpu_input_batch.InputBatch._make_sampling_metadata)
+    assert "device_type" in fields(DeviceConfig)
+
+
 def test_another_host_can_start_its_ranks() -> None:
     """For `common.engine.vllm.follower`."""
     from vllm.engine.arg_utils import AsyncEngineArgs
