@@ -218,9 +218,9 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSetti
     )
     served_model_name: str = setting(
         "",
-        "name of the model in the API",
+        "name in the API",
         group="Model",
-        default_note="its own name",
+        default_note="that of the model",
         common=True,
         metavar="NAME",
     )

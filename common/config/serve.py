@@ -38,12 +38,12 @@ class ServeConfig(Config):
         group="Load on demand",
         details="Serves all models that `diptych ls` lists, also those that are downloaded later, or those of "
         "--models-file.",
-        common=True,
     )
     models_dir: str = setting(
         "",
-        "folder with further models; implies --on-demand unless a model is named",
-        group="Load on demand",
+        "folder of models to load at their first request",
+        group="Model",
+        details="Implies --on-demand, which also serves the models of the caches. Not with a MODEL.",
         common=True,
         metavar="FOLDER",
     )

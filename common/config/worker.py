@@ -256,7 +256,7 @@ class WorkerConfig(CommonConfig, PodSettings):
     )
     gpu_memory_utilization: float = setting(
         0.9,
-        "fraction of GPU memory for weights, steps and KV cache",
+        "fraction of GPU memory to use",
         group="KV cache",
         details="It sizes the KV cache unless --kv-memory-gib or --num-blocks is set. `diptych serve` divides it "
         "among the workers of one GPU.",
