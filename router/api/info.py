@@ -184,8 +184,8 @@ async def explain(request: Request) -> Response:
             return Response(body, media_type="application/json")
     history = router_state.history
     raise RequestNotFound(
-        f"The request {name[:MAX_VALUE_SHOWN]!r} is unknown here. This router has the running requests and the last "
-        f"{len(history):,} ended ones, of {history.span_s / 60:.0f} minutes."
+        f"The request {name[:MAX_VALUE_SHOWN]!r} is unknown here. This router knows the running requests and the last "
+        f"{len(history):,} that ended, the oldest {history.span_s:,.0f} s ago."
     )
 
 

@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from router.policy import Choice
+from router.policy import Choice, shortened
 
 MAX_STEPS: Final = 32
 """Steps recorded per request. Only requests that move between many workers have more."""
@@ -38,3 +38,9 @@ class Trail(msgspec.Struct):
             self.steps.append(step)
         else:
             self.num_omitted += 1
+
+    def shorten(self) -> None:
+        """Drop most candidates of large pools, once the request has ended."""
+        for number, step in enumerate(self.steps):
+            if step.choice is not None and (choice := shortened(step.choice)) is not step.choice:
+                self.steps[number] = msgspec.structs.replace(step, choice=choice)

@@ -132,14 +132,18 @@ class AnswerChoice:
 
     def record(self) -> ChoiceRecord:
         """Return the record of the choice so far."""
+        params = self.request.params
         return ChoiceRecord(
             self.index,
-            self.request.params,
             self.num_tokens,
             self.finish_reason,
             self.first_at,
             self.last_at,
             self.timeline,
+            params.max_tokens,
+            params.temperature,
+            params.top_p,
+            bool(params.pooling),
         )
 
     def _push_singly(self, event: TokenEvent, num_text_tokens: int, piece: Piece) -> bool:

@@ -183,7 +183,8 @@ class GenerationResponse(Response):
         while True:
             chunks: list[bytes] = []
             if arrivals and not opened:
-                self._note_weights({arrival.event.weight_version for arrival in arrivals if arrival.event is not None})
+                if not self._log.client_request.weight_version:  # nothing had arrived before the headers
+                    self._note_weights({each.event.weight_version for each in arrivals if each.event is not None})
                 chunks, opened = [serializer.opening()], True
             try:
                 for number, (choice, piece) in enumerate(self._take(generations, arrivals), 1):

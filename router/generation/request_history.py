@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, Final
-from weakref import WeakValueDictionary
+from weakref import ref
 
 import msgspec
 from msgspec.structs import replace
 
 from router.dispatch import RequestTimeline, Step, Trail
 from router.observe import RequestRecord
-from router.policy import shortened
 from router.request.errors import loggable
 
 if TYPE_CHECKING:  # it records its requests here
@@ -27,6 +27,8 @@ MAX_CHOICES: Final = 4
 """Choices of a request that are recorded; the others are counted."""
 MAX_ERROR_CHARS: Final = 200
 """Maximum length of an error in records and the log. Errors may quote client input."""
+MAX_REFUSED: Final = 1000
+"""Refused requests that are kept."""
 REQUEST_BYTES, STEP_BYTES, CANDIDATE_BYTES = 2_000, 200, 800
 """Estimated memory of a request without steps, of a step, and of a candidate worker with its state at that time."""
 
@@ -45,7 +47,7 @@ class ChoiceHistory(msgspec.Struct, frozen=True):
 
 
 class RequestHistoryEntry(msgspec.Struct, frozen=True):
-    """One request. `ended` is the time of the look while it `is_running`. Goals are in seconds, 0 for none."""
+    """One request. While it runs, `ended` is the time of the query. Goals are in seconds, 0 for none."""
 
     request_id: str
     id: str
@@ -68,25 +70,93 @@ class RequestHistoryEntry(msgspec.Struct, frozen=True):
     num_choices: int
     choices: tuple[ChoiceHistory, ...]
 
+
+class EndedRequest(msgspec.Struct, frozen=True):
+    """What is kept of a request at its end. Its description is made when it is asked for.
+
+    `record` has no error, whose name and text are kept instead. `trails` are those of the first `MAX_CHOICES` choices.
+    """
+
+    record: RequestRecord
+    error: str
+    reason: str
+    ttft_s: float
+    tpot_s: float
+    trails: tuple[Trail | None, ...]
+
+    @classmethod
+    def of(cls, log: RequestLog, record: RequestRecord) -> EndedRequest:
+        """Return what is kept of a request."""
+        first, error, reason = log.choices[0].request if log.choices else None, "", ""
+        if record.error is not None:
+            error, reason = record.error_name, loggable(record.error)[:MAX_ERROR_CHARS]
+            record = replace(record, error=None)
+        ttft_s, tpot_s = (first.ttft_s, first.tpot_s) if first is not None else (0.0, 0.0)
+        return cls(
+            record, error, reason, ttft_s, tpot_s, tuple([one.request.trail for one in log.choices[:MAX_CHOICES]])
+        )
+
     @property
     def num_bytes(self) -> int:
         """Estimated memory."""
         size = REQUEST_BYTES
-        for choice in self.choices:
-            size += STEP_BYTES * len(choice.steps)
-            for placed in [step.choice for step in choice.steps if step.choice is not None]:
-                for one in placed.considered:
+        for trail in self.trails:
+            for step in trail.steps if trail is not None else ():
+                size += STEP_BYTES
+                for one in step.choice.considered if step.choice is not None else ():
                     size += CANDIDATE_BYTES * (len(one.prefill) + len(one.decode) + len(one.local))
         return size
 
+    def entry(self, *, is_running: bool) -> RequestHistoryEntry:
+        """Describe the request."""
+        record = self.record
+        return RequestHistoryEntry(
+            record.request_id,
+            record.id,
+            record.path,
+            record.key,
+            record.model,
+            record.request_class,
+            self.ttft_s,
+            self.tpot_s,
+            record.began,
+            record.ended,
+            is_running,
+            record.status,
+            self.error,
+            self.reason,
+            record.client_left,
+            record.num_prompt_tokens,
+            record.num_cached_tokens,
+            record.num_output_tokens,
+            len(record.choices),
+            tuple(
+                ChoiceHistory(
+                    one.index,
+                    one.num_tokens,
+                    one.finish_reason,
+                    one.first_at,
+                    one.last_at,
+                    one.timeline,
+                    tuple(trail.steps) if trail is not None else (),
+                    trail.num_omitted if trail is not None else 0,
+                )
+                for one, trail in zip(record.choices, self.trails, strict=False)
+            ),
+        )
+
 
 class RequestHistory:
-    """The running requests, and those that ended within `MAX_AGE_S`, as far as they fit `max_bytes`."""
+    """The running requests, and those that ended within `MAX_AGE_S`, as far as they fit `max_bytes`.
+
+    Refused requests, of which an overload has many, do not take the place of the others.
+    """
 
     def __init__(self, max_bytes: int = MAX_BYTES, clock: Callable[[], float] = time.perf_counter) -> None:
         self._max_bytes, self._clock, self._num_bytes = max_bytes, clock, 0
-        self._running: WeakValueDictionary[int, RequestLog] = WeakValueDictionary()
-        self._ended: deque[tuple[RequestHistoryEntry, int]] = deque()
+        self._running: dict[int, ref[RequestLog]] = {}
+        self._ended: deque[tuple[EndedRequest, int]] = deque()
+        self._refused: deque[EndedRequest] = deque(maxlen=MAX_REFUSED)
 
     def __len__(self) -> int:
         return len(self._ended)
@@ -94,21 +164,27 @@ class RequestHistory:
     @property
     def span_s(self) -> float:
         """Age of the oldest ended request, in seconds."""
-        return self._clock() - self._ended[0][0].ended if self._ended else 0.0
+        return self._clock() - self._ended[0][0].record.ended if self._ended else 0.0
 
     def began(self, log: RequestLog) -> None:
         """Add a running request."""
-        self._running[id(log)] = log
+        self._running[id(log)] = ref(log)
 
     def ended(self, log: RequestLog, record: RequestRecord) -> None:
         """Replace a running request by its record."""
         self._running.pop(id(log), None)
-        entry = _entry(log, record, is_running=False)
-        num_bytes = entry.num_bytes
-        self._ended.append((entry, num_bytes))
+        if record.error is not None and not record.choices:
+            self._refused.append(EndedRequest.of(log, record))
+            return
+        for choice in log.choices[:MAX_CHOICES]:
+            if (trail := choice.request.trail) is not None:
+                trail.shorten()
+        ended = EndedRequest.of(log, record)
+        num_bytes = ended.num_bytes
+        self._ended.append((ended, num_bytes))
         self._num_bytes += num_bytes
         oldest = record.ended - MAX_AGE_S
-        while self._ended and (self._num_bytes > self._max_bytes or self._ended[0][0].ended < oldest):
+        while self._ended and (self._num_bytes > self._max_bytes or self._ended[0][0].record.ended < oldest):
             self._num_bytes -= self._ended.popleft()[1]
 
     def find(self, name: str, key: str | None = None) -> Iterator[RequestHistoryEntry]:
@@ -119,62 +195,15 @@ class RequestHistory:
         answer_id, _, choice = name.rpartition("-")
         names, oldest = {name, answer_id} if choice.isdecimal() else {name}, self._clock() - MAX_AGE_S
         names.discard("")
-        for log in reversed(list(self._running.values())):
-            if (log.client_request.request_id == name or log.id in names) and key in (
-                None,
-                log.client_request.key.name,
-            ):
-                yield _entry(log, log.record(), is_running=True)
-        for entry, _ in reversed(self._ended):
-            if (entry.request_id == name or entry.id in names) and key in (None, entry.key) and entry.ended >= oldest:
-                yield entry
-
-
-def _entry(log: RequestLog, record: RequestRecord, *, is_running: bool) -> RequestHistoryEntry:
-    first = log.choices[0].request if log.choices else None
-    error = record.error
-    return RequestHistoryEntry(
-        record.request_id,
-        record.id,
-        record.path,
-        record.key,
-        record.model,
-        record.request_class,
-        first.ttft_s if first is not None else 0.0,
-        first.tpot_s if first is not None else 0.0,
-        record.began,
-        record.ended,
-        is_running,
-        record.status,
-        "" if error is None else record.error_name,
-        "" if error is None else loggable(error)[:MAX_ERROR_CHARS],
-        record.client_left,
-        record.num_prompt_tokens,
-        record.num_cached_tokens,
-        record.num_output_tokens,
-        len(record.choices),
-        tuple(
-            ChoiceHistory(
-                one.index,
-                one.num_tokens,
-                one.finish_reason,
-                one.first_at,
-                one.last_at,
-                one.timeline,
-                *_steps(choice.request.trail),
-            )
-            for one, choice in zip(record.choices[:MAX_CHOICES], log.choices, strict=False)
-        ),
-    )
-
-
-def _steps(trail: Trail | None) -> tuple[tuple[Step, ...], int]:
-    if trail is None:
-        return (), 0
-    return tuple([one if one.choice is None else _shortened(one) for one in trail.steps]), trail.num_omitted
-
-
-def _shortened(step: Step) -> Step:
-    if step.choice is None or (choice := shortened(step.choice)) is step.choice:
-        return step
-    return replace(step, choice=choice)
+        for number, reference in reversed(list(self._running.items())):
+            if (log := reference()) is None:  # abandoned without an end
+                del self._running[number]
+                continue
+            client = log.client_request
+            if (client.request_id == name or log.id in names) and key in (None, client.key.name):
+                yield EndedRequest.of(log, log.record()).entry(is_running=True)
+        for ended in chain((one for one, _ in reversed(self._ended)), reversed(self._refused)):
+            record = ended.record
+            is_wanted = record.request_id == name or record.id in names
+            if is_wanted and key in (None, record.key) and record.ended >= oldest:
+                yield ended.entry(is_running=False)

@@ -177,11 +177,11 @@ def _attributes(record: RequestRecord) -> Iterator[tuple[str, Value]]:
     yield "diptych.request_class", record.request_class
     if not record.choices:
         return
-    params = record.choices[0].params
+    first = record.choices[0]
     yield "gen_ai.response.id", record.id
-    yield "gen_ai.request.max_tokens", params.max_tokens
-    yield "gen_ai.request.temperature", params.temperature
-    yield "gen_ai.request.top_p", params.top_p
+    yield "gen_ai.request.max_tokens", first.max_tokens
+    yield "gen_ai.request.temperature", first.temperature
+    yield "gen_ai.request.top_p", first.top_p
     yield "gen_ai.request.choice.count", len(record.choices)
     yield "gen_ai.response.finish_reasons", tuple(choice.finish_reason or "error" for choice in record.choices)
     yield "gen_ai.usage.input_tokens", record.num_prompt_tokens

@@ -10,20 +10,25 @@ import msgspec
 
 from common.config import DEFAULT
 from common.errors import RequestError
-from common.wire import SamplingParams
 from router.dispatch import RequestTimeline
 
 
 class ChoiceRecord(msgspec.Struct, frozen=True):
-    """One choice of the answer. Times are 0 without tokens. `finish_reason` is "" if it was interrupted."""
+    """One choice of the answer. Times are 0 without tokens. `finish_reason` is "" if it was interrupted.
+
+    It has no grammars and stop strings, because some records are kept. `pools`: the answer is a vector.
+    """
 
     index: int
-    params: SamplingParams
     num_tokens: int = 0
     finish_reason: str = ""
     first_at: float = 0.0
     last_at: float = 0.0
     timeline: RequestTimeline | None = None
+    max_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    pools: bool = False
 
 
 class RequestRecord(msgspec.Struct, frozen=True):
@@ -54,7 +59,7 @@ class RequestRecord(msgspec.Struct, frozen=True):
     @property
     def is_answered(self) -> bool:
         """Whether a prompt was computed and produced a token or a vector."""
-        return bool(self.num_output_tokens) or any(one.params.pooling and one.finish_reason for one in self.choices)
+        return bool(self.num_output_tokens) or any(one.pools and one.finish_reason for one in self.choices)
 
     @property
     def ttft_s(self) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from heapq import nsmallest
 from typing import Final
 
 import msgspec
@@ -45,7 +46,9 @@ def shortened(choice: Choice) -> Choice:
     chosen = (choice.prefill, choice.decode)
 
     def first(group: Sequence[Candidate]) -> Sequence[Candidate]:
-        return sorted(group, key=lambda one: (one.worker not in chosen, one.rank, one.cost_s))[:MAX_CANDIDATES]
+        if len(group) <= MAX_CANDIDATES:
+            return group
+        return nsmallest(MAX_CANDIDATES, group, key=lambda one: (one.worker not in chosen, one.rank, one.cost_s))
 
     considered = tuple(
         Considered(first(one.prefill), first(one.decode), first(one.local), one.remote_s) for one in choice.considered
@@ -56,13 +59,13 @@ def shortened(choice: Choice) -> Choice:
 def weighed(choice: Choice) -> Iterator[WeighedWorker]:
     """Yield the candidates of a decision, the chosen ones first, then by cost."""
     for one in choice.considered:
-        for group, is_local in ((one.prefill, False), (one.decode, False), (one.local, True)):
+        for role, group, is_local in _groups(one):
             chosen = _chosen(choice, group, is_local=is_local)
             for each in sorted(group, key=lambda each: (each is not chosen, each.rank, each.cost_s)):
                 yield WeighedWorker(
                     each.worker.worker_id,
-                    each.worker.role,
-                    is_local or each.worker.role == "prefill",
+                    role,
+                    is_local or role == "prefill",
                     each is chosen,
                     each.cost_s,
                     each.forecast,
@@ -76,14 +79,21 @@ def reason(choice: Choice) -> str:
     """Return what decided, in sentences. "" for a policy that does not compare predictions."""
     parts = []
     for one in choice.considered:
-        for group, is_local in ((one.prefill, False), (one.decode, False), (one.local, True)):
+        for role, group, is_local in _groups(one):
             if (chosen := _chosen(choice, group, is_local=is_local)) is None:
                 continue
             if is_local:
                 parts.append(_why_local(chosen, one))
             if not (is_local and len(group) == 1 and one.prefill):  # decode workers that should not are not in it
-                parts.append(_why(chosen, group))
+                parts.append(_why(chosen, group, role))
     return " ".join(filter(None, parts))
+
+
+def _groups(considered: Considered) -> Iterator[tuple[Role, Sequence[Candidate], bool]]:
+    """Yield candidates for each part of a request: their role then, they, and whether they also compute the prompt."""
+    yield "prefill", considered.prefill, False
+    yield "decode", considered.decode, False
+    yield "decode", considered.local, True
 
 
 def _chosen(choice: Choice, group: Sequence[Candidate], *, is_local: bool) -> Candidate | None:
@@ -103,14 +113,14 @@ def _why_local(chosen: Candidate, considered: Considered) -> str:
     return f"{name} computes the prompt itself ({costs}; {chosen.hits:,} tokens cached there)."
 
 
-def _why(chosen: Candidate, group: Sequence[Candidate]) -> str:
+def _why(chosen: Candidate, group: Sequence[Candidate], role: Role) -> str:
     """Return why this candidate was preferred to the others of its group."""
     name, others = chosen.worker.worker_id, [one for one in group if one is not chosen]
     if not others:
-        return f"{name} was the only {chosen.worker.role} candidate."
+        return f"{name} was the only {role} candidate."
     equals = [one for one in others if one.rank == chosen.rank]
     if not equals:
-        return f"The other {len(others)} {chosen.worker.role} candidates have a problem."
+        return f"The other {len(others)} {role} candidates have a problem."
     next_best = min(equals, key=lambda one: one.cost_s)
     least, other = sorted((chosen, next_best), key=lambda one: one.cost_s)
     if other.cost_s > equal_s(least, other):

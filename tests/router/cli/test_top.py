@@ -9,7 +9,6 @@ import orjson
 import pytest
 from rich.console import Console, RenderableType
 
-from common.wire.sampling_params import SamplingParams
 from router.api.load import load_body
 from router.cli import top
 from router.cli.top import BAD, WARM, WIDTH, picture
@@ -33,7 +32,7 @@ def load_of(*workers: WorkerLoad, plan: Plan | None = None, served: int = 0, **f
     """An answer of /load, through JSON. `served` requests took 0.5 s to their first token."""
     traffic = RecentTraffic()
     line = RequestTimeline(transfer_s=0.02, exposed_transfer_s=0.001, transfer_bytes=3_000_000)
-    choice = ChoiceRecord(0, SamplingParams(max_tokens=9), 5, "stop", 1.5, 2.5, line)
+    choice = ChoiceRecord(0, 5, "stop", 1.5, 2.5, line)
     for _ in range(served):
         traffic.first_tokens(0.5, 5, 10.0)
         record = {"num_prompt_tokens": 300, "num_cached_tokens": 100, "choices": (choice,)}

@@ -12,7 +12,6 @@ import pytest
 
 from common.config import RouterConfig
 from common.errors import ConfigError, Unavailable
-from common.wire.sampling_params import SamplingParams
 from router.dispatch.client import RequestTimeline
 from router.generation.tracing import Phase, Tracing, phases
 from router.observe.request_record import ChoiceRecord
@@ -196,8 +195,7 @@ def test_a_router_without_the_library_says_what_to_install(monkeypatch: pytest.M
 
 def told(first_at: float, last_at: float, **line: Any) -> ChoiceRecord:
     """A choice of which this is known."""
-    params, timeline = SamplingParams(max_tokens=9), RequestTimeline(**line)
-    return ChoiceRecord(0, params, first_at=first_at, last_at=last_at, timeline=timeline)
+    return ChoiceRecord(0, first_at=first_at, last_at=last_at, timeline=RequestTimeline(**line), max_tokens=9)
 
 
 def test_phases_lie_where_the_tokens_came() -> None:

@@ -7,7 +7,6 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.config import RequestClass
-from common.wire.sampling_params import SamplingParams
 from router.dispatch.client import Prediction, RequestTimeline
 from router.dispatch.load import DispatchLoad, WorkerLoad
 from router.observe.metrics import LoopHistogram, RouterMetrics
@@ -33,7 +32,7 @@ def samples(metrics: RouterMetrics) -> dict[str, float]:
 
 def answered(num_tokens: int, last_at: float, line: RequestTimeline | None, **fields: Any) -> RequestRecord:
     """A request of one choice, which came at 1.0 and had its first token at 1.5."""
-    choice = ChoiceRecord(0, SamplingParams(max_tokens=9), num_tokens, "stop", 1.5, last_at, line)
+    choice = ChoiceRecord(0, num_tokens, "stop", 1.5, last_at, line)
     return RequestRecord("r", "/v1/completions", began=1.0, ended=4.0, status=200, choices=(choice,), **fields)
 
 

@@ -8,7 +8,6 @@ import pytest
 
 from common.errors import Overloaded
 from common.observe.averages import RecentQuantile
-from common.wire.sampling_params import SamplingParams
 from router.dispatch.client import RequestTimeline
 from router.dispatch.load import DispatchLoad
 from router.observe.metrics import RouterMetrics
@@ -18,7 +17,7 @@ from router.observe.request_record import ChoiceRecord, RequestRecord
 
 def answered(line: RequestTimeline | None = None, **fields: Any) -> RequestRecord:
     """Five tokens, of which the later four took a second."""
-    choice = ChoiceRecord(0, SamplingParams(max_tokens=9), 5, "stop", 1.5, 2.5, line)
+    choice = ChoiceRecord(0, 5, "stop", 1.5, 2.5, line)
     facts: dict[str, Any] = {"num_prompt_tokens": 30, "num_cached_tokens": 10, "choices": (choice,), "status": 200}
     return RequestRecord("r", "/v1/completions", began=1.0, ended=3.0, **(facts | fields))
 
