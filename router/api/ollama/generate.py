@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
+from typing import TypeVar
 
 import orjson
 from fastapi import APIRouter
@@ -60,6 +61,9 @@ from router.text import CallPart, Part, TextPart, ThoughtPart
 CONTENT_TYPE = b"application/x-ndjson"
 NS = 1_000_000_000
 
+F = TypeVar("F", OllamaChatRequest, OllamaGenerateRequest)
+Plan = Callable[[ServedModel, F, RequestContext], Awaitable[AnswerPlan]]
+
 ollama_generate_routes = APIRouter(tags=["generate"])
 """`/api/chat`, `/api/generate`, `/api/embed` and `/api/embeddings`."""
 
@@ -69,11 +73,7 @@ ollama_generate_routes = APIRouter(tags=["generate"])
 )
 async def ollama_chat(request: Request) -> Response:
     """Generate the next message of a conversation (Ollama's API). Streams JSON lines unless `stream` is false."""
-    async with generation_call(request, OllamaChatRequest) as (call, fields):
-        if not fields.has_prompt:
-            return await _loaded(call, fields)
-        model, plan = await call.plan(fields, plan_ollama_chat, keep_s=fields.keep_alive)
-        return _answer(call, model, plan, ChatLines(model, plan, call.log))
+    return await _answer(request, OllamaChatRequest, plan_ollama_chat, ChatLines)
 
 
 @ollama_generate_routes.post(
@@ -81,11 +81,7 @@ async def ollama_chat(request: Request) -> Response:
 )
 async def ollama_generate(request: Request) -> Response:
     """Generate the answer to a prompt (Ollama's API). Streams JSON lines unless `stream` is false."""
-    async with generation_call(request, OllamaGenerateRequest) as (call, fields):
-        if not fields.has_prompt:
-            return await _loaded(call, fields)
-        model, plan = await call.plan(fields, plan_ollama_generate, keep_s=fields.keep_alive)
-        return _answer(call, model, plan, TextLines(model, plan, call.log))
+    return await _answer(request, OllamaGenerateRequest, plan_ollama_generate, TextLines)
 
 
 @ollama_generate_routes.post(
@@ -137,12 +133,20 @@ async def plan_ollama_embeddings(
     return await plan_embeddings(model, fields.as_embedding, context)
 
 
-def _answer(call: GenerationCall, model: ServedModel, plan: AnswerPlan, serializer: Lines) -> Response:
-    stream_format = StreamFormat(CONTENT_TYPE, serializer.keep_alive)
-    return call.answer(model, plan, serializer, stream_format=stream_format)
+async def _answer(request: Request, kind: type[F], plan: Plan[F], lines: type[Lines]) -> Response:
+    """Generate the answer to a request, or load or unload its model if it has no prompt."""
+    async with generation_call(request, kind) as (call, fields):
+        if not fields.has_prompt:
+            return await _loaded(call, fields, lines)
+        model, planned = await call.plan(fields, plan, keep_s=fields.keep_alive)
+        serializer = lines(model, planned, call.log)
+        stream_format = StreamFormat(CONTENT_TYPE, serializer.keep_alive)
+        return call.answer(model, planned, serializer, stream_format=stream_format)
 
 
-async def _loaded(call: GenerationCall, fields: OllamaChatRequest | OllamaGenerateRequest) -> Response:
+async def _loaded(
+    call: GenerationCall, fields: OllamaChatRequest | OllamaGenerateRequest, lines: type[Lines]
+) -> Response:
     """Load or unload a model on demand, for a request without a prompt. Raises ModelNotFound and Unavailable."""
     models, key = call.router_state.models, call.client_request.key
     if fields.unloads:
@@ -150,12 +154,11 @@ async def _loaded(call: GenerationCall, fields: OllamaChatRequest | OllamaGenera
     else:
         call.log.release_model = await models.use(fields.model, key, keep_s=fields.keep_alive)
         name = (await models.open(fields.model, key)).name
-    empty = ChatLines.empty if isinstance(fields, OllamaChatRequest) else TextLines.empty
     call.lease.release()
     call.log.end()
     reason = "unload" if fields.unloads else "load"
     return json_answer(
-        {"model": fields.model or name, "created_at": _now(), **empty, "done": True} | {"done_reason": reason}
+        {"model": fields.model or name, "created_at": _now(), **lines.empty, "done": True} | {"done_reason": reason}
     )
 
 
