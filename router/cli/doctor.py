@@ -141,7 +141,7 @@ class Doctor:
         compiled = sorted(one.name for one in (cache_folder() / "native").glob("kernels-*.so"))
         compiler = next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), "")
         if shipped or compiled:
-            yield Finding(OK, f"{len(shipped or compiled)} builds of the CPU kernels are present.")
+            yield Finding(OK, f"Compiled CPU kernels are present: {len(shipped or compiled)}.")
         elif compiler:
             yield Finding(OK, f"CPU kernels are not compiled yet; the first worker compiles them with {compiler}.")
         else:
@@ -190,7 +190,7 @@ class Doctor:
         else:
             number = sum(not line.startswith("[") for line in lines)
             origin = f"{path} and the environment" if path else "the environment"
-            yield Finding(OK, f"{number} settings come from {origin}. They are valid.")
+            yield Finding(OK, f"Valid settings from {origin}: {number}." if number else f"No settings in {origin}.")
         self.files["settings.toml"] = "\n".join(lines)
 
     # ------------------------------------------------------------ service
@@ -217,12 +217,13 @@ class Doctor:
             yield Finding(WARNING, f"The router has version {version}, this command {__version__}. Finish the upgrade.")
         if reply.date:
             skew_s = abs(parsedate_to_datetime(reply.date).timestamp() - asked - took_s / 2)
-            advice = " Synchronise the clocks (NTP); leases and certificates depend on them."
-            late = skew_s > MAX_SKEW_S
-            yield Finding(
-                WARNING if late else OK,
-                f"The clocks of this machine and of the router differ by {skew_s:.0f} s.{advice if late else ''}",
-            )
+            if skew_s > MAX_SKEW_S:
+                text = (
+                    f"The clocks of this machine and of the router differ by {skew_s:.0f} s. Synchronise them (NTP); "
+                )
+                yield Finding(WARNING, f"{text}leases and certificates depend on them.")
+            else:
+                yield Finding(OK, "This machine and the router have the same time.")
         for path, meaning in (("/health", "healthy"), ("/ready", "ready")):
             reply = source.get(path)
             if reply.status == 200:
