@@ -49,20 +49,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_goals(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--ttft",
-        type=number(above=0, high=3.6e6),
-        required=True,
-        metavar="MS",
-        help="goal for the TTFT, in milliseconds",
-    )
-    group.add_argument(
-        "--tpot",
-        type=number(above=0, high=3.6e6),
-        required=True,
-        metavar="MS",
-        help="goal for the TPOT, in milliseconds",
-    )
+    for goal in ("TTFT", "TPOT"):
+        help_text = f"goal for the {goal}, in milliseconds"
+        group.add_argument(f"--{goal.lower()}", type=MILLISECONDS, required=True, metavar="MS", help=help_text)
     group.add_argument(
         "--quantile",
         type=number(0.5, 0.999),

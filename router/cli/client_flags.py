@@ -37,6 +37,13 @@ def add_access(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_service(parser: argparse.ArgumentParser, json_help: str) -> None:
+    """Add the flags of a command that shows something of a running service."""
+    parser.add_argument("--url", default=DEFAULT_URL, help=f"URL of the router (default {DEFAULT_URL})")
+    parser.add_argument("--json", action="store_true", help=json_help)
+    add_access(parser)
+
+
 def top_parser() -> argparse.ArgumentParser:
     """Build the parser of `diptych top`."""
     parser = CommandParser(
@@ -68,9 +75,7 @@ def ps_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         "diptych ps", description="List the models of a running service, with their workers, memory and requests."
     )
-    parser.add_argument("--url", default=DEFAULT_URL, help=f"URL of the router (default {DEFAULT_URL})")
-    parser.add_argument("--json", action="store_true", help="print the list as JSON")
-    add_access(parser)
+    _add_service(parser, "print the list as JSON")
     return parser
 
 
@@ -82,9 +87,7 @@ def explain_parser() -> argparse.ArgumentParser:
         "running requests and those of up to an hour.",
     )
     parser.add_argument("id", metavar="REQUEST_ID", help="the x-request-id header or the id of the response")
-    parser.add_argument("--url", default=DEFAULT_URL, help=f"URL of the router (default {DEFAULT_URL})")
-    parser.add_argument("--json", action="store_true", help="print the response of /explain as JSON")
-    add_access(parser)
+    _add_service(parser, "print the response of /explain as JSON")
     return parser
 
 
