@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -65,9 +66,8 @@ class TuneLoad:
         return self.max_model_len * 3 // 4, self.max_model_len // 4
 
     def rows(self) -> Sequence[TraceRow]:
-        """Return the requests of the trace. Raises TraceError."""
-        prompt, answer = self.max_lengths
-        return fit_rows(read_trace(Path(self.trace)), max_input_len=prompt, max_output_len=answer) if self.trace else ()
+        """Return the requests of the trace, which is read once. Raises TraceError."""
+        return _rows(self.trace, *self.max_lengths) if self.trace else ()
 
     def arrivals(self, seconds: float) -> list[float]:
         """Return the arrival times within `seconds`, ascending. Raises TraceError."""
@@ -81,6 +81,16 @@ class TuneLoad:
                 break
             found.append(at_s)
         return found
+
+
+@functools.lru_cache(maxsize=1)
+def _trace(path: str) -> Sequence[TraceRow]:
+    return tuple(read_trace(Path(path)))  # may take many seconds
+
+
+@functools.lru_cache(maxsize=1)
+def _rows(path: str, max_input_len: int, max_output_len: int) -> Sequence[TraceRow]:
+    return tuple(fit_rows(_trace(path), max_input_len=max_input_len, max_output_len=max_output_len))
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,16 +301,17 @@ class Service:
             rows=self.load.rows(),
             block_tokens=MOONCAKE_BLOCK_TOKENS,
         )
+        longest = max((row.output_len for row in workload.rows), default=self.load.output_len.high)
+        arrivals, answer_s = self.load.arrivals(seconds), self.options.answer_s(longest)
         client = CompletionClient(url, RequestOptions(server.model), api_key=self.options.api_key)
         load = Load(client, workload)
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds + tail_s):
-                    await load.open_loop(self.load.arrivals(seconds))
+                    await load.open_loop(arrivals)
+            ended_at = time.perf_counter()
         finally:
             await client.close()
-        longest = max((row.output_len for row in self.load.rows()), default=self.load.output_len.high)
-        ended_at, answer_s = time.perf_counter(), self.options.answer_s(longest)
         return [one for one in load.records if is_decided(one, ended_at, self.options.ttft_ms * 1e-3, answer_s)]
 
 

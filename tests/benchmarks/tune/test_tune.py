@@ -21,11 +21,12 @@ from benchmarks.plan.trials import Trials
 from benchmarks.simulator.world.scenario import Scenario
 from benchmarks.stack import StackError
 from benchmarks.tune import __main__ as tune
+from benchmarks.tune import service
 from benchmarks.tune.__main__ import main
 from benchmarks.tune.report import Tuning, changed_flags, chosen, conclusions, render_config
 from benchmarks.tune.schedule import Schedule
 from benchmarks.tune.search import Headroom, Predicted, Setting, TuneSearch, refusing_spec
-from benchmarks.tune.service import Measured, Service, ServiceOptions, is_decided
+from benchmarks.tune.service import Measured, Service, ServiceOptions, TuneLoad, is_decided
 
 from ..plan.conftest import Attained, Guesses, make_spec, make_values, trial_of
 
@@ -110,6 +111,19 @@ def test_interrupted_requests_count_once_they_have_missed_a_goal() -> None:
     assert not decided(1.4) and decided(1.6), "no first token yet"
     assert not decided(2.9, 1.2) and decided(2.9, 1.6) and decided(3.1, 1.2)
     assert not decided(9.0, outcome="", start=0.0), "never sent"
+
+
+def test_a_trace_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long one takes many seconds, which would be missing from the load."""
+    trace, paths, read = tmp_path / "trace.jsonl", list[Path](), service.read_trace
+    lines = ({"timestamp": at_ms, "input_length": 500, "output_length": 300, "hash_ids": [0]} for at_ms in (0, 2000))
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(service, "read_trace", lambda path: (paths.append(path), read(path))[1])
+    load = TuneLoad(str(trace), speedup=2.0)
+    assert load.arrivals(9.0) == [0.0, 1.0] and [row.input_len for row in load.rows()] == [500, 500]
+    short = replace(load, max_model_len=400)
+    assert [(row.input_len, row.output_len) for row in short.rows()] == [(300, 100)] * 2
+    assert short.arrivals(0.5) == [0.0] and paths == [trace]
 
 
 def test_a_server_that_does_not_answer_holds_no_phase_beyond_its_limit() -> None:
