@@ -195,7 +195,7 @@ def deliver(tuning: Tuning, options: argparse.Namespace, argv: Sequence[str], to
     """Print the results and write the requested files."""
     print_tuning(console, tuning)
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(render_config(tuning))
+    options.output.write_text(render_config(tuning), encoding="utf-8")
     console.print(f"wrote {options.output}: diptych serve --config {options.output}", highlight=False)
     if options.json:
         write_json(options.json, as_json(tuning, conditions(PROG, argv, took_s=took_s)))

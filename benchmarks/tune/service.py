@@ -129,6 +129,12 @@ class ServiceOptions:
     quantization: str = "none"
     kv_memory_gib: float = 1.0
 
+    @property
+    def of_model(self) -> dict[str, Any]:
+        """Settings of all processes that are started: the model and how its workers hold it. Empty with a `url`."""
+        names = () if self.url else ("model", "dtype", "quantization", "kv_memory_gib")
+        return {name: getattr(self, name) for name in names}
+
     def answer_s(self, output_len: int) -> float:
         """Return the longest duration of an answer within the goals, in seconds."""
         return 1e-3 * (self.ttft_ms + output_len * self.tpot_ms)

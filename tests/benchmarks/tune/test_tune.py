@@ -28,6 +28,8 @@ from benchmarks.tune.schedule import Schedule
 from benchmarks.tune.search import Headroom, Predicted, Setting, TuneSearch, refusing_spec
 from benchmarks.tune.service import Measured, Service, ServiceOptions, TuneLoad, is_decided
 
+from router.cli.serve.processes import read_plan
+
 from ..plan.conftest import Attained, Guesses, make_spec, make_values, trial_of
 
 LISTS = {"local_prefill_threshold": (64, 256), "max_num_batched_tokens": (512, 1024), "max_num_seqs": (16, 32)}
@@ -205,7 +207,7 @@ def test_a_configuration_file_has_what_differs_from_the_defaults() -> None:
     assert "Binding resource: decode compute, used 90%" in said and "up to about 5 requests/s" in said
     assert "prefill worker: no higher load" in said and "decode worker: the goals would be met up to about 10" in said
     assert changed_flags(spec, base) == {}
-    assert tomllib.loads(render_config(tuning)) == {
+    found = {
         "serve": {"prefill": 1, "decode": 1},
         "router": {
             "slo_ttft_ms": 500.0,
@@ -216,6 +218,23 @@ def test_a_configuration_file_has_what_differs_from_the_defaults() -> None:
         "prefill_worker": {"max_num_batched_tokens": 1024},
         "decode_worker": {"slo_tpot_ms": 30.0, "max_num_seqs": 8},
     }
+    of_model = {"model": 'C:\\"ü"', "dtype": "float32", "quantization": "int8", "kv_memory_gib": 0.5}
+    assert tomllib.loads(render_config(replace(tuning, options=replace(OPTIONS, **of_model)))) == of_model | found
+    running = replace(OPTIONS, url="http://127.0.0.1:8000")
+    assert tomllib.loads(render_config(replace(tuning, options=running))) == found, "its model is not known"
+
+
+def test_a_configuration_file_makes_serve_start_what_was_measured(tmp_path: Path) -> None:
+    spec = make_spec()
+    base = Setting(Candidate(1, 1, base_flags(spec)))
+    options = replace(OPTIONS, dtype="bfloat16", quantization="int8", kv_memory_gib=0.5)
+    tuning = Tuning(spec, options, [], {base: measured(base, 99)}, {}, base, ("decode compute", 0.9), (), 5.0)
+    (path := tmp_path / "tuned.toml").write_text(render_config(tuning))
+    plan = read_plan(["--config", str(path)], {}, num_cores=2, num_gpus=0)
+    assert (len(plan.prefill), len(plan.decode), plan.router.model) == (1, 1, "tiny-random")
+    for config in (*plan.prefill, *plan.decode):
+        assert (config.model, config.dtype, config.quantization) == ("tiny-random", "bfloat16", "int8")
+        assert config.kv_memory_gib == 0.5
 
 
 @pytest.mark.parametrize(
