@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
@@ -191,10 +192,21 @@ def _division(measured: Measured, first: Setting | None) -> tuple[int, int]:
     return measured.num_workers.get("prefill", 0), max(1, measured.num_workers.get("decode", 0))
 
 
+def check_writable(name: str, path: Path) -> None:
+    """Raise ConfigError if the file of an option cannot be written. A file that does not exist is not left."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(name, str(path), f"a file that can be written ({error.strerror})") from error
+
+
 def deliver(tuning: Tuning, options: argparse.Namespace, argv: Sequence[str], took_s: float, console: Console) -> None:
     """Print the results and write the requested files."""
     print_tuning(console, tuning)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(render_config(tuning), encoding="utf-8")
     console.print(f"wrote {options.output}: diptych serve --config {options.output}", highlight=False)
     if options.json:
@@ -208,6 +220,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, console = build_parser().parse_args(argv), open_console()
     began_at = time.monotonic()
     try:
+        check_writable("output", options.output)
+        if options.json:
+            check_writable("json", options.json)
         tuning = tuned(options, console)
     except KeyboardInterrupt:
         console.print("interrupted: nothing is written")

@@ -171,6 +171,24 @@ def test_too_little_time_for_the_defaults_is_refused(
     assert end.value.code == 2 and "no time left to start workers" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ("--output", "--json"))
+def test_results_that_cannot_be_written_are_refused_before_the_measurement(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    def measure(*_: object, **__: object) -> Measured:
+        raise AssertionError("measured in vain")
+
+    monkeypatch.setattr(Service, "measure", measure)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file" / "x"):
+        with pytest.raises(SystemExit) as end:
+            main(["--ttft", "500", "--tpot", "30", "--no-progress", option, str(path)])
+        said = capsys.readouterr().err
+        assert end.value.code == 2 and f"{option[2:]}='{path}': must be a file that can be written" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_headroom_is_the_largest_load_within_the_goals() -> None:
     def attained(num_prefill: int, num_decode: int, flags: Flags, made: Scenario) -> float:
         return float(made.load.rate <= 6.0 * num_decode)  # the load has 5 requests a second
