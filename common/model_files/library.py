@@ -161,10 +161,15 @@ def _weights(folder: Path) -> Iterator[list[Path]]:
     found = sorted(path for path in folder.rglob("*") if path.suffix in (".gguf", ".safetensors") and path.is_file())
     if shards := [path for path in found if path.suffix == ".safetensors" and path.parent == folder]:
         yield shards
-    groups: dict[Path, list[Path]] = {}
-    for path in found:
-        if path.suffix == ".gguf" and "mmproj" not in path.name:
-            groups.setdefault(path.with_name(gguf_name(path)), []).append(path)
+    yield from _by_model(path for path in found if path.suffix == ".gguf" and "mmproj" not in path.name)
+
+
+def _by_model(ggufs: Iterable[Path]) -> Iterator[list[Path]]:
+    """Group GGUF files by the model that they are, or are parts of, in their order."""
+    groups: dict[tuple[Path, int], list[Path]] = {}
+    for path in ggufs:
+        part = PART.match(path.name)
+        groups.setdefault((path.with_name(gguf_name(path)), int(part[2]) if part else 0), []).append(path)
     yield from groups.values()
 
 
@@ -230,13 +235,11 @@ def _snapshot(folder: Path) -> Path | None:
 
 
 def _in_folder(folder: Path) -> Iterator[LocalModel]:
-    for path in sorted(folder.absolute().iterdir()):
-        if path.suffix == ".gguf" and path.is_file():
-            found = PART.match(path.name)
-            if found is None or path.name == f"{found[1]}-00001-of-{found[2]}.gguf":
-                parts = sorted(path.parent.glob(f"{found[1]}-*-of-{found[2]}.gguf")) if found is not None else [path]
-                yield _model(str(path), "folder", parts, None)
-        elif path.is_dir():
+    paths = sorted(folder.absolute().iterdir())
+    for files in _by_model(path for path in paths if path.suffix == ".gguf" and path.is_file()):
+        yield _model(str(files[0]), "folder", files, None)
+    for path in paths:
+        if path.is_dir():
             models = list(_weights(path))
             for files in models:
                 name = path if len(models) == 1 else files[0]

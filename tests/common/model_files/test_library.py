@@ -101,6 +101,21 @@ def test_a_model_in_use_is_not_deleted_and_remembers_its_use(cache: Path) -> Non
     assert not model.in_use and remove_model(model) == model.num_bytes and local_models() == []
 
 
+def test_gguf_files_are_parts_of_one_model_only(cache: Path, tmp_path: Path) -> None:
+    """At the top of a folder of models and below, also if a name begins like another or has special characters."""
+    for folder in (tmp_path / "own", tmp_path / "own" / "more"):
+        for stem, count in (("llama", 2), ("llama", 3), ("llama-chat", 2), ("a[1]", 2)):
+            for number in range(1, count + 1):
+                put(folder / f"{stem}-{number:05}-of-{count:05}.gguf")
+        put(folder / "llama.gguf")
+    models = local_models(tmp_path / "own")
+    assert sorted(len(model.files) for model in models) == sorted([2, 3, 2, 2, 1] * 2)
+    for name in ("llama-00001-of-00002.gguf", "more/llama-00001-of-00002.gguf"):
+        assert remove_model(find_model(str(tmp_path / "own" / name), models)) == 20
+    left = [path.name for path in (tmp_path / "own").rglob("*.gguf")]
+    assert len(left) == 16 and left.count("llama-chat-00002-of-00002.gguf") == left.count("llama.gguf") == 2
+
+
 def test_conversions_of_a_file_are_deleted_with_it(cache: Path, tmp_path: Path) -> None:
     folder = tmp_path / "models"
     shutil.copytree(resolve_model("tiny-random").weights[0].parent, folder / "mine")
