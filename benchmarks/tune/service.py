@@ -98,7 +98,6 @@ class Measured:
     """Latencies of a setting on real workers. `workers`: what the router reports of them, as `kinds_in` returns it
     (empty unless their step times were asked for), and `num_workers` their number by role."""
 
-    setting: Setting | None
     summary: Summary
     rate: float
     workers: Mapping[str, Any]
@@ -196,7 +195,7 @@ class Service:
         time is left for the load.
         """
         if self.options.url or setting is None:
-            return self._measure(self.options.url, None, load_s, end_at, fits)
+            return self._measure(self.options.url, load_s, end_at, fits)
         start_s = end_at - time.monotonic() - LEAST_LOAD * load_s - self._tail_s(load_s)
         if start_s <= 0.0:
             raise TimeoutError("no time left to start workers")
@@ -205,7 +204,7 @@ class Service:
         try:
             with Stack(self.options.stack(setting, changed, start_s)) as stack:
                 self.start_s = time.monotonic() - began_at
-                return self._measure(stack.url, setting, load_s, end_at, fits)
+                return self._measure(stack.url, load_s, end_at, fits)
         except StackError as error:
             if time.monotonic() < began_at + start_s:
                 raise
@@ -218,7 +217,7 @@ class Service:
     def _tail_s(self, load_s: float) -> float:
         return min(self.options.answer_s(self._lengths()[1]), MOST_TAIL * load_s)
 
-    def _measure(self, url: str, setting: Setting | None, load_s: float, end_at: float, fits: bool) -> Measured:
+    def _measure(self, url: str, load_s: float, end_at: float, fits: bool) -> Measured:
         with httpx.Client(
             base_url=url, headers=auth_headers(self.options.api_key), timeout=10.0, trust_env=False
         ) as asking:
@@ -245,7 +244,7 @@ class Service:
             workers = kinds_in(load, url) if fits else {}
         except ConfigError as error:
             raise TimeoutError(f"a worker has computed fewer than {FEWEST_STEPS} steps") from error
-        return Measured(setting, summary, len(records) / seconds, workers, workers_in(load))
+        return Measured(summary, len(records) / seconds, workers, workers_in(load))
 
     def _lengths(self) -> tuple[int, int]:
         """Return a long prompt and a long answer of the load, in tokens."""

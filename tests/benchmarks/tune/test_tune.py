@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.load.client import ServerError
 from benchmarks.load.summary import RequestRecord, summarise
+from benchmarks.plan import options as plan_options
 from benchmarks.plan.candidate import Candidate, Flags, base_flags
 from benchmarks.plan.profile import Phase, drive
 from benchmarks.plan.spec import PlanSpec
@@ -23,11 +24,11 @@ from benchmarks.stack import StackError
 from benchmarks.tune import __main__ as tune
 from benchmarks.tune import service
 from benchmarks.tune.__main__ import main
+from benchmarks.tune.options import build_parser
 from benchmarks.tune.report import Tuning, changed_flags, chosen, conclusions, render_config
 from benchmarks.tune.schedule import Schedule
 from benchmarks.tune.search import Headroom, Predicted, Setting, TuneSearch, refusing_spec
 from benchmarks.tune.service import Measured, Service, ServiceOptions, TuneLoad, is_decided
-
 from router.cli.serve.processes import read_plan
 
 from ..plan.conftest import Attained, Guesses, make_spec, make_values, trial_of
@@ -43,12 +44,12 @@ def search_of(attained: Attained, spec: PlanSpec, is_over: Callable[[], bool] = 
     return TuneSearch(trials, refusing, Guesses(spec), base, is_over=is_over)
 
 
-def measured(setting: Setting, num_good: int, num: int = 100) -> Measured:
+def measured(num_good: int, num: int = 100) -> Measured:
     records = [
         RequestRecord(index, 0.0, token_times=[0.1 if index < num_good else 9.0], output_tokens=1, outcome="ok")
         for index in range(num)
     ]
-    return Measured(setting, summarise(records, slo_ttft_ms=500.0), 5.0, {}, {})
+    return Measured(summarise(records, slo_ttft_ms=500.0), 5.0, {}, {})
 
 
 def test_the_search_climbs_to_the_best_division_and_settings() -> None:
@@ -145,7 +146,7 @@ def test_settings_that_are_not_confirmed_are_not_picked(
     def measure(self: Service, setting: Setting, changed: Mapping[str, int], *_: float, fits: bool) -> Measured:
         if not fits:
             raise error
-        return replace(measured(setting, 80), workers=workers)
+        return replace(measured(80), workers=workers)
 
     monkeypatch.setattr(Service, "measure", measure)
     monkeypatch.setattr(tune, "run_trial", lambda made, progress: simulate(made))
@@ -185,7 +186,7 @@ def test_results_that_cannot_be_written_are_refused_before_the_measurement(
         with pytest.raises(SystemExit) as end:
             main(["--ttft", "500", "--tpot", "30", "--no-progress", option, str(path)])
         said = capsys.readouterr().err
-        assert end.value.code == 2 and f"{option[2:]}='{path}': must be a file that can be written" in said
+        assert end.value.code == 2 and f"invalid {option} {path}: must be a file that can be written" in said
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -204,10 +205,10 @@ def test_the_pick_is_better_by_more_than_chance_or_the_base() -> None:
     flags = base_flags(make_spec())
     base, other = Setting(Candidate(1, 1, flags)), Setting(Candidate(1, 1, replace(flags, max_num_seqs=8)))
     ranked = [Predicted(other, None)]  # type: ignore[arg-type]
-    assert chosen(base, ranked, {base: measured(base, 80), other: measured(other, 84)}, confirms=True) == base
-    assert chosen(base, ranked, {base: measured(base, 80), other: measured(other, 97)}, confirms=True) == other
-    assert chosen(base, ranked, {base: measured(base, 80)}, confirms=True) == base, "not confirmed"
-    assert chosen(base, ranked, {base: measured(base, 80)}, confirms=False) == other, "a prediction"
+    assert chosen(base, ranked, {base: measured(80), other: measured(84)}, confirms=True) == base
+    assert chosen(base, ranked, {base: measured(80), other: measured(97)}, confirms=True) == other
+    assert chosen(base, ranked, {base: measured(80)}, confirms=True) == base, "not confirmed"
+    assert chosen(base, ranked, {base: measured(80)}, confirms=False) == other, "a prediction"
 
 
 def test_a_configuration_file_has_what_differs_from_the_defaults() -> None:
@@ -218,9 +219,7 @@ def test_a_configuration_file_has_what_differs_from_the_defaults() -> None:
     more = Headroom(replace(pick.candidate, num_decode=2), 2.0)
     none = Headroom(replace(pick.candidate, num_prefill=2), 1.0)
     own = Headroom(pick.candidate, 1.0)
-    tuning = Tuning(
-        spec, OPTIONS, [], {pick: measured(pick, 99)}, {}, pick, ("decode compute", 0.9), (own, none, more), 5.0
-    )
+    tuning = Tuning(spec, OPTIONS, [], {pick: measured(99)}, {}, pick, ("decode compute", 0.9), (own, none, more), 5.0)
     said = "\n".join(conclusions(tuning))
     assert "Binding resource: decode compute, used 90%" in said and "up to about 5 requests/s" in said
     assert "prefill worker: no higher load" in said and "decode worker: the goals would be met up to about 10" in said
@@ -246,7 +245,7 @@ def test_a_configuration_file_makes_serve_start_what_was_measured(tmp_path: Path
     spec = make_spec()
     base = Setting(Candidate(1, 1, base_flags(spec)))
     options = replace(OPTIONS, dtype="bfloat16", quantization="int8", kv_memory_gib=0.5)
-    tuning = Tuning(spec, options, [], {base: measured(base, 99)}, {}, base, ("decode compute", 0.9), (), 5.0)
+    tuning = Tuning(spec, options, [], {base: measured(99)}, {}, base, ("decode compute", 0.9), (), 5.0)
     (path := tmp_path / "tuned.toml").write_text(render_config(tuning))
     plan = read_plan(["--config", str(path)], {}, num_cores=2, num_gpus=0)
     assert (len(plan.prefill), len(plan.decode), plan.router.model) == (1, 1, "tiny-random")
@@ -270,6 +269,12 @@ def test_bad_input_ends_with_2(capsys: pytest.CaptureFixture[str], flags: tuple[
         main([*flags, "--no-progress"])
     said = capsys.readouterr().err
     assert end.value.code == 2 and message in said
+
+
+def test_the_api_key_may_be_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIPTYCH_API_KEY", "secret")
+    assert build_parser().parse_args(["--ttft", "9", "--tpot", "9"]).api_key == "secret"
+    assert plan_options.build_parser().parse_args([]).api_key == "secret"
 
 
 @pytest.mark.slow
