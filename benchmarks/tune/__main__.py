@@ -9,10 +9,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from benchmarks.load.client import ServerError
 from benchmarks.load.conditions import conditions
@@ -105,32 +106,38 @@ def larger(candidate: Candidate) -> list[Candidate]:
     return more
 
 
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Shows on a progress bar what the run does. `began_at`: monotonic seconds."""
+
+    bar: Progress
+    task: TaskID
+    began_at: float
+
+    @property
+    def passed_s(self) -> float:
+        return time.monotonic() - self.began_at
+
+    def say(self, part: str, text: str) -> None:
+        """Show that `part` of the run does what `text` says."""
+        self.bar.update(self.task, completed=self.passed_s, description=f"{part}: {text}")
+
+
 def tuned(options: argparse.Namespace, console: Console) -> Tuning:
     """Measure, search and confirm within the time limit, with a progress bar. Raises what the parts raise."""
     began_at, schedule = time.monotonic(), Schedule(60.0 * options.minutes, confirms=not options.url)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, refresh_per_second=4, disable=options.no_progress) as bar:
-        task = bar.add_task("start", total=schedule.limit_s)
-
-        def passed() -> float:
-            return time.monotonic() - began_at
-
-        def say(text: str) -> None:
-            bar.update(task, completed=passed(), description=text)
-
-        def confirms(which: str, text: str) -> None:
-            say(f"confirms {which}: {text}")
-
-        made, load_s = service_options(options), schedule.load_s
-        service = Service(made, load_of(options), lambda text: say(f"defaults: {text}"))
+        steps = Steps(bar, bar.add_task("start", total=schedule.limit_s), began_at)
+        made = service_options(options)
+        service = Service(made, load_of(options), partial(steps.say, "defaults"))
         first = None if options.url else first_setting(options.workers)
         try:
-            measured_first = service.measure(first, {}, load_s, began_at + schedule.defaults_end_s, fits=True)
+            defaults = service.measure(first, {}, schedule.load_s, began_at + schedule.defaults_end_s, fits=True)
         except TimeoutError as error:
             raise ConfigError("minutes", options.minutes, f"longer, to measure the defaults ({error})") from error
-        spec = spec_from(measured_first, service.load, made, options.quantile)
-        num_prefill, num_decode = _division(measured_first, first)
-        base = Setting(plain(Candidate(num_prefill, num_decode, base_flags(spec)), spec))
+        spec = spec_from(defaults, service.load, made, options.quantile)
+        base = Setting(plain(Candidate(*_division(defaults, first), base_flags(spec)), spec))
         limit = _Limit(began_at + schedule.search_end_s)
         simulate = partial(run_trial, progress=limit.check)
         with Trials(spec, simulate=simulate) as trials, Trials(refusing_spec(spec), simulate=simulate) as refusing:
@@ -141,32 +148,48 @@ def tuned(options: argparse.Namespace, console: Console) -> Tuning:
                 base,
                 divides=not options.url,
                 is_over=limit.is_over,
-                say=lambda text: say(f"simulation: {text}"),
+                say=partial(steps.say, "simulation"),
             )
             ranked = search.run()
-            measured, unconfirmed = {base: measured_first}, dict[Setting, str]()
-            best = [one.setting for one in ranked if one.setting != base][:NUM_CONFIRMED] if schedule.confirms else []
-            for number, setting in enumerate(best, 1):
-                service.advance = partial(confirms, f"{number} of {len(best)}")
-                end_at = began_at + schedule.confirmation_end_s(
-                    passed(), len(best) + 1 - number, service.needed_s(load_s)
-                )
-                try:
-                    changed = changed_flags(spec, setting)
-                    measured[setting] = service.measure(setting, changed, load_s, end_at, fits=False)
-                except TimeoutError as error:
-                    unconfirmed[setting] = f"{error}; raise --minutes"
-                except (StackError, ServerError, ConfigError) as error:
-                    unconfirmed[setting] = f"{error}".partition("\n")[0]
+            measured, unconfirmed = {base: defaults}, dict[Setting, str]()
+            if schedule.confirms:
+                best = [one.setting for one in ranked if one.setting != base][:NUM_CONFIRMED]
+                confirmed, unconfirmed = confirm(best, service, spec, schedule, steps)
+                measured |= confirmed
             pick = chosen(base, ranked, measured, confirms=schedule.confirms)
-            say("simulation: higher loads")
+            steps.say("simulation", "higher loads")
             limit.end_at = began_at + schedule.headroom_end_s
-            headrooms: list[Headroom] = []
-            with contextlib.suppress(TimeoutError):
-                for one in (pick.candidate, *larger(pick.candidate)):
-                    headrooms.append(search.headroom(one, refuses=pick.refuses))
+            headrooms = headrooms_of(pick, search)
             binding = search.binding(pick.candidate)
-    return Tuning(spec, made, ranked, measured, unconfirmed, pick, binding, headrooms, measured_first.rate)
+    return Tuning(spec, made, ranked, measured, unconfirmed, pick, binding, headrooms, defaults.rate)
+
+
+def confirm(
+    best: Sequence[Setting], service: Service, spec: PlanSpec, schedule: Schedule, steps: Steps
+) -> tuple[dict[Setting, Measured], dict[Setting, str]]:
+    """Measure settings on real workers, one after the other. Return the measured ones, and why others were not."""
+    measured, unconfirmed = dict[Setting, Measured](), dict[Setting, str]()
+    for number, setting in enumerate(best, 1):
+        service.advance = partial(steps.say, f"confirms {number} of {len(best)}")
+        num_left, needed_s = len(best) + 1 - number, service.needed_s(schedule.load_s)
+        end_at = steps.began_at + schedule.confirmation_end_s(steps.passed_s, num_left, needed_s)
+        changed = changed_flags(spec, setting)
+        try:
+            measured[setting] = service.measure(setting, changed, schedule.load_s, end_at, fits=False)
+        except TimeoutError as error:
+            unconfirmed[setting] = f"{error}; raise --minutes"
+        except (StackError, ServerError, ConfigError) as error:
+            unconfirmed[setting] = f"{error}".partition("\n")[0]
+    return measured, unconfirmed
+
+
+def headrooms_of(pick: Setting, search: TuneSearch) -> list[Headroom]:
+    """Return the headroom of the pick, then with one more worker of each role, as far as the time allows."""
+    found: list[Headroom] = []
+    with contextlib.suppress(TimeoutError):
+        for one in (pick.candidate, *larger(pick.candidate)):
+            found.append(search.headroom(one, refuses=pick.refuses))
+    return found
 
 
 @dataclass(slots=True)
@@ -191,11 +214,22 @@ def _division(measured: Measured, first: Setting | None) -> tuple[int, int]:
     return measured.num_workers.get("prefill", 0), max(1, measured.num_workers.get("decode", 0))
 
 
+def check_writable(name: str, path: Path) -> None:
+    """Raise ConfigError if the file of an option cannot be written. A file that does not exist is not left."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(name, str(path), f"a file that can be written ({error.strerror})") from error
+
+
 def deliver(tuning: Tuning, options: argparse.Namespace, argv: Sequence[str], took_s: float, console: Console) -> None:
     """Print the results and write the requested files."""
     print_tuning(console, tuning)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(render_config(tuning))
+    options.output.write_text(render_config(tuning), encoding="utf-8")
     console.print(f"wrote {options.output}: diptych serve --config {options.output}", highlight=False)
     if options.json:
         write_json(options.json, as_json(tuning, conditions(PROG, argv, took_s=took_s)))
@@ -208,6 +242,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, console = build_parser().parse_args(argv), open_console()
     began_at = time.monotonic()
     try:
+        check_writable("output", options.output)
+        if options.json:
+            check_writable("json", options.json)
         tuning = tuned(options, console)
     except KeyboardInterrupt:
         console.print("interrupted: nothing is written")

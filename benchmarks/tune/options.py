@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 
 from common.arguments import CommandParser, number
+from common.model_files import DEFAULT_MODEL
+from router.cli.client_flags import add_api_key
 
 PROG = "diptych tune"
 ABOUT = """\
@@ -30,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
         PROG, description=ABOUT, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "model", nargs="?", default="smollm2-135m", metavar="MODEL", help="model to serve (default smollm2-135m)"
+        "model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=f"model to serve (default {DEFAULT_MODEL})"
     )
     _add_goals(parser.add_argument_group("goals"))
     _add_load(parser.add_argument_group("load"))
@@ -83,7 +85,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
 
 def _add_service(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--url", default="", metavar="URL", help="URL of a running router (default: start workers here)")
-    group.add_argument("--api-key", default="", metavar="KEY", help="API key for --url")
+    add_api_key(group)
     group.add_argument(
         "--workers",
         type=number(1, 16, whole=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -139,6 +140,8 @@ def _within(own: Headroom, rate: float) -> str:
 def render_config(tuning: Tuning) -> str:
     """Return the configuration file, for `diptych serve --config`."""
     lines = ["# Written by diptych tune.", *(f"# {line}" for line in conclusions(tuning))]
+    if of_model := tuning.options.of_model:
+        lines += ["", *(f"{name} = {_toml(value)}" for name, value in of_model.items())]
     candidate = tuning.pick.candidate
     serve = {"prefill": candidate.num_prefill, "decode": candidate.num_decode}
     of_processes = sections(tuning.options, tuning.pick, changed_flags(tuning.spec, tuning.pick))
@@ -149,7 +152,7 @@ def render_config(tuning: Tuning) -> str:
 
 
 def _toml(value: Any) -> str:
-    return f'"{value}"' if isinstance(value, str) else f"{value}"
+    return json.dumps(value, ensure_ascii=False)  # also a TOML string or number
 
 
 def as_json(tuning: Tuning, conditions: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -65,9 +66,8 @@ class TuneLoad:
         return self.max_model_len * 3 // 4, self.max_model_len // 4
 
     def rows(self) -> Sequence[TraceRow]:
-        """Return the requests of the trace. Raises TraceError."""
-        prompt, answer = self.max_lengths
-        return fit_rows(read_trace(Path(self.trace)), max_input_len=prompt, max_output_len=answer) if self.trace else ()
+        """Return the requests of the trace, which is read once. Raises TraceError."""
+        return _rows(self.trace, *self.max_lengths) if self.trace else ()
 
     def arrivals(self, seconds: float) -> list[float]:
         """Return the arrival times within `seconds`, ascending. Raises TraceError."""
@@ -83,12 +83,21 @@ class TuneLoad:
         return found
 
 
+@functools.lru_cache(maxsize=1)
+def _trace(path: str) -> Sequence[TraceRow]:
+    return tuple(read_trace(Path(path)))  # may take many seconds
+
+
+@functools.lru_cache(maxsize=1)
+def _rows(path: str, max_input_len: int, max_output_len: int) -> Sequence[TraceRow]:
+    return tuple(fit_rows(_trace(path), max_input_len=max_input_len, max_output_len=max_output_len))
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Latencies of a setting on real workers. `workers`: what the router reports of them, as `kinds_in` returns it
     (empty unless their step times were asked for), and `num_workers` their number by role."""
 
-    setting: Setting | None
     summary: Summary
     rate: float
     workers: Mapping[str, Any]
@@ -118,6 +127,12 @@ class ServiceOptions:
     dtype: str = "auto"
     quantization: str = "none"
     kv_memory_gib: float = 1.0
+
+    @property
+    def of_model(self) -> dict[str, Any]:
+        """Settings of all processes that are started: the model and how its workers hold it. Empty with a `url`."""
+        names = () if self.url else ("model", "dtype", "quantization", "kv_memory_gib")
+        return {name: getattr(self, name) for name in names}
 
     def answer_s(self, output_len: int) -> float:
         """Return the longest duration of an answer within the goals, in seconds."""
@@ -180,7 +195,7 @@ class Service:
         time is left for the load.
         """
         if self.options.url or setting is None:
-            return self._measure(self.options.url, None, load_s, end_at, fits)
+            return self._measure(self.options.url, load_s, end_at, fits)
         start_s = end_at - time.monotonic() - LEAST_LOAD * load_s - self._tail_s(load_s)
         if start_s <= 0.0:
             raise TimeoutError("no time left to start workers")
@@ -189,7 +204,7 @@ class Service:
         try:
             with Stack(self.options.stack(setting, changed, start_s)) as stack:
                 self.start_s = time.monotonic() - began_at
-                return self._measure(stack.url, setting, load_s, end_at, fits)
+                return self._measure(stack.url, load_s, end_at, fits)
         except StackError as error:
             if time.monotonic() < began_at + start_s:
                 raise
@@ -202,7 +217,7 @@ class Service:
     def _tail_s(self, load_s: float) -> float:
         return min(self.options.answer_s(self._lengths()[1]), MOST_TAIL * load_s)
 
-    def _measure(self, url: str, setting: Setting | None, load_s: float, end_at: float, fits: bool) -> Measured:
+    def _measure(self, url: str, load_s: float, end_at: float, fits: bool) -> Measured:
         with httpx.Client(
             base_url=url, headers=auth_headers(self.options.api_key), timeout=10.0, trust_env=False
         ) as asking:
@@ -229,7 +244,7 @@ class Service:
             workers = kinds_in(load, url) if fits else {}
         except ConfigError as error:
             raise TimeoutError(f"a worker has computed fewer than {FEWEST_STEPS} steps") from error
-        return Measured(setting, summary, len(records) / seconds, workers, workers_in(load))
+        return Measured(summary, len(records) / seconds, workers, workers_in(load))
 
     def _lengths(self) -> tuple[int, int]:
         """Return a long prompt and a long answer of the load, in tokens."""
@@ -291,16 +306,17 @@ class Service:
             rows=self.load.rows(),
             block_tokens=MOONCAKE_BLOCK_TOKENS,
         )
+        longest = max((row.output_len for row in workload.rows), default=self.load.output_len.high)
+        arrivals, answer_s = self.load.arrivals(seconds), self.options.answer_s(longest)
         client = CompletionClient(url, RequestOptions(server.model), api_key=self.options.api_key)
         load = Load(client, workload)
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds + tail_s):
-                    await load.open_loop(self.load.arrivals(seconds))
+                    await load.open_loop(arrivals)
+            ended_at = time.perf_counter()
         finally:
             await client.close()
-        longest = max((row.output_len for row in self.load.rows()), default=self.load.output_len.high)
-        ended_at, answer_s = time.perf_counter(), self.options.answer_s(longest)
         return [one for one in load.records if is_decided(one, ended_at, self.options.ttft_ms * 1e-3, answer_s)]
 
 

@@ -11,6 +11,7 @@ import fcntl
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -31,6 +32,13 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_GGUF = re.compile(rf"({HUB_ID.pattern}):(\w[\w.-]*)")
 HELD: dict[Path, IO[bytes]] = {}
 """Usage files whose locks this process holds until it ends."""
+HOLD_S, CHECK_S = 10.0, 0.05
+"""Maximum wait for a lock, in seconds: to hold a model, and to find that no other process holds it.
+
+Other processes that check lock the file for an instant, and one that deletes the model until it is gone.
+"""
+NEVER = (0.0, 0.0)
+"""Times of the usage file of a model that was never loaded."""
 
 
 @dataclass(frozen=True)
@@ -86,25 +94,27 @@ def remove_model(model: LocalModel) -> int:
 
     Raises ModelError if a process on this machine serves it, or a file cannot be deleted.
     """
-    if model.in_use:
-        raise ModelError(f"{model.name} is used by a running service: stop it first")
     first = model.files[0]
-    usage = usage_file(first)
     conversions = {local_folder(path) for path in (first, first.parent, first.parent.resolve())}  # of a file or folder
-    try:
-        if model.folder is not None:
-            shutil.rmtree(model.folder)
-        else:
-            for file in model.files:
-                target = file.resolve()
-                file.unlink()
-                if target != file:  # a link of the Hugging Face cache to the content
-                    target.unlink(missing_ok=True)
-    except OSError as error:
-        raise ModelError(f"{model.name} cannot be deleted: {error.filename}: {error.strerror}") from error
-    for path in conversions:
-        shutil.rmtree(path, ignore_errors=True)
-    usage.unlink(missing_ok=True)
+    _mark_unused(usage := usage_file(first))
+    with _unused(first) as is_unused:
+        if not is_unused:
+            raise ModelError(f"{model.name} is used by a running service: stop it first")
+        try:
+            if model.folder is not None:
+                shutil.rmtree(model.folder)
+            else:
+                for file in model.files:
+                    target = file.resolve()
+                    file.unlink()
+                    if target != file:  # a link of the Hugging Face cache to the content
+                        target.unlink(missing_ok=True)
+        except OSError as error:
+            raise ModelError(f"{model.name} cannot be deleted: {error.filename}: {error.strerror}") from error
+        for path in conversions:
+            shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.utime(usage, NEVER)  # the file stays, because a process may wait for its lock
     return model.num_bytes
 
 
@@ -121,27 +131,60 @@ def usage_file(weights: Path) -> Path:
 
 
 def hold_model(weights: Sequence[Path]) -> None:
-    """Record that this process uses a model, until the process ends. Without effect in a cache that is read-only."""
+    """Record that this process uses a model, until the process ends. Without effect in a cache that is read-only.
+
+    Waits while the model is being deleted, for at most `HOLD_S`.
+    """
     for path in weights[:1]:
         with contextlib.suppress(OSError, ModelError):
             usage = usage_file(path)
             make_folder(usage.parent)
             if usage not in HELD:
                 HELD[usage] = usage.open("ab")
-            fcntl.flock(HELD[usage], fcntl.LOCK_SH | fcntl.LOCK_NB)
+            _lock(HELD[usage], fcntl.LOCK_SH, HOLD_S)
             os.utime(usage)
 
 
 def is_in_use(weights: Path) -> bool:
     """Whether a process of this machine holds the model whose first weight file is `weights`."""
+    with _unused(weights) as is_unused:
+        return not is_unused
+
+
+def _mark_unused(usage: Path) -> None:
+    """Create the usage file of a model that was never loaded, so that it can be locked."""
+    with contextlib.suppress(OSError, ModelError):
+        make_folder(usage.parent)
+        usage.touch(exist_ok=False)
+        os.utime(usage, NEVER)
+
+
+@contextlib.contextmanager
+def _unused(weights: Path) -> Iterator[bool]:
+    """Yield whether no process holds the model. If so, none can hold it before the end."""
     try:
-        with usage_file(weights).open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
+        file = usage_file(weights).open("rb")
+    except OSError:  # never loaded, or in a cache of another user
+        yield True
+        return
+    with file:
+        yield _lock(file, fcntl.LOCK_EX, CHECK_S)
+
+
+def _lock(file: IO[bytes], kind: int, patience_s: float) -> bool:
+    """Lock a usage file. Returns False if it stays locked by another process for longer than `patience_s`."""
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.002)
+        except OSError:  # no locks on this file system
+            return True
+        else:
+            return True
 
 
 def _model(
@@ -161,10 +204,15 @@ def _weights(folder: Path) -> Iterator[list[Path]]:
     found = sorted(path for path in folder.rglob("*") if path.suffix in (".gguf", ".safetensors") and path.is_file())
     if shards := [path for path in found if path.suffix == ".safetensors" and path.parent == folder]:
         yield shards
-    groups: dict[Path, list[Path]] = {}
-    for path in found:
-        if path.suffix == ".gguf" and "mmproj" not in path.name:
-            groups.setdefault(path.with_name(gguf_name(path)), []).append(path)
+    yield from _by_model(path for path in found if path.suffix == ".gguf" and "mmproj" not in path.name)
+
+
+def _by_model(ggufs: Iterable[Path]) -> Iterator[list[Path]]:
+    """Group GGUF files by the model that they are, or are parts of, in their order."""
+    groups: dict[tuple[Path, int], list[Path]] = {}
+    for path in ggufs:
+        part = PART.match(path.name)
+        groups.setdefault((path.with_name(gguf_name(path)), int(part[2]) if part else 0), []).append(path)
     yield from groups.values()
 
 
@@ -230,13 +278,11 @@ def _snapshot(folder: Path) -> Path | None:
 
 
 def _in_folder(folder: Path) -> Iterator[LocalModel]:
-    for path in sorted(folder.absolute().iterdir()):
-        if path.suffix == ".gguf" and path.is_file():
-            found = PART.match(path.name)
-            if found is None or path.name == f"{found[1]}-00001-of-{found[2]}.gguf":
-                parts = sorted(path.parent.glob(f"{found[1]}-*-of-{found[2]}.gguf")) if found is not None else [path]
-                yield _model(str(path), "folder", parts, None)
-        elif path.is_dir():
+    paths = sorted(folder.absolute().iterdir())
+    for files in _by_model(path for path in paths if path.suffix == ".gguf" and path.is_file()):
+        yield _model(str(files[0]), "folder", files, None)
+    for path in paths:
+        if path.is_dir():
             models = list(_weights(path))
             for files in models:
                 name = path if len(models) == 1 else files[0]

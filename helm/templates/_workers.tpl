@@ -40,17 +40,12 @@ pools may share a node: (root, role, pool).
 {{- if and (eq (.pool.engine | default "diptych") "vllm") (gt (int .pool.tensorParallelSize) 1) }}true{{ end }}
 {{- end }}
 
-{{/* "true" if ranks of a pool exchange KV from several pods: (pool). */}}
-{{- define "diptych.hasRemoteKV" -}}
-{{- if gt (int .pool.rankHosts) 1 }}true{{ end }}
-{{- end }}
-
 {{/* Roles of the pods of workers of `roles` that exchange KV, separated by spaces: (root, roles). */}}
 {{- define "diptych.kvRoles" -}}
 {{- $found := .roles }}
 {{- range $role := .roles }}
 {{- range (include "diptych.pools" (dict "root" $.root "role" $role) | fromYaml).pools }}
-{{- if include "diptych.hasRemoteKV" (dict "pool" .) }}{{ $found = append $found (include "diptych.rankRole" (dict "role" $role)) }}{{ end }}
+{{- if gt (int .rankHosts) 1 }}{{ $found = append $found (include "diptych.rankRole" (dict "role" $role)) }}{{ end }}
 {{- end }}
 {{- end }}
 {{- uniq $found | join " " }}

@@ -28,8 +28,8 @@ from kernels.cpu.instruction_sets import features_here, that_run
 
 log = logging.getLogger("kernels")
 
-SCRATCH = "compiling-"
-"""Prefix of folders in the cache, each of a process that compiles."""
+LOCKED, UNLOCKED = "compiling-", "compiling_too-"
+"""Prefixes of folders in the cache, each of a process that compiles with the lock, or without it."""
 SHIPPED = SOURCES / "built"
 """Folder of an installed wheel with libraries for several kinds of CPU (setup.py). A source checkout has none."""
 
@@ -75,10 +75,10 @@ def _load(folder: Path) -> ctypes.CDLL:
     if not compiler:
         raise OSError("no C++ compiler among " + ", ".join(COMPILERS))
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with _turn(folder):
+    with _turn(folder) as is_locked:
         if (library := _built(target)) is not None:
             return library
-        with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder) as scratch:
+        with tempfile.TemporaryDirectory(prefix=LOCKED if is_locked else UNLOCKED, dir=folder) as scratch:
             log.info("compiling CPU kernels for this machine, 20 s to a minute, once")
             compile_here(compiler, (_kind(),), Path(scratch), lambda: os.utime(folder)).replace(target)
         return ctypes.CDLL(str(target))
@@ -96,13 +96,13 @@ def _built(target: Path, otherwise: str = "building it again") -> ctypes.CDLL | 
 
 
 @contextmanager
-def _turn(folder: Path) -> Iterator[None]:
+def _turn(folder: Path) -> Iterator[bool]:
     """Let one process at a time compile, because the workers of a machine start together and need the same library.
 
     The process that compiles touches the folder while it makes progress. The others stop waiting `STALL_S` after the
-    last touch, and compile too.
+    last touch, and compile too. Yields whether this process has the lock: its owner deletes what killed owners left.
     """
-    held, touched, moved = os.open(folder, os.O_RDONLY), 0, 0.0
+    held, touched, moved, is_locked = os.open(folder, os.O_RDONLY), 0, 0.0, False
     try:
         while True:  # the kernel releases the lock of a dead process
             try:
@@ -120,10 +120,11 @@ def _turn(folder: Path) -> Iterator[None]:
             except OSError:  # no locks on this file system: compile twice, with the same result
                 break
             else:
-                for left in folder.glob(f"{SCRATCH}*"):  # of a process that was killed
+                is_locked = True
+                for left in folder.glob(f"{LOCKED}*"):
                     shutil.rmtree(left, ignore_errors=True)
                 break
-        yield
+        yield is_locked
     finally:
         os.close(held)
 

@@ -3,7 +3,8 @@
 Weights are found by their contents: the process that packs a matrix first appends it, and the others drop their own
 copy. So it does not matter which processes serve the same model with the same settings, nor in which order they start
 or end. The file begins with an index: the number of entries, then entries of hash, place and size. An entry is counted
-only after its contents are written. All processes map the file read-only.
+only after its contents are written. All processes map the file read-only. Entries are never freed, so each process
+appends only the first model that it loads, not the weights of updates.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class WeightsFile:
         self._memory = torch.frombuffer(place, dtype=torch.uint8)
         self._known: dict[tuple[bytes, int], int] = {}
         self._num_entries, self._end = 0, INDEX_BYTES
+        self.appends = True
+        """Whether weights that the file does not have are appended. Otherwise they stay private."""
         self._threads = threading.Lock()
 
     def _map(self) -> int:
@@ -89,6 +92,8 @@ class WeightsFile:
             with self._threads, self._turn():
                 begin = self._find(digest, num_bytes)
                 if begin is None:
+                    if not self.appends:
+                        return weights
                     begin = self._append(digest, flat)
         except OSError as error:
             log.warning("weights are not shared with other workers of this host: %s", error)
@@ -142,11 +147,20 @@ class WeightsFile:
 
 
 _file: WeightsFile | None = None
+_path = ""
 
 
 def share_weights(path: str) -> None:
-    """Share weights that are packed from now on with the processes that use the same memory file."""
-    global _file
+    """Share weights that are packed from now on with the processes that use the same memory file, unless path is "".
+
+    Call it before each model is loaded. Only the first one is appended to the file; later ones share what it has.
+    """
+    global _file, _path
+    if _path and _file is not None:
+        _file.appends = False
+    if _path or not path:
+        return
+    _path = path
     try:
         found = WeightsFile(path)
     except OSError as error:
@@ -159,8 +173,8 @@ def share_weights(path: str) -> None:
 
 
 def is_sharing() -> bool:
-    """Whether weights are shared, so that a private copy is only temporary."""
-    return _file is not None
+    """Whether all weights are shared, so that a private copy is only temporary."""
+    return _file is not None and _file.appends
 
 
 def shared(weights: Tensor) -> Tensor:

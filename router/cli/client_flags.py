@@ -16,7 +16,7 @@ DAY_S = 86_400.0
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.2, 3600.0
 
 
-def add_api_key(parser: argparse.ArgumentParser) -> None:
+def add_api_key(parser: argparse._ActionsContainer) -> None:
     """Add the flag `--api-key`, with the environment variable as its default."""
     parser.add_argument(
         "--api-key",

@@ -113,6 +113,7 @@ class Load:
     at_once: int
     answered: list[Answered] = field(default_factory=list)
     num_running: int = 0
+    num_asked_again: int = 0
 
     async def run(self, until: float) -> None:
         """Ends when the streams that were begun before `until` (monotonic seconds) have ended."""
@@ -288,6 +289,7 @@ def summary(load: Load, storm: Storm, counters: dict[str, float]) -> list[tuple[
     num_complete, num_left = sum(one.complete for one in heard), sum(one.left for one in heard)
     return [
         ("streams", f"{len(heard)}: {num_complete} finished, {num_left} left"),
+        ("streams that were asked for again", load.num_asked_again),
         ("tokens", sum(len(one.token_ids) for one in heard)),
         ("longest gap between two tokens", f"{longest_s:.2f} s, until {ended_at - storm.began_at:.0f} s"),
         ("longest gaps of streams", ", ".join(f"p{q} {_quantile(silences, q):.2f} s" for q in (99, 95, 90, 50))),

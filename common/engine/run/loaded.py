@@ -144,8 +144,7 @@ class LoadedModel:
     def load(cls, files: ModelFiles, config: WorkerConfig) -> LoadedModel:
         """Load the model and allocate its cache. Raises ModelError (also if it does not fit) or ConfigError."""
         task = task_of(files, config)
-        if config.weight_share and not config.on_gpu:
-            share_weights(config.weight_share)
+        share_weights("" if config.on_gpu else config.weight_share)
         if config.kv_cache_dtype == "int8" and open_model(files)[0].latent_dim:
             raise ConfigError("kv_cache_dtype", "int8", "auto or fp8 for a model with latent attention")
         dtype = native_dtype(config.torch_device) if config.dtype == "auto" else config.dtype
@@ -272,6 +271,7 @@ class LoadedModel:
             raise ModelError(f"{folder}: the type or scales of its KV cache differ: restart the worker")
         options = {"dtype": self.dtype, "device": config.torch_device, "quantization": config.quantization}
         generates, invariant = self.task.generates, config.batch_invariant
+        share_weights("" if config.on_gpu else config.weight_share)
         model = load_model(files, **options, with_head=generates, batch_invariant=invariant)
 
         def exchange() -> LoadedModel:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from common.arguments import CommandParser
 from common.errors import ModelError
-from common.model_files import LocalModel, local_models
+from common.model_files import DEFAULT_MODEL, LocalModel, local_models
 from common.observe import in_bytes
 from router.cli.models.flags import add_models_dir
 from router.cli.models.table import ago, table
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         now = time.time()
         print(table(("NAME", "SIZE", "FORMAT", "PLACE", "LAST USED"), [_row(model, now) for model in models]))
     else:
-        print("no models on this machine; diptych pull smollm2-135m downloads one", file=sys.stderr)
+        print(f"no models on this machine; diptych pull {DEFAULT_MODEL} downloads one", file=sys.stderr)
     return 0
 
 

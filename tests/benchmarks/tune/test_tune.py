@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.load.client import ServerError
 from benchmarks.load.summary import RequestRecord, summarise
+from benchmarks.plan import options as plan_options
 from benchmarks.plan.candidate import Candidate, Flags, base_flags
 from benchmarks.plan.profile import Phase, drive
 from benchmarks.plan.spec import PlanSpec
@@ -21,11 +22,14 @@ from benchmarks.plan.trials import Trials
 from benchmarks.simulator.world.scenario import Scenario
 from benchmarks.stack import StackError
 from benchmarks.tune import __main__ as tune
+from benchmarks.tune import service
 from benchmarks.tune.__main__ import main
+from benchmarks.tune.options import build_parser
 from benchmarks.tune.report import Tuning, changed_flags, chosen, conclusions, render_config
 from benchmarks.tune.schedule import Schedule
 from benchmarks.tune.search import Headroom, Predicted, Setting, TuneSearch, refusing_spec
-from benchmarks.tune.service import Measured, Service, ServiceOptions, is_decided
+from benchmarks.tune.service import Measured, Service, ServiceOptions, TuneLoad, is_decided
+from router.cli.serve.processes import read_plan
 
 from ..plan.conftest import Attained, Guesses, make_spec, make_values, trial_of
 
@@ -40,12 +44,12 @@ def search_of(attained: Attained, spec: PlanSpec, is_over: Callable[[], bool] = 
     return TuneSearch(trials, refusing, Guesses(spec), base, is_over=is_over)
 
 
-def measured(setting: Setting, num_good: int, num: int = 100) -> Measured:
+def measured(num_good: int, num: int = 100) -> Measured:
     records = [
         RequestRecord(index, 0.0, token_times=[0.1 if index < num_good else 9.0], output_tokens=1, outcome="ok")
         for index in range(num)
     ]
-    return Measured(setting, summarise(records, slo_ttft_ms=500.0), 5.0, {}, {})
+    return Measured(summarise(records, slo_ttft_ms=500.0), 5.0, {}, {})
 
 
 def test_the_search_climbs_to_the_best_division_and_settings() -> None:
@@ -112,6 +116,19 @@ def test_interrupted_requests_count_once_they_have_missed_a_goal() -> None:
     assert not decided(9.0, outcome="", start=0.0), "never sent"
 
 
+def test_a_trace_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long one takes many seconds, which would be missing from the load."""
+    trace, paths, read = tmp_path / "trace.jsonl", list[Path](), service.read_trace
+    lines = ({"timestamp": at_ms, "input_length": 500, "output_length": 300, "hash_ids": [0]} for at_ms in (0, 2000))
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(service, "read_trace", lambda path: (paths.append(path), read(path))[1])
+    load = TuneLoad(str(trace), speedup=2.0)
+    assert load.arrivals(9.0) == [0.0, 1.0] and [row.input_len for row in load.rows()] == [500, 500]
+    short = replace(load, max_model_len=400)
+    assert [(row.input_len, row.output_len) for row in short.rows()] == [(300, 100)] * 2
+    assert short.arrivals(0.5) == [0.0] and paths == [trace]
+
+
 def test_a_server_that_does_not_answer_holds_no_phase_beyond_its_limit() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
@@ -129,7 +146,7 @@ def test_settings_that_are_not_confirmed_are_not_picked(
     def measure(self: Service, setting: Setting, changed: Mapping[str, int], *_: float, fits: bool) -> Measured:
         if not fits:
             raise error
-        return replace(measured(setting, 80), workers=workers)
+        return replace(measured(80), workers=workers)
 
     monkeypatch.setattr(Service, "measure", measure)
     monkeypatch.setattr(tune, "run_trial", lambda made, progress: simulate(made))
@@ -155,6 +172,24 @@ def test_too_little_time_for_the_defaults_is_refused(
     assert end.value.code == 2 and "no time left to start workers" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ("--output", "--json"))
+def test_results_that_cannot_be_written_are_refused_before_the_measurement(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    def measure(*_: object, **__: object) -> Measured:
+        raise AssertionError("measured in vain")
+
+    monkeypatch.setattr(Service, "measure", measure)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file" / "x"):
+        with pytest.raises(SystemExit) as end:
+            main(["--ttft", "500", "--tpot", "30", "--no-progress", option, str(path)])
+        said = capsys.readouterr().err
+        assert end.value.code == 2 and f"invalid {option} {path}: must be a file that can be written" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_headroom_is_the_largest_load_within_the_goals() -> None:
     def attained(num_prefill: int, num_decode: int, flags: Flags, made: Scenario) -> float:
         return float(made.load.rate <= 6.0 * num_decode)  # the load has 5 requests a second
@@ -170,10 +205,10 @@ def test_the_pick_is_better_by_more_than_chance_or_the_base() -> None:
     flags = base_flags(make_spec())
     base, other = Setting(Candidate(1, 1, flags)), Setting(Candidate(1, 1, replace(flags, max_num_seqs=8)))
     ranked = [Predicted(other, None)]  # type: ignore[arg-type]
-    assert chosen(base, ranked, {base: measured(base, 80), other: measured(other, 84)}, confirms=True) == base
-    assert chosen(base, ranked, {base: measured(base, 80), other: measured(other, 97)}, confirms=True) == other
-    assert chosen(base, ranked, {base: measured(base, 80)}, confirms=True) == base, "not confirmed"
-    assert chosen(base, ranked, {base: measured(base, 80)}, confirms=False) == other, "a prediction"
+    assert chosen(base, ranked, {base: measured(80), other: measured(84)}, confirms=True) == base
+    assert chosen(base, ranked, {base: measured(80), other: measured(97)}, confirms=True) == other
+    assert chosen(base, ranked, {base: measured(80)}, confirms=True) == base, "not confirmed"
+    assert chosen(base, ranked, {base: measured(80)}, confirms=False) == other, "a prediction"
 
 
 def test_a_configuration_file_has_what_differs_from_the_defaults() -> None:
@@ -184,14 +219,12 @@ def test_a_configuration_file_has_what_differs_from_the_defaults() -> None:
     more = Headroom(replace(pick.candidate, num_decode=2), 2.0)
     none = Headroom(replace(pick.candidate, num_prefill=2), 1.0)
     own = Headroom(pick.candidate, 1.0)
-    tuning = Tuning(
-        spec, OPTIONS, [], {pick: measured(pick, 99)}, {}, pick, ("decode compute", 0.9), (own, none, more), 5.0
-    )
+    tuning = Tuning(spec, OPTIONS, [], {pick: measured(99)}, {}, pick, ("decode compute", 0.9), (own, none, more), 5.0)
     said = "\n".join(conclusions(tuning))
     assert "Binding resource: decode compute, used 90%" in said and "up to about 5 requests/s" in said
     assert "prefill worker: no higher load" in said and "decode worker: the goals would be met up to about 10" in said
     assert changed_flags(spec, base) == {}
-    assert tomllib.loads(render_config(tuning)) == {
+    found = {
         "serve": {"prefill": 1, "decode": 1},
         "router": {
             "slo_ttft_ms": 500.0,
@@ -202,6 +235,23 @@ def test_a_configuration_file_has_what_differs_from_the_defaults() -> None:
         "prefill_worker": {"max_num_batched_tokens": 1024},
         "decode_worker": {"slo_tpot_ms": 30.0, "max_num_seqs": 8},
     }
+    of_model = {"model": 'C:\\"ü"', "dtype": "float32", "quantization": "int8", "kv_memory_gib": 0.5}
+    assert tomllib.loads(render_config(replace(tuning, options=replace(OPTIONS, **of_model)))) == of_model | found
+    running = replace(OPTIONS, url="http://127.0.0.1:8000")
+    assert tomllib.loads(render_config(replace(tuning, options=running))) == found, "its model is not known"
+
+
+def test_a_configuration_file_makes_serve_start_what_was_measured(tmp_path: Path) -> None:
+    spec = make_spec()
+    base = Setting(Candidate(1, 1, base_flags(spec)))
+    options = replace(OPTIONS, dtype="bfloat16", quantization="int8", kv_memory_gib=0.5)
+    tuning = Tuning(spec, options, [], {base: measured(99)}, {}, base, ("decode compute", 0.9), (), 5.0)
+    (path := tmp_path / "tuned.toml").write_text(render_config(tuning))
+    plan = read_plan(["--config", str(path)], {}, num_cores=2, num_gpus=0)
+    assert (len(plan.prefill), len(plan.decode), plan.router.model) == (1, 1, "tiny-random")
+    for config in (*plan.prefill, *plan.decode):
+        assert (config.model, config.dtype, config.quantization) == ("tiny-random", "bfloat16", "int8")
+        assert config.kv_memory_gib == 0.5
 
 
 @pytest.mark.parametrize(
@@ -219,6 +269,12 @@ def test_bad_input_ends_with_2(capsys: pytest.CaptureFixture[str], flags: tuple[
         main([*flags, "--no-progress"])
     said = capsys.readouterr().err
     assert end.value.code == 2 and message in said
+
+
+def test_the_api_key_may_be_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIPTYCH_API_KEY", "secret")
+    assert build_parser().parse_args(["--ttft", "9", "--tpot", "9"]).api_key == "secret"
+    assert plan_options.build_parser().parse_args([]).api_key == "secret"
 
 
 @pytest.mark.slow

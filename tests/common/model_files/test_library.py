@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from common.errors import ModelError
 from common.model_files import library
 from common.model_files.builtin import builtin_name
-from common.model_files.library import find_model, hold_model, local_models, remove_model, tiny_folder
+from common.model_files.library import find_model, hold_model, is_in_use, local_models, remove_model, tiny_folder
 from common.model_files.resolve import resolve_model
 from common.model_files.summary import summary_of
 
@@ -99,6 +101,58 @@ def test_a_model_in_use_is_not_deleted_and_remembers_its_use(cache: Path) -> Non
         remove_model(model)
     library.HELD.popitem()[1].close()  # as when the process ends
     assert not model.in_use and remove_model(model) == model.num_bytes and local_models() == []
+
+
+def test_a_lock_for_an_instant_is_waited_for(cache: Path) -> None:
+    """Another process that checks whether the model is in use locks its usage file alone."""
+    (first,) = resolve_model("tiny-random").weights
+    hold_model([first])
+    library.HELD.popitem()[1].close()
+
+    def check() -> None:
+        other = library.usage_file(first).open("rb")
+        fcntl.flock(other, fcntl.LOCK_EX)
+        threading.Timer(0.02, other.close).start()
+
+    check()
+    assert not is_in_use(first)
+    check()
+    hold_model([first])
+    assert is_in_use(first)
+
+
+def test_a_model_that_is_being_deleted_cannot_be_held(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, rmtree = resolve_model("tiny-random"), shutil.rmtree
+    refused: list[bool] = []
+
+    def delete(folder: Path, **more: bool) -> None:
+        with library.usage_file(files.weights[0]).open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                refused.append(True)
+        rmtree(folder, **more)
+
+    monkeypatch.setattr(shutil, "rmtree", delete)
+    remove_model(local_models()[0])
+    assert refused and not files.weights[0].exists() and not is_in_use(files.weights[0])
+    resolve_model("tiny-random")
+    assert [model.used for model in local_models()] == [0.0]
+
+
+def test_gguf_files_are_parts_of_one_model_only(cache: Path, tmp_path: Path) -> None:
+    """At the top of a folder of models and below, also if a name begins like another or has special characters."""
+    for folder in (tmp_path / "own", tmp_path / "own" / "more"):
+        for stem, count in (("llama", 2), ("llama", 3), ("llama-chat", 2), ("a[1]", 2)):
+            for number in range(1, count + 1):
+                put(folder / f"{stem}-{number:05}-of-{count:05}.gguf")
+        put(folder / "llama.gguf")
+    models = local_models(tmp_path / "own")
+    assert sorted(len(model.files) for model in models) == sorted([2, 3, 2, 2, 1] * 2)
+    for name in ("llama-00001-of-00002.gguf", "more/llama-00001-of-00002.gguf"):
+        assert remove_model(find_model(str(tmp_path / "own" / name), models)) == 20
+    left = [path.name for path in (tmp_path / "own").rglob("*.gguf")]
+    assert len(left) == 16 and left.count("llama-chat-00002-of-00002.gguf") == left.count("llama.gguf") == 2
 
 
 def test_conversions_of_a_file_are_deleted_with_it(cache: Path, tmp_path: Path) -> None:

@@ -177,11 +177,34 @@ def test_a_process_waits_while_the_other_makes_progress(tmp_path: Path, monkeypa
         assert now[0] > 5 * 60.0 + native_build.STALL_S
 
 
+def test_the_next_owner_of_the_lock_deletes_no_folder_of_a_process_that_compiles_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, found = [0.0], list[tuple[bool, bool, bool]]()
+    (left := tmp_path / "native" / f"{native_build.LOCKED}x").mkdir(parents=True)
+
+    def sleep(seconds: float) -> None:
+        now[0] += 60.0
+
+    def compile_here(compiler: str, kinds: object, scratch: Path, progress: object) -> Path:
+        fcntl.flock(held, fcntl.LOCK_UN)
+        with native_build._turn(tmp_path / "native") as is_locked:
+            found.append((is_locked, scratch.is_dir(), left.is_dir()))
+        raise OSError("compiles no longer")
+
+    monkeypatch.setattr(native_build, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(native_build, "find_compiler", lambda: "c++")
+    monkeypatch.setattr(native_build, "compile_here", compile_here)
+    with lock_held(tmp_path / "native") as held, pytest.raises(OSError, match="no longer"):
+        native_build._load(tmp_path / "native")
+    assert found == [(True, True, False)]
+
+
 @contextmanager
-def lock_held(folder: Path) -> Iterator[None]:
+def lock_held(folder: Path) -> Iterator[int]:
     held = os.open(folder, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
-    yield
+    yield held
     os.close(held)
 
 

@@ -56,6 +56,20 @@ def test_what_cannot_be_shared_stays_as_it_is(file: MemoryFile, monkeypatch: pyt
     assert view.shared(own := weights(2)) is own, "equal hashes, other contents"
 
 
+def test_weights_after_the_first_model_are_shared_only_if_the_file_has_them(
+    file: MemoryFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, unset in (("_file", None), ("_path", "")):
+        monkeypatch.setattr(shared_weights, name, unset)
+    monkeypatch.setattr(WeightsFile, "has_large_pages", lambda self: True)
+    shared_weights.share_weights(file.path)
+    first = shared_weights.shared(weights(1))
+    assert shared_weights.is_sharing()
+    shared_weights.share_weights(file.path)
+    assert not shared_weights.is_sharing() and shared_weights.shared(own := weights(2)) is own
+    assert shared_weights.shared(weights(1)).data_ptr() == first.data_ptr()
+
+
 def test_large_pages_are_used_where_linux_has_them(file: MemoryFile) -> None:
     enabled = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
     if tuple(map(int, os.uname().release.split(".")[:2])) < (6, 1) or "[deny]" in enabled.read_text():
@@ -70,6 +84,7 @@ def test_without_a_file_or_large_pages_weights_stay_private(
     monkeypatch.setattr(shared_weights, "_file", None)
     monkeypatch.setattr(WeightsFile, "has_large_pages", lambda self: False)
     for path in (file.path, "/nonexistent"):
+        monkeypatch.setattr(shared_weights, "_path", "")
         shared_weights.share_weights(path)
     assert shared_weights.shared(own := weights(1)) is own
     assert "no large pages" in caplog.messages[0] and "No such file" in caplog.messages[1]

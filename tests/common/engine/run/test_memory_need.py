@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,20 @@ from common.engine.models.load import load_model
 from common.engine.ranks.shard import load_shard
 from common.engine.run import memory_need
 from common.engine.run.draft_model import DraftPlan
+from common.engine.run.loaded import LoadedModel
 from common.engine.run.memory_need import GIB, REST_BYTES, MemoryNeed
 from common.engine.run.worker_need import WeightFootprint, WeightForm, remedies, required_memory, weight_bytes
 from common.engine.weights.formats.stored import StoredForm, StoredTensor
 from common.errors import ModelError
+from common.machine import MemoryFile
 from common.machine.memory import Available
 from common.model_files.architecture.shard import Shard
 from common.model_files.files import ModelFiles
 from common.model_files.quantization import Quantization
 from common.model_files.resolve import resolve_model
+from common.model_files.tiny import make_tiny_model
 from common.observe import progress
+from kernels.cpu import shared_weights
 
 from ....draft_heads import eagle_folder
 from ..models.generation import files_of
@@ -261,3 +266,21 @@ def test_what_does_not_fit_is_refused_with_the_numbers(monkeypatch: pytest.Monke
 )
 def test_remedies(settings: dict[str, Any], expected: str) -> None:
     assert remedies(PrefillWorkerConfig(**settings)) == expected
+
+
+def test_weights_of_updates_are_not_added_to_the_memory_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its entries are never freed. A worker that woke up with other weights has loaded them as an update too."""
+    memory = MemoryFile("diptych-test")
+    if not memory.path:
+        pytest.skip("this system has no memory files")
+    for name, unset in (("_file", None), ("_path", "")):
+        monkeypatch.setattr(shared_weights, name, unset)
+    monkeypatch.setattr(shared_weights.WeightsFile, "has_large_pages", lambda self: True)
+    files = [resolve_model(str(make_tiny_model(tmp_path / f"{seed}", seed=seed))) for seed in range(3)]
+    config = DecodeWorkerConfig(model="m", dtype="float32", num_blocks=8, weight_share=memory.path)
+    first = LoadedModel.load(files[0], config)
+    assert (num_blocks := os.stat(memory.path).st_blocks)
+    updated = first.stage(files[1], config)()
+    awake = LoadedModel.load(files[2], config)
+    assert len({each.weights for each in (first, updated, awake)}) == 3
+    assert os.stat(memory.path).st_blocks == num_blocks
