@@ -347,6 +347,8 @@ def keep_draws(runner_class: Any) -> None:
     @functools.wraps(sample)
     def sample_tokens(self: Any, grammar_output: Any) -> Any:
         generators: dict[int, torch.Generator] = self.input_batch.generators
+        if not generators:
+            return sample(self, grammar_output)
         discarded = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
         set_aside = {row: generators.pop(row) for row in discarded if row in generators}
         try:
