@@ -29,6 +29,8 @@ from common.errors import RankLost
 
 log = logging.getLogger(__name__)
 PLAN_S = 10.0
+PROBLEM_S = 0.2
+"""Maximum time, in seconds, to receive the rest of a problem. The event loop waits for it."""
 MAX_PROBLEM_BYTES = 16_384
 HOST_IP = "VLLM_HOST_IP"
 """Environment variable with the address at which vLLM's processes listen for other hosts."""
@@ -59,7 +61,7 @@ class EngineHosts:
     """Hosts that have joined a worker. Thread-safe."""
 
     def __init__(self, hosts: Sequence[JoinedHost], curve_key: str) -> None:
-        """Takes ownership of the connections. Raises RankLost if there is no route to the hosts."""
+        """Takes ownership of the connections unless it raises RankLost: there is no route to the hosts."""
         self._hosts = hosts
         self._lock = threading.Lock()
         self._failure = ""
@@ -74,7 +76,14 @@ class EngineHosts:
     def wait(cls, config: WorkerConfig) -> EngineHosts | None:
         """Wait for the other hosts of `--rank-hosts`. Raises OSError, ConfigError, or RankLost at the deadline."""
         hosts = wait_for_hosts(config)
-        return cls(hosts, config.curve_key) if hosts else None
+        if not hosts:
+            return None
+        try:
+            return cls(hosts, config.curve_key)
+        except BaseException:
+            for host in hosts:
+                host.close()
+            raise
 
     def arguments(self, node_rank: int = 0) -> tuple[str, ...]:
         """Return vLLM's arguments for the host with this number; this host has 0."""
@@ -141,7 +150,7 @@ def _problem_of(host: JoinedHost) -> str:
     engine = _engine_of(host)
     if engine.has_message():
         try:
-            return f"{engine.peer}: {engine.receive(PLAN_S, MAX_PROBLEM_BYTES).decode(errors='replace')}"
+            return f"{engine.peer}: {engine.receive(PROBLEM_S, MAX_PROBLEM_BYTES).decode(errors='replace')}"
         except RankLost as error:
             return str(error)
     return f"{host.control.peer} is gone" if host.control.is_cut() else ""

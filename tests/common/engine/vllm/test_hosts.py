@@ -12,17 +12,20 @@ from typing import Any
 import msgspec
 import pytest
 
+from common.config import DecodeWorkerConfig
 from common.engine.ranks.channel import Channel
 from common.engine.vllm import follower
 from common.engine.vllm.admission import Handshake, JoinRequest, JoinResponse, Purpose, Versions, key_of
 from common.engine.vllm.connection import dial
-from common.engine.vllm.hosts import HOST_IP, INTERFACES, EngineHosts, FollowerPlan, link_key
+from common.engine.vllm.hosts import HOST_IP, INTERFACES, PROBLEM_S, EngineHosts, FollowerPlan, link_key
 from common.engine.vllm.launch import CoreFiles
 from common.engine.vllm.link import ConnectorSettings
 from common.engine.vllm.rank_hosts import JoinedHost, RankHosts
-from common.errors import ModelError
+from common.errors import ModelError, RankLost
 from common.wire.curve import KeyPair, write_key_pair
 from common.wire.listening import listen
+
+from ....waiting import wait_until
 
 WAIT_S = 10.0
 SETTINGS = ConnectorSettings(
@@ -104,6 +107,35 @@ def test_a_worker_learns_why_a_host_runs_no_ranks(key: str) -> None:
     with joined(key) as (hosts, _, engine):
         engine.cut()
         assert hosts.failure == "host 1 at 127.0.0.1 is gone"
+
+
+def test_a_host_that_reports_half_a_problem_does_not_stop_the_worker(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop reads the report."""
+    given: list[float | None] = []
+    receive = Channel.receive
+
+    def noted(channel: Channel, timeout_s: float | None, most_bytes: int) -> bytes:
+        given.append(timeout_s)
+        return receive(channel, 0.001, most_bytes)
+
+    with joined(key) as (hosts, _, engine):
+        engine.try_send(b"half")
+        monkeypatch.setattr(Channel, "receive", noted)
+        wait_until(lambda: hosts.failure)
+        assert "cannot receive from host 1 at 127.0.0.1" in hosts.failure
+        assert given == [PROBLEM_S] and PROBLEM_S < 1.0
+
+
+def test_hosts_are_left_if_the_worker_has_no_route_to_them(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RankLost("no route")
+
+    with joined(key) as (hosts, control, _):
+        monkeypatch.setattr("common.engine.vllm.hosts.wait_for_hosts", lambda config: hosts._hosts)
+        monkeypatch.setattr("common.engine.vllm.hosts.prepare_network", refuse)
+        with pytest.raises(RankLost, match="no route"):
+            EngineHosts.wait(DecodeWorkerConfig(curve_key=key))
+        assert control.is_cut(WAIT_S)
 
 
 def test_a_host_runs_the_plan_with_its_own_key_file(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
