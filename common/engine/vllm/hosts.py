@@ -41,11 +41,13 @@ LINK_PURPOSE = b"the engine link of one worker"
 class FollowerPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What the ranks of another host run. `link_nonce` determines the key that `settings` leaves out.
 
+    `model` is the folder in `arguments`, and `leader` the address at which the ranks meet: the worker's host.
     `kv_space` is vLLM's variable for the size of the KV cache on a CPU, "" if it is not set. The model must have
     `weights_hash`.
     """
 
     arguments: tuple[str, ...]
+    model: str
     settings: ConnectorSettings
     link_nonce: bytes
     weights_hash: str
@@ -55,6 +57,7 @@ class FollowerPlan(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str
     log_json: bool
     node_rank: int = 0
+    leader: str = ""
 
 
 class EngineHosts:
@@ -99,7 +102,9 @@ class EngineHosts:
         """Let the other hosts start their ranks. Fills in what depends on the host. Raises RankLost."""
         for number, host in enumerate(self._hosts, 1):
             arguments = (*plan.arguments, *self.arguments(number))
-            sent = msgspec.structs.replace(plan, node_rank=number, link_nonce=self._nonce, arguments=arguments)
+            sent = msgspec.structs.replace(
+                plan, node_rank=number, leader=self.address, link_nonce=self._nonce, arguments=arguments
+            )
             _engine_of(host).send(msgspec.json.encode(sent), PLAN_S)
 
     def advertised(self, own: str, world_size: int) -> list[str]:

@@ -375,8 +375,10 @@ def _plan(
     files: ModelFiles, config: WorkerConfig, arguments: Sequence[str], settings: ConnectorSettings
 ) -> FollowerPlan:
     """Return the plan of the other hosts, without the key of the link."""
+    assert files.config is not None  # checked by `engine_arguments`
     return FollowerPlan(
         arguments=tuple(arguments),
+        model=str(files.config.parent),
         settings=msgspec.structs.replace(settings, link_key=""),
         link_nonce=b"",
         weights_hash=files.weights_hash,

@@ -33,8 +33,8 @@ SETTINGS = ConnectorSettings(
     curve_key="/of/the/worker",
 )  # fmt: skip
 PLAN = FollowerPlan(
-    arguments=("--model", "/models/m"), settings=SETTINGS, link_nonce=b"", weights_hash="h", on_gpu=False, num_ranks=2,
-    kv_space="4", log_level="info", log_json=False,
+    arguments=("--model", "/models/m"), model="/models/m", settings=SETTINGS, link_nonce=b"", weights_hash="h",
+    on_gpu=False, num_ranks=2, kv_space="4", log_level="info", log_json=False,
 )  # fmt: skip
 
 
@@ -87,7 +87,8 @@ def test_a_host_gets_its_arguments_and_derives_the_key_of_the_link(key: str) -> 
         assert link_key(key, plan.link_nonce) == hosts.link_key
         assert hosts.link_key not in packed and hosts.link_key.hex().encode() not in packed
         given = dict(zip(plan.arguments[::2], plan.arguments[1::2], strict=True))
-        assert (given["--nnodes"], given["--node-rank"], given["--master-addr"]) == ("2", "1", "127.0.0.1")
+        assert (given["--nnodes"], given["--node-rank"], given["--master-addr"]) == ("2", "1", plan.leader)
+        assert plan.leader == "127.0.0.1"
         assert hosts.arguments()[-6:] == ("--node-rank", "0", *plan.arguments[-4:])
         assert hosts.advertised("10.0.0.1", 4) == ["10.0.0.1", "10.0.0.1", "127.0.0.1", "127.0.0.1"]
         assert os.environ[HOST_IP] == "127.0.0.1" and os.environ["GLOO_SOCKET_IFNAME"] == "lo"
