@@ -368,7 +368,8 @@ def _refusing(config: WorkerConfig, *names: str) -> Iterator[None]:
         if error.errno not in CANNOT_BIND:
             raise
         reason = os.strerror(error.errno).lower()
-        given = {name: port for name in names if (port := getattr(config, name, 0))}
+        ports = names if error.errno != errno.EADDRNOTAVAIL else ()  # ports do not determine whether the host exists
+        given = {name: port for name in ports if (port := getattr(config, name, 0))}
         name = next((name for name, port in given.items() if f":{port}'" in str(error)), next(iter(given), "host"))
         allowed = f"a port that is free on {config.host}" if name in given else "an address of this machine"
         raise ConfigError(name, getattr(config, name), f"{allowed} ({reason})") from error
