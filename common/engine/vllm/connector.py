@@ -160,7 +160,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass(slots=True, eq=False)
 class TrackedRequest:
-    """A request of vLLM. The ranks were told that `num_sent` tokens of its prompt are computed."""
+    """A request of vLLM. Orders to the ranks cover the first `num_sent` tokens of its prompt."""
 
     request: Request
     params: TransferParams
@@ -259,7 +259,7 @@ class SchedulerSide:
     def step_done(self, manager: Any) -> None:
         """Report the oldest step in flight to the worker, together with later ones if nothing depends on it.
 
-        Each message costs the worker time that it lacks for the answers.
+        Fewer messages leave the worker more time for tokens.
         """
         now, step = time.monotonic(), self._steps.popleft()
         began_at, self._ended_at = max(step.began_at, self._ended_at), now

@@ -50,7 +50,7 @@ class ExpectedWarnings(logging.Filter):
 
 
 class LineFormatter(logging.Formatter):
-    """Formats lines as ours. Omits tracebacks until the file `loaded` exists, if that is given."""
+    """Formats log lines like Diptych's own. Omits tracebacks until the file `loaded` exists, if that is given."""
 
     def __init__(self, loaded: str = "") -> None:
         super().__init__("%(asctime)s.%(msecs)03d %(levelname)-7s vllm %(processName)s: %(message)s", "%H:%M:%S")
