@@ -37,9 +37,9 @@ MAX_TRIED = 16
 
 @dataclass(frozen=True, slots=True)
 class _Admission:
-    """The request at `place` in the queue gets these cached blocks and `num_new` more."""
+    """A waiting request gets these cached blocks and `num_new` more."""
 
-    place: int
+    sequence: DecodeSequence
     prefix: CachedPrefix
     num_new: int
 
@@ -114,17 +114,20 @@ class DecodeQueue(Scheduler[DecodeSequence]):
             return max(self.batch_cap.value, self._usual_num_seqs)
         return min(self.batch_cap.value, self.max_num_seqs)
 
-    def _next(self) -> _Admission | None:
-        """Return the oldest waiting request that fits and may overtake those before it."""
-        if self._num_active >= self._num_places:
+    @property
+    def _is_full(self) -> bool:
+        return self._num_active >= self._num_places
+
+    def _next(self, in_turn: Sequence[DecodeSequence]) -> _Admission | None:
+        """Return the first request that fits and may overtake those before it. `in_turn` is from `_in_turn`."""
+        if self._is_full:
             return None
         limit = self.pool.num_blocks  # blocks that younger requests may take
-        for place in self._places_in_turn():
-            sequence = self.queue[place]
+        for sequence in (self.queue if self._is_oldest_due else in_turn)[:MAX_TRIED]:
             prefix = self._cached_prefix(sequence)
             num_new = self._num_new(sequence, prefix)
             if num_new <= limit and num_new + self._headroom <= self._num_available(prefix.blocks):
-                return _Admission(place, prefix, num_new)
+                return _Admission(sequence, prefix, num_new)
             # Nothing may overtake a preempted sequence, whose client is already reading.
             left = num_new - sequence.num_passing_blocks if sequence.status is not RequestStatus.PREEMPTED else 0
             limit = min(limit, left)
@@ -132,17 +135,23 @@ class DecodeQueue(Scheduler[DecodeSequence]):
                 break
         return None
 
-    def _places_in_turn(self) -> Sequence[int]:
-        """Return the places of the waiting requests that are tried, in order: those that will miss the goal last."""
-        places = range(len(self.queue))
-        late = [place for place in places if self._is_late(self.queue[place])] if self.goal.is_set else []
-        if not late or len(late) == len(places):
-            return places[:MAX_TRIED]
-        is_due = self._num_since_oldest >= ADMISSIONS_PER_OLDEST - 1
-        if is_due and late[0] == 0 and self._now - self._waits_since(self.queue[0]) > YIELD_S:
-            return places[:MAX_TRIED]
+    def _in_turn(self) -> list[DecodeSequence]:
+        """Return the waiting requests in the order in which they are tried: those that will miss the goal last.
+
+        Determined once per step, because the queue may be long. Empty if no request can be admitted.
+        """
+        if self._is_full:
+            return []
+        late = [sequence for sequence in self.queue if self._is_late(sequence)] if self.goal.is_set else []
         yielding = set(late)
-        return [*(place for place in places if place not in yielding), *late][:MAX_TRIED]
+        return [*(sequence for sequence in self.queue if sequence not in yielding), *late]
+
+    @property
+    def _is_oldest_due(self) -> bool:
+        """Whether the oldest request gets the next admission, although it yields."""
+        if self._num_since_oldest < ADMISSIONS_PER_OLDEST - 1 or not self.queue:
+            return False
+        return self._is_late(self.queue[0]) and self._now - self._waits_since(self.queue[0]) > YIELD_S
 
     def _is_late(self, sequence: DecodeSequence) -> bool:
         """Return whether a request whose first token was sent waits for longer than its answer can spare."""

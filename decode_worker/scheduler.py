@@ -122,7 +122,7 @@ class DecodeScheduler(DecodeQueue):
     @property
     def has_work(self) -> bool:
         is_due = any(sequence.read is None and not sequence.awaits_mask for sequence in self.running)
-        return is_due or self._next() is not None
+        return is_due or self._next(self._in_turn()) is not None
 
     @property
     def lacks_blocks(self) -> bool:
@@ -375,12 +375,15 @@ class DecodeScheduler(DecodeQueue):
     def _admit(self, now: float, restore: Callable[[DecodeSequence], None]) -> list[DecodeSequence]:
         """Admit waiting requests, oldest first, while they fit. Return those whose KV another worker sends."""
         granted: list[DecodeSequence] = []
-        while (admission := self._next()) is not None:
-            prefix, num_new = admission.prefix, admission.num_new
-            sequence = self.queue.pop(admission.place)
-            self._num_since_oldest = self._num_since_oldest + 1 if admission.place else 0
+        in_turn = self._in_turn()
+        while (admission := self._next(in_turn)) is not None:
+            sequence, prefix, num_new = admission.sequence, admission.prefix, admission.num_new
+            in_turn.remove(sequence)
+            place = self.queue.index(sequence)
+            del self.queue[place]
+            self._num_since_oldest = self._num_since_oldest + 1 if place else 0
             sequence.num_passing_blocks = 0  # starts again after a preemption
-            for passed in self.queue[: admission.place]:
+            for passed in self.queue[:place]:
                 passed.num_passing_blocks += num_new
             self._give_blocks(sequence, prefix, num_new, now)
             if not sequence.num_preemptions:

@@ -30,7 +30,8 @@ import math
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from common.blocks import HOLE, CachedPrefix
@@ -49,7 +50,8 @@ ON_TIME_S = 5.0
 """Steps of late prompts are small if a prompt was on time in the last seconds. Where none ever is, they would only cost
 throughput."""
 MAX_TRIES = 16
-"""Maximum number of prompts that do not fit tried per step, so that a long queue does not slow it down."""
+"""Maximum number of prompts that do not fit tried per step, and of late prompts that determine its size, so that a long
+queue does not slow it down."""
 
 LOW_SHARE = 0.75
 """Maximum share of all blocks for prompts of low priority, unless a single one needs more. Priorities below 0, or below
@@ -192,15 +194,15 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         if order.num_on_time:
             self._on_time_at = now
         self.late_tokens = self.max_step_tokens
-        late = [prompt for prompt in prompts if order.is_late(prompt)] if order.late else ()
+        late = [*islice(filter(order.is_late, prompts), MAX_TRIES)] if order.late else []
         if late and now - self._on_time_at <= ON_TIME_S:
             slack_s = min(self._slack_s(prompt, model) for prompt in late)
             self.late_tokens = late_step(model, self._start, self.max_step_tokens, slack_s)
         admitted = self._admit(order, now, restore)
         ready = [sequence for sequence in order.prompts if sequence.blocks and self._is_ready(sequence)]
-        running = PromptOrder(ready, order.elder, order.num_on_time, order.late)
         chunks = [
-            PrefillChunk(sequence, sequence.num_begun, num_tokens) for sequence, num_tokens in self._chunks(running)
+            PrefillChunk(sequence, sequence.num_begun, num_tokens)
+            for sequence, num_tokens in self._chunks(replace(order, prompts=ready))
         ]
         return SchedulerOutput(chunks, admitted)
 
@@ -282,10 +284,15 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         """Return the step size, extended to the rest of the first prompt if that needs less than two steps.
 
         Otherwise the rest would share a step with the next prompt, and its first token would wait for that one's chunk.
+        Not extended for a prompt that the next step cannot complete.
         """
-        size, left = self.max_step_tokens, order.prompts[0].num_remaining if order.prompts else 0
+        if not order.prompts or not self._is_ready(first := order.prompts[0]):
+            return self.step_tokens
+        size, left = self.max_step_tokens, first.num_remaining
         is_near = size < left < 2 * size and left <= self.most_step_tokens
-        return Knob(left, self.step_tokens.reason) if is_near else self.step_tokens
+        if not is_near or order.most_tokens(first, left) < left:
+            return self.step_tokens
+        return Knob(left, self.step_tokens.reason)
 
     def _slack_s(self, sequence: PrefillSequence, model: StepModel) -> float:
         """Return how long a prompt like this may wait and meet its goal; 0 if it cannot."""

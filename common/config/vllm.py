@@ -140,7 +140,8 @@ def check_vllm(config: WorkerConfig) -> None:
         if field.name in MEANINGLESS and value != field.default:
             raise ConfigError(field.name, value, MEANINGLESS[field.name])
     if config.kv_transport not in TRANSPORTS:
-        raise ConfigError("kv_transport", config.kv_transport, "auto, tcp, shm or nixl with --engine vllm")
+        allowed = f"{', '.join(TRANSPORTS[:-1])} or {TRANSPORTS[-1]} with --engine vllm"
+        raise ConfigError("kv_transport", config.kv_transport, allowed)
     check_engine_args(config.engine_args)
 
 

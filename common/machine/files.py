@@ -133,7 +133,8 @@ def write_failure(path: Path | str, error: OSError, needed: int = 0) -> str:
         sizes.append(f"{about.f_bavail * about.f_frsize:,} bytes are free")
         if about.f_files and not about.f_favail:
             sizes.append("no inode is free")
-    return f"cannot write {path}: {what} ({', '.join(sizes)})"
+    details = f" ({', '.join(sizes)})" if sizes else ""
+    return f"cannot write {path}: {what}{details}"
 
 
 def raise_file_limit() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import shutil
+import stat
 import tempfile
 from pathlib import Path
 from types import TracebackType
@@ -62,10 +64,25 @@ def remove_private_folders() -> None:
 
 def _remove_left(parent: Path) -> None:
     """Remove the folders of killed processes."""
-    for left in parent.glob(f"{PREFIX}*/{FOLDER_LOCK}"):
-        with contextlib.suppress(OSError), left.open("rb") as lock:  # owned by another user, or in use
+    for left in parent.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # in use, or removed by another process
+            _remove_if_left(left)
+
+
+def _remove_if_left(folder: Path) -> None:
+    """Remove a folder of this user that no process has locked. Anyone may create files with its name.
+
+    Raises OSError if it is in use.
+    """
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
+        return
+    # O_NONBLOCK: opening a FIFO waits for a writer.
+    descriptor = os.open(folder / FOLDER_LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with open(descriptor, "rb") as lock:
+        if stat.S_ISREG(os.fstat(lock.fileno()).st_mode):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove(left.parent)
+            _remove(folder)
 
 
 def _remove(folder: Path) -> None:

@@ -56,6 +56,7 @@ class WorkerHello(Message, frozen=True, kw_only=True, tag=20):
     - `window`: maximum context of all layers in tokens, so that sequences own no earlier blocks; 0 for no limit.
     - The worker speaks the protocol versions from `oldest_protocol` to `protocol`.
     - `layout`: names and values of settings that `fingerprint` covers, to explain why workers are not paired.
+    - `memory_bytes`: size of weights and KV cache; 0 if unknown.
     - `weight_version`: name of the weights after an update; "" for those with which the worker was started.
     """
 

@@ -97,6 +97,23 @@ def test_answers_that_miss_the_goal_anyway_yield_to_others_but_do_not_starve() -
     assert order.index("q3") == ADMISSIONS_PER_OLDEST - 1 and order[0] == "q20"
 
 
+def test_a_step_judges_each_waiting_request_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = scheduler()
+    for number in range(40):
+        one = sequence(f"q{number}", 4)
+        one.status = RequestStatus.EXPECTING
+        plan.add(one)
+        plan.open(one)
+    judged: list[DecodeSequence] = []
+
+    def is_late(_: DecodeScheduler, waiting: DecodeSequence) -> bool:
+        judged.append(waiting)
+        return False
+
+    monkeypatch.setattr(DecodeScheduler, "_is_late", is_late)
+    assert len(plan.schedule(0.2, MODEL).granted) > 1 and len(judged) == 40
+
+
 def test_a_place_that_gets_free_is_given_away() -> None:
     plan = scheduler()
     decoding(plan, 20)

@@ -56,7 +56,8 @@ LEAST_LEARNT_STEPS = 64
 """Number of steps to which a model must be fitted before it limits the batch. The first steps have a single sequence,
 so that the model attributes the whole step time to a row."""
 LEAST_LEARNT_PROMPTS = 16
-"""The same before it limits prefill steps. Steps of one size do not show the fixed part, which would be taken for 0."""
+"""Minimum number of steps before the model limits prefill steps. Steps of one size do not show the fixed part, which
+would be taken for 0."""
 LEAST_STEP = 64
 """Minimum prompt tokens of a prefill step."""
 SIZES = 16
@@ -68,7 +69,7 @@ LEAST_STEP_S, LEAST_LATE_S = 0.1, 0.05
 and the fixed part of a step is poorly known: where all steps had one size, or other processes use the cores, a model
 without it would choose the smallest size."""
 LATE_SHARE = 0.8
-"""The same share for steps of late prompts, which should delay others little."""
+"""Minimum share of the best throughput in steps of late prompts. They should delay others little."""
 SLACK_SHARE = 0.5
 """Share of a new prompt's slack that a step of late prompts may always take."""
 Reason = Literal["bound", "goal", "least", "missed", "efficiency", "gain", "cost"]

@@ -160,7 +160,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass(slots=True, eq=False)
 class TrackedRequest:
-    """A request of vLLM. The ranks were told that `num_sent` tokens of its prompt are computed."""
+    """A request of vLLM. Orders to the ranks cover the first `num_sent` tokens of its prompt."""
 
     request: Request
     params: TransferParams
@@ -259,7 +259,7 @@ class SchedulerSide:
     def step_done(self, manager: Any) -> None:
         """Report the oldest step in flight to the worker, together with later ones if nothing depends on it.
 
-        Each message costs the worker time that it lacks for the answers.
+        Fewer messages leave the worker more time for tokens.
         """
         now, step = time.monotonic(), self._steps.popleft()
         began_at, self._ended_at = max(step.began_at, self._ended_at), now
@@ -347,6 +347,8 @@ def keep_draws(runner_class: Any) -> None:
     @functools.wraps(sample)
     def sample_tokens(self: Any, grammar_output: Any) -> Any:
         generators: dict[int, torch.Generator] = self.input_batch.generators
+        if not generators:
+            return sample(self, grammar_output)
         discarded = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
         set_aside = {row: generators.pop(row) for row in discarded if row in generators}
         try:

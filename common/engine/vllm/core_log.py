@@ -50,7 +50,7 @@ class ExpectedWarnings(logging.Filter):
 
 
 class LineFormatter(logging.Formatter):
-    """Formats lines as ours. Omits tracebacks until the file `loaded` exists, if that is given."""
+    """Formats log lines like Diptych's own. Omits tracebacks until the file `loaded` exists, if that is given."""
 
     def __init__(self, loaded: str = "") -> None:
         super().__init__("%(asctime)s.%(msecs)03d %(levelname)-7s vllm %(processName)s: %(message)s", "%H:%M:%S")
@@ -100,7 +100,7 @@ def started_by() -> int:
 
 def _watch_parent(parent: int) -> None:
     """Exit when the parent has ended. `parent` is wrong if that was before this call, while modules were imported."""
-    while os.getppid() == parent and (multiprocessing.parent_process() is None or started_by() == parent):
+    while os.getppid() == parent == started_by():
         time.sleep(WATCH_S)
     from common.engine.vllm.link import exit_orphaned  # imported late: vLLM configures logging at its first import
 

@@ -379,7 +379,7 @@ class VllmEngine:
             self._on_first_token(sequence, output, now)
         positions = output.logprobs if output.logprobs is not None and params.logprobs >= 0 else ()
         for number, token_id in enumerate(output.token_ids):
-            if why := sequence.conflict(token_id):
+            if sequence.allowed and (why := sequence.conflict(token_id)):
                 self._report_tokens(sequence)
                 self._fail(sequence, "sampling", why, retryable=False)
                 return

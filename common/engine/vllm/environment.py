@@ -22,7 +22,7 @@ GPUS = "CUDA_VISIBLE_DEVICES"
 THREADS = "VLLM_CPU_OMP_THREADS_BIND"
 PRELOAD = "LD_PRELOAD"
 CONSTANTS = {
-    # Of torch, in each of vLLM's processes, and of shared memory that Python removes when a process was killed.
+    # Hide torch's warnings, and the resource tracker's about shared memory of killed processes.
     "PYTHONWARNINGS": "ignore::FutureWarning,ignore:resource_tracker:UserWarning",
     "VLLM_NO_USAGE_STATS": "1",  # Diptych sends no usage statistics
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would inherit the locks of our threads

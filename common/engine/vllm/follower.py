@@ -46,8 +46,7 @@ END_S = 3.0
 
 def run(plan: FollowerPlan, settings: ConnectorSettings, files: CoreFiles) -> str:
     """Start the ranks and wait until one ends. Returns why it ended. Raises ModelError and errors of vLLM."""
-    model = plan.arguments[plan.arguments.index("--model") + 1]
-    check_weights(model, plan.weights_hash)
+    check_weights(plan.model, plan.weights_hash)
     prepare_variables(RankResources(on_gpu=plan.on_gpu, num_ranks=plan.num_ranks))
     prepare_files(plan.log_level, files)
     os.environ.pop(KV_SPACE, None)
@@ -88,7 +87,7 @@ def follow(plan: FollowerPlan, curve_key: str, own_address: str, files: CoreFile
             curve_key=curve_key,
             kv_host=plan.settings.kv_host if plan.settings.kv_host in (ALL, ALL_IPV4) else own_address,
         )
-        prepare_network(own_address, plan.arguments[plan.arguments.index("--master-addr") + 1])
+        prepare_network(own_address, plan.leader)
         return run(plan, settings, files)
     except DiptychError as error:
         return str(error)

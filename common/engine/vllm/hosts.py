@@ -29,6 +29,8 @@ from common.errors import RankLost
 
 log = logging.getLogger(__name__)
 PLAN_S = 10.0
+PROBLEM_S = 0.2
+"""Maximum time, in seconds, to receive the rest of a problem. The event loop waits for it."""
 MAX_PROBLEM_BYTES = 16_384
 HOST_IP = "VLLM_HOST_IP"
 """Environment variable with the address at which vLLM's processes listen for other hosts."""
@@ -39,11 +41,13 @@ LINK_PURPOSE = b"the engine link of one worker"
 class FollowerPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What the ranks of another host run. `link_nonce` determines the key that `settings` leaves out.
 
+    `model` is the folder in `arguments`, and `leader` the address at which the ranks meet: the worker's host.
     `kv_space` is vLLM's variable for the size of the KV cache on a CPU, "" if it is not set. The model must have
     `weights_hash`.
     """
 
     arguments: tuple[str, ...]
+    model: str
     settings: ConnectorSettings
     link_nonce: bytes
     weights_hash: str
@@ -53,13 +57,14 @@ class FollowerPlan(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str
     log_json: bool
     node_rank: int = 0
+    leader: str = ""
 
 
 class EngineHosts:
     """Hosts that have joined a worker. Thread-safe."""
 
     def __init__(self, hosts: Sequence[JoinedHost], curve_key: str) -> None:
-        """Takes ownership of the connections. Raises RankLost if there is no route to the hosts."""
+        """Takes ownership of the connections unless it raises RankLost: there is no route to the hosts."""
         self._hosts = hosts
         self._lock = threading.Lock()
         self._failure = ""
@@ -74,7 +79,14 @@ class EngineHosts:
     def wait(cls, config: WorkerConfig) -> EngineHosts | None:
         """Wait for the other hosts of `--rank-hosts`. Raises OSError, ConfigError, or RankLost at the deadline."""
         hosts = wait_for_hosts(config)
-        return cls(hosts, config.curve_key) if hosts else None
+        if not hosts:
+            return None
+        try:
+            return cls(hosts, config.curve_key)
+        except BaseException:
+            for host in hosts:
+                host.close()
+            raise
 
     def arguments(self, node_rank: int = 0) -> tuple[str, ...]:
         """Return vLLM's arguments for the host with this number; this host has 0."""
@@ -90,7 +102,9 @@ class EngineHosts:
         """Let the other hosts start their ranks. Fills in what depends on the host. Raises RankLost."""
         for number, host in enumerate(self._hosts, 1):
             arguments = (*plan.arguments, *self.arguments(number))
-            sent = msgspec.structs.replace(plan, node_rank=number, link_nonce=self._nonce, arguments=arguments)
+            sent = msgspec.structs.replace(
+                plan, node_rank=number, leader=self.address, link_nonce=self._nonce, arguments=arguments
+            )
             _engine_of(host).send(msgspec.json.encode(sent), PLAN_S)
 
     def advertised(self, own: str, world_size: int) -> list[str]:
@@ -141,7 +155,7 @@ def _problem_of(host: JoinedHost) -> str:
     engine = _engine_of(host)
     if engine.has_message():
         try:
-            return f"{engine.peer}: {engine.receive(PLAN_S, MAX_PROBLEM_BYTES).decode(errors='replace')}"
+            return f"{engine.peer}: {engine.receive(PROBLEM_S, MAX_PROBLEM_BYTES).decode(errors='replace')}"
         except RankLost as error:
             return str(error)
     return f"{host.control.peer} is gone" if host.control.is_cut() else ""

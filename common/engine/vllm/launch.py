@@ -84,8 +84,8 @@ class CoreFiles:
 def prepare_files(level: str, files: CoreFiles) -> None:
     """Set the variables for the log, the sockets and the temporary files of vLLM's processes.
 
-    Must precede the first import of vLLM. It leaves sockets and files behind, so they belong into our folder. The cache
-    of compiled code has to outlive it.
+    Must precede the first import of vLLM. vLLM does not remove its sockets and temporary files, so they are created in
+    our folder. The cache of compiled code has to outlive it.
     """
     write_logging_config(files.logging, files.errors, files.loaded, level)
     os.environ.setdefault(INDUCTOR_CACHE, f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")

@@ -58,9 +58,9 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     `weights` identifies the model and its weights: ranks exchange KV only if it and the layout are equal. Rank `r`
     listens for KV on `kv_port + r`, or on a free port if `kv_port` is 0. `kv_transport` is the worker's setting of that
-    name. `staging_bytes` is the host memory of each
-    rank for KV that arrives before its request is scheduled. `grant_timeout_s`, `transfer_timeout_s`: maximum time that
-    announced KV waits for staging memory, and that a transfer makes no progress.
+    name. `staging_bytes` is the host memory of each rank for KV that arrives before its request is scheduled.
+    `grant_timeout_s`, `transfer_timeout_s`: maximum time that announced KV waits for staging memory, and that a
+    transfer makes no progress.
     """
 
     link_address: str

@@ -84,8 +84,11 @@ WARM_UP_S = 300.0
 BLOCK_SIZES = re.compile(r"heads=(\d+) head_bytes=(\d+)")
 """Sizes of a block's parts in the description of a layout."""
 ROLE_SETTINGS = {
-    **{"kv_port": "kv_port", "grant_timeout_s": "grant_timeout_s", "transfer_timeout_s": "transfer_timeout_s"},
-    **{"kv_streams": "num_streams", "kv_lease_s": "lease_s"},
+    "kv_port": "kv_port",
+    "grant_timeout_s": "grant_timeout_s",
+    "transfer_timeout_s": "transfer_timeout_s",
+    "kv_streams": "num_streams",
+    "kv_lease_s": "lease_s",
 }
 """Settings of one role, and their names in `ConnectorSettings`."""
 EVENTS_HWM = 100_000
@@ -224,15 +227,14 @@ def load_vllm(files: ModelFiles, config: WorkerConfig, parts: WorkerParts, block
     if not task.generates and parts.identity.role == "decode":
         raise ModelError(f"{files.model_id} does not generate text: only prefill workers serve it")
     folder = PrivateFolder("vllm")
-    core_files = CoreFiles(folder.path)
-    prepare_files(config.log_level, core_files)
+    prepare_files(config.log_level, CoreFiles(folder.path))
     prepare_memory(config)
     log.info("vllm: reading the configuration of %s", files.model_id)
     thread = CoreThread()
     before, hosts = process_tree(), None
     try:
         hosts = EngineHosts.wait(config)
-        return _load(files, task, config, parts, block_log, core_files, folder, thread, hosts)
+        return _load(files, task, config, parts, block_log, folder, thread, hosts)
     except BaseException:
         if hosts is not None:
             hosts.close()
@@ -248,15 +250,14 @@ def _load(
     config: WorkerConfig,
     parts: WorkerParts,
     block_log: BlockLog,
-    core_files: CoreFiles,
     folder: PrivateFolder,
     thread: CoreThread,
     hosts: EngineHosts | None,
 ) -> VllmModel:
-    ranks = _Ranks()
+    core_files, ranks = CoreFiles(folder.path), _Ranks()
     context = zmq.asyncio.Context(parts.context)  # on the sockets' threads of this process
     link, link_address = thread.call(_linked(thread, context, ranks, config, parts, hosts), CALL_S)
-    settings = msgspec.structs.replace(connector_settings(config, parts, link), link_address=link_address)
+    settings = connector_settings(config, parts, link_address, link.key)
     arguments = engine_arguments(config, files, task)
     of_host = hosts.arguments() if hosts is not None else ()
     vllm_config = engine_config([*arguments, *of_host], core_files, settings.extra_config())
@@ -305,7 +306,9 @@ def _load(
     return model
 
 
-def connector_settings(config: WorkerConfig, parts: WorkerParts, link: RankLink) -> ConnectorSettings:
+def connector_settings(
+    config: WorkerConfig, parts: WorkerParts, link_address: str, link_key: bytes
+) -> ConnectorSettings:
     """Return the settings of the connectors, before the weights are known."""
     of_role = {
         setting: getattr(config, name)
@@ -313,8 +316,8 @@ def connector_settings(config: WorkerConfig, parts: WorkerParts, link: RankLink)
         if hasattr(config, name)  # of the other role
     }
     return ConnectorSettings(
-        link_address=link.address,
-        link_key=link.key.hex(),
+        link_address=link_address,
+        link_key=link_key.hex(),
         silence_s=LINK_SILENCE_S,
         worker_id=parts.identity.worker_id,
         epoch=parts.identity.epoch,
@@ -375,8 +378,10 @@ def _plan(
     files: ModelFiles, config: WorkerConfig, arguments: Sequence[str], settings: ConnectorSettings
 ) -> FollowerPlan:
     """Return the plan of the other hosts, without the key of the link."""
+    assert files.config is not None  # checked by `engine_arguments`
     return FollowerPlan(
         arguments=tuple(arguments),
+        model=str(files.config.parent),
         settings=msgspec.structs.replace(settings, link_key=""),
         link_nonce=b"",
         weights_hash=files.weights_hash,
@@ -403,7 +408,7 @@ async def _linked(
     parts: WorkerParts,
     hosts: EngineHosts | None,
 ) -> tuple[RankLink, str]:
-    """Bind the link. Returns the address at which ranks reach it, too."""
+    """Return the link and the address at which ranks connect to it."""
     if hosts is None:
         link = RankLink(context, ranks.on_message)
         address = link.address

@@ -178,17 +178,24 @@ class Duties:
     async def unload(self) -> None:
         """Stop the empty engine and free the model's memory."""
         await self._end_engine()
+        await self._free_model()
+
+    async def reload(self, model: ServedModel, control: ControlServer) -> None:
+        """Serve with a model that was loaded after `unload`. Frees it if that fails."""
+        self.model = model
+        try:
+            await self._take_up(self.role, control)
+        except Exception:
+            await self._free_model()
+            raise
+
+    async def _free_model(self) -> None:
         model, self.model = self.model, None
         if model is not None:
             await asyncio.to_thread(model.close)
         del model
         if (free := self._home.free) is not None:
             await asyncio.to_thread(free)
-
-    async def reload(self, model: ServedModel, control: ControlServer) -> None:
-        """Serve with a model that was loaded after `unload`."""
-        self.model = model
-        await self._take_up(self.role, control)
 
     async def _end_engine(self) -> None:
         engine, self.engine = self.engine, None

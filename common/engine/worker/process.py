@@ -36,7 +36,7 @@ from common.engine.worker.serving import WorkerServing
 from common.engine.worker.vitals import WorkerIdentity, heartbeat_of, hello_of, probe_of
 from common.errors import ConfigError, DiptychError, ModelError
 from common.machine import NO_ROOM, keep_large_buffers, raise_file_limit, remove_private_folders, write_failure
-from common.model_files import hold_model, resolve_model
+from common.model_files import ModelFiles, hold_model, resolve_model
 from common.wire import Curve, Gatekeeper, in_url, warn_if_readable
 from common.wire.messages import (
     AnyMessage,
@@ -77,7 +77,7 @@ class WorkerProcess:
         self.adapters = WorkerAdapters(self._notify_routers)
         self.metrics.register(lambda labels: AdapterCollector(self.adapters, self._status, labels, config.lora_places))
         self.duties = Duties(home, other, self.blocking_context, self.curve, self.metrics, identity)
-        self.serving = WorkerServing(self.duties, self._load_model, self._notify_routers)
+        self.serving = WorkerServing(self.duties, self._load_model, self._notify_routers, self._resolve)
 
     async def run(self) -> None:
         """Run until SIGTERM or SIGINT. Raises the error that stopped the engine."""
@@ -197,11 +197,14 @@ class WorkerProcess:
         )
 
     def _load(self) -> ServedModel:
-        is_own = self.config.engine == "diptych"
-        files = resolve_model(self.config.model, progress=False, supported=is_own)
-        hold_model(files.weights)
-        model: ServedModel = self._load_model(files)
+        model: ServedModel = self._load_model(self._resolve(self.config.model))
         return model
+
+    def _resolve(self, name: str) -> ModelFiles:
+        """Return the files of a model, and record that this process uses them. Raises ModelError."""
+        files = resolve_model(name, progress=False, supported=self.config.engine == "diptych")
+        hold_model(files.weights)
+        return files
 
     async def _watch_engine(self) -> None:
         """Raise the error when the engine, the gatekeeper or a role change fails.
@@ -365,7 +368,8 @@ def _refusing(config: WorkerConfig, *names: str) -> Iterator[None]:
         if error.errno not in CANNOT_BIND:
             raise
         reason = os.strerror(error.errno).lower()
-        given = {name: port for name in names if (port := getattr(config, name, 0))}
+        ports = names if error.errno != errno.EADDRNOTAVAIL else ()  # ports do not determine whether the host exists
+        given = {name: port for name in ports if (port := getattr(config, name, 0))}
         name = next((name for name, port in given.items() if f":{port}'" in str(error)), next(iter(given), "host"))
         allowed = f"a port that is free on {config.host}" if name in given else "an address of this machine"
         raise ConfigError(name, getattr(config, name), f"{allowed} ({reason})") from error

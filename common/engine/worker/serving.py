@@ -22,7 +22,7 @@ from common.engine.worker.contract import Holdable, ServedModel
 from common.engine.worker.control import ControlServer
 from common.engine.worker.duties import DRAIN_POLL_S, Duties
 from common.errors import ModelError
-from common.model_files import ModelFiles, resolve_model
+from common.model_files import ModelFiles
 from common.wire.messages import ServingState, ServingStatus, SetServing
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,8 @@ class _Superseded(Exception):
 class WorkerServing:
     """Executes `SetServing` orders, one at a time. Used on the event loop.
 
-    `load(files)` loads the worker's model after a sleep, on a thread. `on_change` is called when the state changes.
+    `load(files)` loads the worker's model after a sleep, on a thread; `resolve(name)` finds the files of a model, on a
+    thread. `on_change` is called when the state changes.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class WorkerServing:
         duties: Duties,
         load: Callable[[ModelFiles], ServedModel],
         on_change: Callable[[], None],
-        resolve: Callable[[str], ModelFiles] = lambda name: resolve_model(name, progress=False),
+        resolve: Callable[[str], ModelFiles],
     ) -> None:
         self._duties, self._load, self._on_change, self._resolve = duties, load, on_change, resolve
         self._order = SetServing(version=0)
@@ -102,8 +103,9 @@ class WorkerServing:
             self._task.result()
 
     async def close(self) -> None:
-        """Stop waiting, and finish an exchange in progress."""
+        """Stop waiting, let held requests continue, and finish an exchange in progress."""
         self._is_closing = True
+        self._hold(False)
         if self._lease is not None:
             self._lease.cancel()
         if self._task is not None:
@@ -145,6 +147,8 @@ class WorkerServing:
         await self._until(order, lambda: self._is_asleep or (duties.engine is not None and not duties.is_changing))
         if order.mode == "sleep" and not self._is_asleep:
             self._check_sleep()
+        if order.mode == "hold":
+            self._check_hold()
         wanted = order.staged_number if order.staged else order.weights_number
         if self._staged is not None and self._staged[0] not in (wanted, order.weights_number):
             self._staged = None
@@ -153,16 +157,17 @@ class WorkerServing:
         exchanges = order.weights_number != self._number and not self._is_asleep
         if exchanges:
             await self._stage(order.weights, order.weights_number)
-        self._hold(order.mode == "hold")
+        self._hold(order.mode == "hold" and not exchanges)
         duties.is_draining = exchanges or order.mode != "run" or self._is_asleep
         self._on_change()
         if exchanges or order.mode in ("pause", "sleep"):
             await self._until(order, self._is_empty)
         if exchanges:
             await self._exchange(order, control)
+            self._hold(order.mode == "hold")
         if order.mode == "sleep" and not self._is_asleep:
-            self._is_asleep = True
             await duties.unload()
+            self._is_asleep = True
             log.info("asleep: freed the model's memory")
         elif order.mode in ("run", "pause") and self._is_asleep:
             await self._wake(order, control)
@@ -227,12 +232,15 @@ class WorkerServing:
         if config.lora_places:
             raise ModelError("a worker with --max-loras cannot sleep, because it would lose its adapters")
 
+    def _check_hold(self) -> None:
+        """Raise ModelError if the engine cannot suspend its steps."""
+        if self._duties.engine is not None and not isinstance(self._duties.engine, Holdable):
+            raise ModelError(f"--engine {self._duties.config.engine} cannot hold requests: use the mode wait or abort")
+
     def _hold(self, is_held: bool) -> None:
         engine = self._duties.engine
         if isinstance(engine, Holdable):
-            engine.hold(is_held)
-        elif is_held:
-            raise ModelError(f"--engine {self._duties.config.engine} cannot hold requests: use the mode wait or abort")
+            engine.hold(is_held and not self._is_closing)
 
     def _is_empty(self) -> bool:
         engine = self._duties.engine

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,37 @@ def test_a_folder_whose_removal_is_interrupted_is_removed_by_another(
     folder._lock.close()
     PrivateFolder("next").close()
     assert not list(parent.iterdir())
+
+
+def test_a_symbolic_link_to_a_folder_is_not_followed(parent: Path) -> None:
+    target = parent / "target"
+    target.mkdir()
+    for name in (FOLDER_LOCK, "file"):
+        (target / name).touch()
+    (parent / "diptych-link").symlink_to(target)
+    PrivateFolder("test").close()
+    assert sorted(file.name for file in target.iterdir()) == ["file", FOLDER_LOCK]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda lock: lock.symlink_to("file")], ids=["fifo", "link"])
+def test_a_folder_whose_lock_is_no_regular_file_is_left(parent: Path, make: Callable[[Path], None]) -> None:
+    """Opening a FIFO would wait forever."""
+    folder = parent / "diptych-other"
+    folder.mkdir()
+    (folder / "file").touch()
+    make(folder / FOLDER_LOCK)
+    PrivateFolder("test").close()
+    assert (folder / "file").exists()
+
+
+def test_a_folder_of_another_user_is_left(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = parent / "diptych-other"
+    folder.mkdir()
+    (folder / FOLDER_LOCK).touch()
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    PrivateFolder("test").close()
+    assert folder.exists()
 
 
 def test_a_long_path_of_temporary_files_is_not_used_for_sockets(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:

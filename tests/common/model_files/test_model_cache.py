@@ -51,6 +51,15 @@ def test_each_reason_is_told(tmp_path: Path, number: int, said: str) -> None:
     assert shown.startswith(f"cannot write {tmp_path}/missing/file: {said}")
 
 
+def test_nothing_is_told_of_a_disk_that_reports_no_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object) -> None:
+        raise OSError(errno.ENOSYS, "not supported")
+
+    monkeypatch.setattr(os, "statvfs", refuse)
+    shown = write_failure(tmp_path, OSError(errno.ENOSPC, "full"))
+    assert shown == f"cannot write {tmp_path}: no space is left on the disk"
+
+
 def test_a_download_that_fills_the_disk_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

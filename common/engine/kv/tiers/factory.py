@@ -70,5 +70,5 @@ def _disk(config: WorkerConfig, kv: KVCache, fingerprint: str) -> BlockTier:
             raise
         tier = BlockTier("disk", NullSlotStore(kv.wire_bytes))
         needed = num_slots * kv.wire_bytes
-        tier.fail("written", OSError(error.errno, write_failure(config.kv_disk_path, error, needed)))
+        tier.fail("written", write_failure(config.kv_disk_path, error, needed))
         return tier

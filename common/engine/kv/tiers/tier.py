@@ -158,7 +158,7 @@ class BlockTier:
                 self.num_corrupt += 1
                 self.on_change(block_hash, False)
 
-    def fail(self, what: str, error: Exception) -> None:
+    def fail(self, what: str, why: Exception | str) -> None:
         """Disable the tier because a block could not be `what` (a past participle)."""
         with self._lock:
             if not self.is_on:
@@ -168,7 +168,7 @@ class BlockTier:
         log.error(
             "%s tier: disabled until the worker restarts: a block could not be %s (%s). "
             "Dropped %d blocks (capacity %d); affected prompts are computed instead",
-            *(self.name, what, getattr(error, "strerror", None) or error, num_lost, self.num_slots),
+            *(self.name, what, getattr(why, "strerror", None) or why, num_lost, self.num_slots),
         )
 
     def _lose_all(self) -> None:

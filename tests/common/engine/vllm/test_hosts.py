@@ -12,17 +12,20 @@ from typing import Any
 import msgspec
 import pytest
 
+from common.config import DecodeWorkerConfig
 from common.engine.ranks.channel import Channel
 from common.engine.vllm import follower
 from common.engine.vllm.admission import Handshake, JoinRequest, JoinResponse, Purpose, Versions, key_of
 from common.engine.vllm.connection import dial
-from common.engine.vllm.hosts import HOST_IP, INTERFACES, EngineHosts, FollowerPlan, link_key
+from common.engine.vllm.hosts import HOST_IP, INTERFACES, PROBLEM_S, EngineHosts, FollowerPlan, link_key
 from common.engine.vllm.launch import CoreFiles
 from common.engine.vllm.link import ConnectorSettings
 from common.engine.vllm.rank_hosts import JoinedHost, RankHosts
-from common.errors import ModelError
+from common.errors import ModelError, RankLost
 from common.wire.curve import KeyPair, write_key_pair
 from common.wire.listening import listen
+
+from ....waiting import wait_until
 
 WAIT_S = 10.0
 SETTINGS = ConnectorSettings(
@@ -30,8 +33,8 @@ SETTINGS = ConnectorSettings(
     curve_key="/of/the/worker",
 )  # fmt: skip
 PLAN = FollowerPlan(
-    arguments=("--model", "/models/m"), settings=SETTINGS, link_nonce=b"", weights_hash="h", on_gpu=False, num_ranks=2,
-    kv_space="4", log_level="info", log_json=False,
+    arguments=("--model", "/models/m"), model="/models/m", settings=SETTINGS, link_nonce=b"", weights_hash="h",
+    on_gpu=False, num_ranks=2, kv_space="4", log_level="info", log_json=False,
 )  # fmt: skip
 
 
@@ -84,7 +87,8 @@ def test_a_host_gets_its_arguments_and_derives_the_key_of_the_link(key: str) -> 
         assert link_key(key, plan.link_nonce) == hosts.link_key
         assert hosts.link_key not in packed and hosts.link_key.hex().encode() not in packed
         given = dict(zip(plan.arguments[::2], plan.arguments[1::2], strict=True))
-        assert (given["--nnodes"], given["--node-rank"], given["--master-addr"]) == ("2", "1", "127.0.0.1")
+        assert (given["--nnodes"], given["--node-rank"], given["--master-addr"]) == ("2", "1", plan.leader)
+        assert plan.leader == "127.0.0.1"
         assert hosts.arguments()[-6:] == ("--node-rank", "0", *plan.arguments[-4:])
         assert hosts.advertised("10.0.0.1", 4) == ["10.0.0.1", "10.0.0.1", "127.0.0.1", "127.0.0.1"]
         assert os.environ[HOST_IP] == "127.0.0.1" and os.environ["GLOO_SOCKET_IFNAME"] == "lo"
@@ -104,6 +108,35 @@ def test_a_worker_learns_why_a_host_runs_no_ranks(key: str) -> None:
     with joined(key) as (hosts, _, engine):
         engine.cut()
         assert hosts.failure == "host 1 at 127.0.0.1 is gone"
+
+
+def test_a_host_that_reports_half_a_problem_does_not_stop_the_worker(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop reads the report."""
+    given: list[float | None] = []
+    receive = Channel.receive
+
+    def noted(channel: Channel, timeout_s: float | None, most_bytes: int) -> bytes:
+        given.append(timeout_s)
+        return receive(channel, 0.001, most_bytes)
+
+    with joined(key) as (hosts, _, engine):
+        engine.try_send(b"half")
+        monkeypatch.setattr(Channel, "receive", noted)
+        wait_until(lambda: hosts.failure)
+        assert "cannot receive from host 1 at 127.0.0.1" in hosts.failure
+        assert given == [PROBLEM_S] and PROBLEM_S < 1.0
+
+
+def test_hosts_are_left_if_the_worker_has_no_route_to_them(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RankLost("no route")
+
+    with joined(key) as (hosts, control, _):
+        monkeypatch.setattr("common.engine.vllm.hosts.wait_for_hosts", lambda config: hosts._hosts)
+        monkeypatch.setattr("common.engine.vllm.hosts.prepare_network", refuse)
+        with pytest.raises(RankLost, match="no route"):
+            EngineHosts.wait(DecodeWorkerConfig(curve_key=key))
+        assert control.is_cut(WAIT_S)
 
 
 def test_a_host_runs_the_plan_with_its_own_key_file(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

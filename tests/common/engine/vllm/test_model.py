@@ -109,13 +109,13 @@ def test_a_pooled_prompt_has_a_vector_of_float32(vector: list[float], error: str
 
 
 def test_timeouts_and_streams_reach_the_connectors() -> None:
-    link: Any = SimpleNamespace(address="ipc:///x", key=b"key")
+    link = "ipc:///x", b"key"
     parts: Any = SimpleNamespace(identity=SimpleNamespace(worker_id="w", epoch=1))
     decode = DecodeWorkerConfig(engine="vllm", grant_timeout_s=7.0, transfer_timeout_s=8.0, kv_port=9)
-    found = connector_settings(decode, parts, link)
+    found = connector_settings(decode, parts, *link)
     assert (found.grant_timeout_s, found.transfer_timeout_s, found.kv_port) == (7, 8, 9)
     prefill = PrefillWorkerConfig(engine="vllm", kv_lease_s=3.0, kv_streams=2)
-    found = connector_settings(prefill, parts, link)
+    found = connector_settings(prefill, parts, *link)
     assert (found.lease_s, found.num_streams, found.kv_port) == (3, 2, 0)
 
 

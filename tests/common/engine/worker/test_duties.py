@@ -285,6 +285,15 @@ async def test_the_end_of_the_process_gives_up_a_drain(make: Callable[..., Rig])
     assert rig.duties.role == "decode" and rig.engine.alive
 
 
+async def test_a_model_that_cannot_be_served_after_a_sleep_is_freed(make: Callable[..., Rig]) -> None:
+    rig = make(rank=(rank := OneRank()))
+    await rig.duties.unload()
+    rank.is_closed, rig.fails = False, {"decode": OSError("no room")}
+    with pytest.raises(OSError, match="no room"):
+        await rig.duties.reload(rig.model, rig.control)  # type: ignore[arg-type]
+    assert rank.is_closed and rig.duties.model is None
+
+
 async def test_a_port_that_is_released_late_is_bound_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     tries = iter((zmq.ZMQError(98), zmq.ZMQError(98), None))
 

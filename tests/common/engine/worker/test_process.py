@@ -210,6 +210,15 @@ async def test_an_engine_may_refuse_to_load(error: Exception, monkeypatch: pytes
         await process.run()
 
 
+async def test_weights_of_an_order_are_protected_like_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[object] = []
+    monkeypatch.setattr("common.engine.worker.process.hold_model", held.append)
+    worker = process_of(ForeignModel())
+    files = worker.serving._files("tiny-random", 1)
+    assert held == [files.weights]
+    worker.context.destroy(linger=0)
+
+
 async def test_what_a_load_has_started_ends_with_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[object] = []
     offer = replace(foreign_offer(DecodeWorkerConfig(model="tiny-random")), abandon=lambda: ended.append("load"))

@@ -79,9 +79,15 @@ def test_a_port_in_use_is_named(busy_port: int, name: str) -> None:
         refused = pytest.raises(ConfigError, match=f"{name}={busy_port}: {free}")
         with refused, process._refusing(config, "kv_port", "lend_port"):
             bind(bound, "127.0.0.1", busy_port)
+
+
+@pytest.mark.parametrize("port", [0, 1234])
+def test_a_host_of_another_machine_is_named(port: int) -> None:
+    config = DecodeWorkerConfig(model="tiny-random", port=port)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as bound:
         refused = pytest.raises(ConfigError, match="host=.*: must be an address of this machine")
-        with refused, process._refusing(DecodeWorkerConfig(model="tiny-random"), "port"):
-            bind(bound, "192.0.2.1", 0)
+        with refused, process._refusing(config, "port"):
+            bind(bound, "192.0.2.1", port)
 
 
 @pytest.mark.slow

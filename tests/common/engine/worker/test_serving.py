@@ -57,10 +57,13 @@ class Worker:
     async def exchange(self, renewed: Callable[[], Any], control: Any) -> None:
         if self.fails:
             raise ModelError(self.fails)
-        self.serves = renewed()
+        self.engine, self.serves = Engine(), renewed()
 
     async def unload(self) -> None:
-        self.engine, self.serves = None, ""
+        self.engine = None
+        if self.fails:
+            raise RuntimeError(self.fails)
+        self.serves = ""
 
     async def reload(self, model: Any, control: Any) -> None:
         self.engine, self.serves = Engine(), model.path
@@ -148,6 +151,43 @@ async def test_a_hold_suspends_the_engine_until_the_next_order() -> None:
     assert (await rig.done(1, mode="hold")).status == "done" and rig.worker.engine.is_held and rig.worker.is_draining
     await rig.done(2)
     assert not rig.worker.engine.is_held and not rig.worker.is_draining
+
+
+async def test_requests_end_before_weights_are_exchanged_in_a_hold() -> None:
+    """Held requests would never end."""
+    rig = Rig()
+    before = rig.worker.engine
+    assert before is not None
+    before.is_empty = False
+    rig.order(1, mode="hold", **NEW)
+    await until(lambda: rig.worker.is_draining)
+    assert not before.is_held
+    before.is_empty = True
+    await until(lambda: rig.state.status == "done")
+    after = rig.worker.engine
+    assert after is not None and after is not before and after.is_held and rig.worker.serves == "/new"
+
+
+async def test_held_requests_may_end_before_the_worker_does() -> None:
+    rig = Rig()
+    await rig.done(1, mode="hold")
+    assert rig.worker.engine is not None and rig.worker.engine.is_held
+    await rig.serving.close()
+    assert not rig.worker.engine.is_held
+
+
+async def test_a_sleeping_worker_has_nothing_to_hold() -> None:
+    rig = Rig()
+    await rig.done(1, mode="sleep")
+    assert (await rig.done(2, mode="hold")).status == "done" and rig.serving.condition == "asleep"
+
+
+async def test_a_worker_that_cannot_free_its_model_ends() -> None:
+    rig = Rig(Worker(fails="the engine did not stop"))
+    rig.order(1, mode="sleep")
+    with pytest.raises(RuntimeError, match="the engine did not stop"):
+        await until(rig.serving.check)
+    assert rig.serving.condition == "paused"
 
 
 @pytest.mark.parametrize("order", [{"mode": "sleep"}, {"mode": "hold"}, STAGED])
