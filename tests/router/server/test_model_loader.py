@@ -217,6 +217,15 @@ async def test_new_models_are_found_and_texts_need_no_workers(router: Router) ->
     assert (await router.http.post("/api/show", json={"model": "alpha"})).json()["template"] == template
 
 
+async def test_endpoints_for_operators_open_a_model_that_has_not_been_used(router: Router) -> None:
+    paused = await router.http.get("/is_paused", params={"model": "alpha"})
+    assert paused.json() == {"is_paused": False}
+    assert (await router.http.get("/weight_info", params={"model": "beta"})).json() == {"weight_version": "default"}
+    reply = await router.http.post("/update_weights_from_disk", json={"model": "gamma", "model_path": "/w"})
+    assert reply.status_code == 503 and reply.json()["error"]["message"] == "No worker is ready."
+    assert router.supervisor.loads == []
+
+
 async def test_the_next_router_adopts_loaded_models(router: Router, tmp_path: Path) -> None:
     assert (await router.ask("alpha")).status_code == 200
     folder = tmp_path / "exchange"
