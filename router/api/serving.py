@@ -5,6 +5,7 @@ Names and parameters are those of vLLM (`/pause`, `/sleep`) and SGLang (`/update
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, cast, get_args
 
@@ -178,5 +179,8 @@ async def _models(request: Request) -> list[ServedModel]:
 
 
 async def _each(request: Request, act: Callable[[ServedModel], Awaitable[None]]) -> None:
-    for model in await _models(request):
-        await act(model)
+    """Act on all models at the same time. After all have ended, raises the first error."""
+    results = await asyncio.gather(*(act(model) for model in await _models(request)), return_exceptions=True)
+    for error in results:
+        if error is not None:
+            raise error
