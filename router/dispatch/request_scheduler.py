@@ -119,7 +119,7 @@ class RequestScheduler:
             if next(self._waiting.in_order(now)) is not state:
                 return
         if not self.try_place(state, now, chosen) and state.held_s is None:
-            state.note(now, "waits", self._obstacle(state, now))
+            state.note(now, "waits", self._obstacle(state, now) if state.records_details else "")
 
     def try_place(self, state: RequestState, now: float, chosen: tuple[Choice, RequestShape] | None = None) -> bool:
         """Place the next queued request. `chosen` is the result of a `Placement.choose` just before."""
