@@ -28,7 +28,17 @@ from router.fleet import Endpoint
 from router.generation import LoadState, ServedModel
 from router.models import Catalog, LocalTable, ModelEntry, settings_of
 from router.observe import RouterMetrics
-from router.planner import LOOK_S, ModelReport, OnDemandFolder, Report, Residency, Wanted, WantedModel, load_failed
+from router.planner import (
+    LOOK_S,
+    ModelReport,
+    OnDemandFolder,
+    Report,
+    Residency,
+    Stage,
+    Wanted,
+    WantedModel,
+    load_failed,
+)
 from router.server.model_backend import ModelBackend
 from router.text import SHORT_TEXT, TextThreads
 
@@ -99,6 +109,7 @@ class OnDemandModels:
         self._opening: dict[str, asyncio.Task[_Backend]] = {}
         self._wanted: dict[str, WantedModel] = {}
         self._numbers = itertools.count(time.time_ns())  # also above those of a router before
+        self._stages: dict[str, Stage] | None = None  # those for which `_wanted` was written
         self._report = Report()
         self._changed = asyncio.Event()  # replaced when it is set
         self._refreshing: asyncio.Task[None] | None = None
@@ -283,7 +294,7 @@ class OnDemandModels:
                 self._report = self._exchange.report()
                 self._apply()
                 self._act()
-                self._is_failing = False
+                self._is_failing = self._stages is None
             except (OSError, msgspec.MsgspecError) as error:  # such as a full disk: the next look retries
                 self._complain(error)
             await asyncio.sleep(LOOK_S)
@@ -311,8 +322,12 @@ class OnDemandModels:
                 del self._wanted[name]
 
     def _act(self) -> None:
-        """Let the policy decide, and write which models must have workers."""
-        for name in self.residency.step(time.monotonic()):
+        """Let the policy decide. After a change, wake waiting requests and write which models must have workers."""
+        names = self.residency.step(time.monotonic())
+        stages = {name: model.stage for name, model in self.residency.models.items()}
+        if stages == self._stages:
+            return
+        for name in names:
             known, is_ready = self._wanted.get(name), self.residency.stage(name) == "loaded"
             if known is None:
                 log.info("model %s: loading", name, extra={"bytes": self._opened[name].num_bytes})
@@ -324,7 +339,9 @@ class OnDemandModels:
         self._changed = asyncio.Event()
         try:
             self._exchange.write_wanted(Wanted(tuple(self._with_workers())))
+            self._stages = stages
         except OSError as error:
+            self._stages = None
             self._complain(error)
 
     def _with_workers(self) -> Iterator[WantedModel]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,7 +17,15 @@ import pytest
 from common.config import RouterConfig
 from common.errors import ConfigError
 from common.model_files.tiny import make_tiny_model
-from router.planner.on_demand import ModelReport, OnDemandFolder, Report, ServiceSettings, WantedModel, WorkerMemory
+from router.planner.on_demand import (
+    ModelReport,
+    OnDemandFolder,
+    Report,
+    ServiceSettings,
+    Wanted,
+    WantedModel,
+    WorkerMemory,
+)
 from router.server.serving import Serving
 
 from ...waiting import until
@@ -241,6 +251,54 @@ async def test_the_next_router_adopts_loaded_models(router: Router, tmp_path: Pa
     await after.app.state.responses.close()
     after.app.state.router_state.access.close()
     await after.close()
+
+
+async def test_the_next_router_unloads_a_model_that_has_been_deleted(router: Router, tmp_path: Path) -> None:
+    assert (await router.ask("alpha")).status_code == 200
+    assert router.serving.loader is not None
+    await router.serving.loader.close()
+    shutil.rmtree(router.models / "alpha")
+    after = Serving(RouterConfig(on_demand_folder=str(tmp_path / "exchange"), response_store="memory"))
+    await after.start()
+    await until(lambda: not router.supervisor.workers)
+    await after.app.state.responses.close()
+    after.app.state.router_state.access.close()
+    await after.close()
+
+
+async def test_a_full_disk_is_reported_once_until_the_wanted_models_are_written(
+    router: Router, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write, num_failures = OnDemandFolder.write_wanted, 0
+
+    def fail_first(folder: OnDemandFolder, wanted: Wanted) -> None:
+        nonlocal num_failures
+        if num_failures < 5:
+            num_failures += 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(folder, wanted)
+
+    monkeypatch.setattr(OnDemandFolder, "write_wanted", fail_first)
+    assert (await router.ask("alpha")).status_code == 200
+    assert num_failures == 5
+    assert sum("cannot exchange files" in one.getMessage() for one in caplog.records) == 1
+
+
+async def test_requests_for_loaded_models_change_nothing_for_those_that_wait(
+    router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert router.serving.loader is not None
+    assert (await router.ask("alpha")).status_code == 200
+    router.supervisor.hold.clear()
+    waiting = asyncio.create_task(router.ask("beta"))
+    await until(lambda: router.serving.loader and router.serving.loader.residency.stage("beta") == "loading")
+    written: list[Wanted] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(OnDemandFolder, "write_wanted", lambda folder, wanted: written.append(wanted))
+        assert (await router.ask("alpha")).status_code == 200
+    assert written == []
+    router.supervisor.hold.set()
+    assert (await waiting).status_code == 200
 
 
 async def test_models_of_a_file_are_loaded_on_demand_and_added_without_a_restart(
