@@ -236,8 +236,14 @@ class OnDemandModels:
 
     async def _open(self, name: str) -> _Backend:
         """Return an opened model. Concurrent calls open it once. Raises Unavailable."""
-        if (opened := self._opened.get(name)) is not None and not self._is_replaced(name, opened):
-            return opened
+        while (opened := self._opened.get(name)) is not None and name not in self._opening:
+            if not self._is_idle(name):
+                return opened
+            stamp = await asyncio.to_thread(self._local.stamp, opened.backend.config.model)
+            if self._opened.get(name) is opened and name not in self._opening and self._is_idle(name):
+                if stamp == opened.stamp:
+                    return opened
+                break
         if name not in self._opening:
             self.residency.check(name, time.monotonic())
             task = self._opening[name] = asyncio.create_task(self._build(name), name=f"open {name}")
@@ -262,11 +268,10 @@ class OnDemandModels:
         self._front.show_models([one.metrics for one in self.backends])
         return opened
 
-    def _is_replaced(self, name: str, opened: _Backend) -> bool:
-        """Whether a model without workers and requests has other files than when it was opened."""
+    def _is_idle(self, name: str) -> bool:
+        """Whether a model has neither workers nor requests, so that it may be opened again."""
         model = self.residency.models.get(name)
-        is_idle = model is None or (model.stage == "idle" and not model.num_uses)
-        return is_idle and self._local.stamp(opened.backend.config.model) != opened.stamp
+        return model is None or (model.stage == "idle" and not model.num_uses)
 
     def _show_opened(self) -> None:
         """Update `served`. An opened model that has been deleted finishes its requests, but gets no new ones."""

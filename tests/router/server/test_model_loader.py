@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import shutil
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from common.config import RouterConfig
 from common.errors import ConfigError
 from common.model_files.tiny import make_tiny_model
+from router.models.local_table import LocalTable
 from router.planner.on_demand import (
     ModelReport,
     OnDemandFolder,
@@ -234,6 +236,27 @@ async def test_endpoints_for_operators_open_a_model_that_has_not_been_used(route
     reply = await router.http.post("/update_weights_from_disk", json={"model": "gamma", "model_path": "/w"})
     assert reply.status_code == 503 and reply.json()["error"]["message"] == "No worker is ready."
     assert router.supervisor.loads == []
+
+
+async def test_the_files_of_an_idle_model_are_checked_in_a_thread(
+    router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stamp = LocalTable.stamp
+    threads: set[threading.Thread] = set()
+
+    def noted(table: LocalTable, model: str) -> tuple[tuple[int, int], ...]:
+        threads.add(threading.current_thread())
+        return stamp(table, model)
+
+    async def counted() -> int:
+        reply = await router.http.post("/tokenize", json={"model": "alpha", "prompt": "hello"})
+        count: int = reply.json()["count"]
+        return count
+
+    assert await counted() == 5
+    monkeypatch.setattr(LocalTable, "stamp", noted)
+    assert await asyncio.gather(counted(), counted(), counted()) == [5, 5, 5]
+    assert threads and threading.current_thread() not in threads
 
 
 async def test_the_next_router_adopts_loaded_models(router: Router, tmp_path: Path) -> None:
