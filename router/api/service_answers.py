@@ -159,8 +159,8 @@ class ModelStatus(BaseModel):
     """State of one model. `ready`: whether a worker would answer now. `goals` are those of its pools; 0: none.
 
     `root` is the `model` of its workers. `idle_s`: seconds since its last request; null while requests are in flight,
-    and before the first one. Of a model that is loaded on demand, `state` is idle, loading or loaded, and
-    `expires_in_s` the time until it is unloaded; null: never, or not before its requests end.
+    and before the first one. `state` (idle, loading or loaded) and `expires_in_s` are set for models that are loaded on
+    demand. `expires_in_s`: time until the model is unloaded; null: never, or not before its requests end.
     """
 
     id: str

@@ -5,6 +5,7 @@ Names and parameters are those of vLLM (`/pause`, `/sleep`) and SGLang (`/update
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, cast, get_args
 
@@ -87,7 +88,7 @@ async def resume(request: Request) -> Response:
 @serving_routes.get("/is_paused", **documented(None, service_answers.IsPaused) | {"openapi_extra": parameters(**MODEL)})
 async def is_paused(request: Request) -> Response:
     """Return whether a model, or any model, is paused."""
-    return json_answer({"is_paused": any(model.serving.is_paused for model in _models(request))})
+    return json_answer({"is_paused": any(model.serving.is_paused for model in await _models(request))})
 
 
 @serving_routes.post(
@@ -130,7 +131,7 @@ async def wake_up(request: Request) -> Response:
 )
 async def is_sleeping(request: Request) -> Response:
     """Return whether a model, or any model, is asleep."""
-    return json_answer({"is_sleeping": any(model.serving.is_asleep for model in _models(request))})
+    return json_answer({"is_sleeping": any(model.serving.is_asleep for model in await _models(request))})
 
 
 @serving_routes.get(
@@ -139,7 +140,7 @@ async def is_sleeping(request: Request) -> Response:
 async def weight_info(request: Request) -> Response:
     """Return the version of the weights that answer new requests."""
     router_state = router_state_of(request)
-    model = router_state.models.one(request.query_params.get("model"), key_of(request))
+    model = await router_state.models.open(request.query_params.get("model"), key_of(request))
     return json_answer({"weight_version": model.serving.weight_version})
 
 
@@ -152,7 +153,7 @@ async def update_weights_from_disk(request: Request) -> Response:
     router_state = router_state_of(request)
     with router_state.bodies.lease() as lease:
         fields = await router_state.reader.read(request, UpdateWeightsRequest, lease)
-    model = router_state.models.one(fields.model, key_of(request))
+    model = await router_state.models.open(fields.model, key_of(request))
     num_workers = await model.serving.update(
         fields.model_path,
         fields.weight_version or "",
@@ -171,12 +172,15 @@ def _mode(request: Request) -> PauseMode:
     return cast("PauseMode", mode)
 
 
-def _models(request: Request) -> list[ServedModel]:
-    """Return the model in `?model=`, or all models."""
+async def _models(request: Request) -> list[ServedModel]:
+    """Return the model in `?model=`, or all models. Raises ModelNotFound, Forbidden and Unavailable."""
     models, asked = router_state_of(request).models, request.query_params.get("model")
-    return list(models.served.values()) if asked is None else [models.one(asked, key_of(request))]
+    return list(models.served.values()) if asked is None else [await models.open(asked, key_of(request))]
 
 
 async def _each(request: Request, act: Callable[[ServedModel], Awaitable[None]]) -> None:
-    for model in _models(request):
-        await act(model)
+    """Act on all models at the same time. After all have ended, raises the first error."""
+    results = await asyncio.gather(*(act(model) for model in await _models(request)), return_exceptions=True)
+    for error in results:
+        if error is not None:
+            raise error

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from itertools import takewhile
 
 import msgspec
 
@@ -118,7 +119,7 @@ class RequestScheduler:
             if next(self._waiting.in_order(now)) is not state:
                 return
         if not self.try_place(state, now, chosen) and state.held_s is None:
-            state.note(now, "waits", self._obstacle(state, now))
+            state.note(now, "waits", self._obstacle(state, now) if state.records_details else "")
 
     def try_place(self, state: RequestState, now: float, chosen: tuple[Choice, RequestShape] | None = None) -> bool:
         """Place the next queued request. `chosen` is the result of a `Placement.choose` just before."""
@@ -161,7 +162,8 @@ class RequestScheduler:
             else:
                 is_full |= state.held_s is not None
         self._remind(now)
-        overdue = [one for one in self._waiting if now - one.times.queued_at > self._config.queue_timeout_s]
+        most_s = self._config.queue_timeout_s
+        overdue = list(takewhile(lambda one: now - one.times.queued_at > most_s, self._waiting))
         is_starting = bool(overdue) and self._registry.is_starting("decode", now)
         for state in overdue:
             if state.request.continues and state.held_s is not None:

@@ -16,7 +16,7 @@ from common.wire.messages import PooledOutput, PromptResult, Timeline, TokenDelt
 from router.dispatch.client import DraftCounts, GenerationRequest, Prediction, RequestTimeline, TokenEvent
 from router.dispatch.prompt import Prompt, PromptHashCache
 from router.dispatch.stream import TokenStream
-from router.dispatch.trail import Step
+from router.dispatch.trail import MAX_STEPS, Step
 from router.fleet import Booking
 from router.policy import Choice, Forecast
 
@@ -398,6 +398,11 @@ class RequestState:
         if decode is None or not decode.delivered or self.done:
             return None
         return decode if len(self.stream.token_ids) > attempts.num_base_tokens else None
+
+    @property
+    def records_details(self) -> bool:
+        """Whether `note` records the detail of the next step."""
+        return self.request.trail is not None and len(self.request.trail.steps) < MAX_STEPS
 
     # ------------------------------------------------------------ changes
 

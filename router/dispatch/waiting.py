@@ -169,7 +169,7 @@ class WaitingRequests:
         return isinstance(state, RequestState) and state.request.request_id in self._states
 
     def __iter__(self) -> Iterator[RequestState]:
-        """Iterate from the oldest, over a copy, so requests may be added and removed during the iteration."""
+        """Iterate in the order of `queued_at`, over a copy: requests may be added and removed during the iteration."""
         return iter(list(self._states.values()))
 
     def __len__(self) -> int:

@@ -244,8 +244,8 @@ class Worker:
 
     `role` is its current role from the hello. `home` is the role under which it was configured or discovered, with
     which its process starts. `hello` is set by `introduce`. `order` is its rank among equally good workers, which
-    differs between routers. `withheld` is the reason why it gets no new requests, "" if it may get some. `outdated`: it
-    has other weights than the newest order says, and gets no requests until it has exchanged them.
+    differs between routers. `withheld` is the reason why it gets no new requests, "" if it may get some. `outdated`:
+    its weights differ from those of the newest order, and it gets no requests until it has exchanged them.
 
     `forecast_inputs` caches values derived for forecasts. The registry clears it at each change.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from common.config import RouterConfig
 from common.errors import InvalidRequest, ModelNotFound, Unavailable
@@ -103,22 +103,25 @@ class AlwaysServing:
     weight_version = FIRST_WEIGHTS
 
     async def pause(self, mode: PauseMode) -> None:
-        raise NO_WORKERS
+        _refuse()
 
     async def resume(self) -> None:
-        raise NO_WORKERS
+        _refuse()
 
     async def sleep(self, mode: PauseMode) -> None:
-        raise NO_WORKERS
+        _refuse()
 
     async def wake_up(self) -> None:
-        raise NO_WORKERS
+        _refuse()
 
     async def update(self, path: str, weight_version: str, *, aborts: bool, keep_pause: bool) -> int:
-        raise NO_WORKERS
+        _refuse()
 
 
-NO_WORKERS = Unavailable("This model has no workers.")
+def _refuse() -> NoReturn:
+    raise Unavailable("This model has no workers.")
+
+
 ALWAYS_SERVING = AlwaysServing()
 
 

@@ -140,8 +140,9 @@ class Residency:
                 model.move("unloading", now)
             elif model.stage == "waiting" and not model.num_uses:  # its requests have ended
                 model.move("idle", now)
-        for model in sorted(self.models.values(), key=lambda one: one.since):
-            if model.stage == "waiting" and self.num_resident_bytes + model.num_bytes <= self.budget:
+        waiting = [model for model in self.models.values() if model.stage == "waiting"]
+        for model in sorted(waiting, key=lambda one: one.since):
+            if self.num_resident_bytes + model.num_bytes <= self.budget:
                 model.move("loading", now)
         return [name for name, model in self.models.items() if model.stage in ("loading", "loaded")]
 

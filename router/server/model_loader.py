@@ -28,7 +28,17 @@ from router.fleet import Endpoint
 from router.generation import LoadState, ServedModel
 from router.models import Catalog, LocalTable, ModelEntry, settings_of
 from router.observe import RouterMetrics
-from router.planner import LOOK_S, ModelReport, OnDemandFolder, Report, Residency, Wanted, WantedModel, load_failed
+from router.planner import (
+    LOOK_S,
+    ModelReport,
+    OnDemandFolder,
+    Report,
+    Residency,
+    Stage,
+    Wanted,
+    WantedModel,
+    load_failed,
+)
 from router.server.model_backend import ModelBackend
 from router.text import SHORT_TEXT, TextThreads
 
@@ -99,6 +109,7 @@ class OnDemandModels:
         self._opening: dict[str, asyncio.Task[_Backend]] = {}
         self._wanted: dict[str, WantedModel] = {}
         self._numbers = itertools.count(time.time_ns())  # also above those of a router before
+        self._stages: dict[str, Stage] | None = None  # those for which `_wanted` was written
         self._report = Report()
         self._changed = asyncio.Event()  # replaced when it is set
         self._refreshing: asyncio.Task[None] | None = None
@@ -225,8 +236,14 @@ class OnDemandModels:
 
     async def _open(self, name: str) -> _Backend:
         """Return an opened model. Concurrent calls open it once. Raises Unavailable."""
-        if (opened := self._opened.get(name)) is not None and not self._is_replaced(name, opened):
-            return opened
+        while (opened := self._opened.get(name)) is not None and name not in self._opening:
+            if not self._is_idle(name):
+                return opened
+            stamp = await asyncio.to_thread(self._local.stamp, opened.backend.config.model)
+            if self._opened.get(name) is opened and name not in self._opening and self._is_idle(name):
+                if stamp == opened.stamp:
+                    return opened
+                break
         if name not in self._opening:
             self.residency.check(name, time.monotonic())
             task = self._opening[name] = asyncio.create_task(self._build(name), name=f"open {name}")
@@ -251,11 +268,10 @@ class OnDemandModels:
         self._front.show_models([one.metrics for one in self.backends])
         return opened
 
-    def _is_replaced(self, name: str, opened: _Backend) -> bool:
-        """Whether a model without workers and requests has other files than when it was opened."""
+    def _is_idle(self, name: str) -> bool:
+        """Whether a model has neither workers nor requests, so that it may be opened again."""
         model = self.residency.models.get(name)
-        is_idle = model is None or (model.stage == "idle" and not model.num_uses)
-        return is_idle and self._local.stamp(opened.backend.config.model) != opened.stamp
+        return model is None or (model.stage == "idle" and not model.num_uses)
 
     def _show_opened(self) -> None:
         """Update `served`. An opened model that has been deleted finishes its requests, but gets no new ones."""
@@ -283,7 +299,7 @@ class OnDemandModels:
                 self._report = self._exchange.report()
                 self._apply()
                 self._act()
-                self._is_failing = False
+                self._is_failing = self._stages is None
             except (OSError, msgspec.MsgspecError) as error:  # such as a full disk: the next look retries
                 self._complain(error)
             await asyncio.sleep(LOOK_S)
@@ -311,8 +327,12 @@ class OnDemandModels:
                 del self._wanted[name]
 
     def _act(self) -> None:
-        """Let the policy decide, and write which models must have workers."""
-        for name in self.residency.step(time.monotonic()):
+        """Let the policy decide. After a change, wake waiting requests and write which models must have workers."""
+        names = self.residency.step(time.monotonic())
+        stages = {name: model.stage for name, model in self.residency.models.items()}
+        if stages == self._stages:
+            return
+        for name in names:
             known, is_ready = self._wanted.get(name), self.residency.stage(name) == "loaded"
             if known is None:
                 log.info("model %s: loading", name, extra={"bytes": self._opened[name].num_bytes})
@@ -324,7 +344,9 @@ class OnDemandModels:
         self._changed = asyncio.Event()
         try:
             self._exchange.write_wanted(Wanted(tuple(self._with_workers())))
+            self._stages = stages
         except OSError as error:
+            self._stages = None
             self._complain(error)
 
     def _with_workers(self) -> Iterator[WantedModel]:

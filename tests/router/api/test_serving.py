@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
+from common.errors import Unavailable
 from router.access.access_control import ADMIN_PATHS
+
+from ...waiting import until
 
 
 class Serving:
@@ -73,6 +76,22 @@ async def test_wrong_parameters_change_nothing(running: Any, serving: Serving, p
     reply = await running.http.post(path)
     assert reply.status_code in (400, 404) and serving.asked == []
     assert param is None or reply.json()["error"]["param"] == param
+
+
+async def test_all_models_are_paused_at_the_same_time_even_if_one_fails(several: Any) -> None:
+    served = (await several()).running
+    models = served.app.state.router_state.models.served
+    large = models["large"].serving = Serving()
+
+    class Failing(Serving):
+        async def pause(self, mode: str) -> None:
+            await until(lambda: large.is_paused)
+            raise Unavailable("No worker is ready.")
+
+    models["small"].serving = Failing()
+    reply = await served.http.post("/pause")
+    assert reply.status_code == 503 and reply.json()["error"]["message"] == "No worker is ready."
+    assert large.asked == [("pause", "abort")]
 
 
 async def test_an_update(running: Any, serving: Serving) -> None:

@@ -56,6 +56,14 @@ def test_priority_comes_first() -> None:
     assert names(queue.in_order(1.0)) == names(served(queue, 1.0)) == "cba"
 
 
+def test_iteration_is_in_the_order_in_which_requests_were_queued() -> None:
+    first, *others = request("a", at=0.0), request("b", at=1.0), request("c", at=2.0)
+    queue = queue_of(first, *others)
+    queue.hold(others[0], 1.0)
+    queue.add(first, 3.0)
+    assert names(queue) == "bca"
+
+
 def test_an_answer_that_has_begun_comes_before_all() -> None:
     begun = request("b", priority=-5)
     begun.stream.add(TokenDelta("b", 0, 0, (7,)))

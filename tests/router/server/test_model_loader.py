@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import shutil
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,16 @@ import pytest
 from common.config import RouterConfig
 from common.errors import ConfigError
 from common.model_files.tiny import make_tiny_model
-from router.planner.on_demand import ModelReport, OnDemandFolder, Report, ServiceSettings, WantedModel, WorkerMemory
+from router.models.local_table import LocalTable
+from router.planner.on_demand import (
+    ModelReport,
+    OnDemandFolder,
+    Report,
+    ServiceSettings,
+    Wanted,
+    WantedModel,
+    WorkerMemory,
+)
 from router.server.serving import Serving
 
 from ...waiting import until
@@ -217,6 +229,36 @@ async def test_new_models_are_found_and_texts_need_no_workers(router: Router) ->
     assert (await router.http.post("/api/show", json={"model": "alpha"})).json()["template"] == template
 
 
+async def test_endpoints_for_operators_open_a_model_that_has_not_been_used(router: Router) -> None:
+    paused = await router.http.get("/is_paused", params={"model": "alpha"})
+    assert paused.json() == {"is_paused": False}
+    assert (await router.http.get("/weight_info", params={"model": "beta"})).json() == {"weight_version": "default"}
+    reply = await router.http.post("/update_weights_from_disk", json={"model": "gamma", "model_path": "/w"})
+    assert reply.status_code == 503 and reply.json()["error"]["message"] == "No worker is ready."
+    assert router.supervisor.loads == []
+
+
+async def test_the_files_of_an_idle_model_are_checked_in_a_thread(
+    router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stamp = LocalTable.stamp
+    threads: set[threading.Thread] = set()
+
+    def noted(table: LocalTable, model: str) -> tuple[tuple[int, int], ...]:
+        threads.add(threading.current_thread())
+        return stamp(table, model)
+
+    async def counted() -> int:
+        reply = await router.http.post("/tokenize", json={"model": "alpha", "prompt": "hello"})
+        count: int = reply.json()["count"]
+        return count
+
+    assert await counted() == 5
+    monkeypatch.setattr(LocalTable, "stamp", noted)
+    assert await asyncio.gather(counted(), counted(), counted()) == [5, 5, 5]
+    assert threads and threading.current_thread() not in threads
+
+
 async def test_the_next_router_adopts_loaded_models(router: Router, tmp_path: Path) -> None:
     assert (await router.ask("alpha")).status_code == 200
     folder = tmp_path / "exchange"
@@ -232,6 +274,54 @@ async def test_the_next_router_adopts_loaded_models(router: Router, tmp_path: Pa
     await after.app.state.responses.close()
     after.app.state.router_state.access.close()
     await after.close()
+
+
+async def test_the_next_router_unloads_a_model_that_has_been_deleted(router: Router, tmp_path: Path) -> None:
+    assert (await router.ask("alpha")).status_code == 200
+    assert router.serving.loader is not None
+    await router.serving.loader.close()
+    shutil.rmtree(router.models / "alpha")
+    after = Serving(RouterConfig(on_demand_folder=str(tmp_path / "exchange"), response_store="memory"))
+    await after.start()
+    await until(lambda: not router.supervisor.workers)
+    await after.app.state.responses.close()
+    after.app.state.router_state.access.close()
+    await after.close()
+
+
+async def test_a_full_disk_is_reported_once_until_the_wanted_models_are_written(
+    router: Router, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write, num_failures = OnDemandFolder.write_wanted, 0
+
+    def fail_first(folder: OnDemandFolder, wanted: Wanted) -> None:
+        nonlocal num_failures
+        if num_failures < 5:
+            num_failures += 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(folder, wanted)
+
+    monkeypatch.setattr(OnDemandFolder, "write_wanted", fail_first)
+    assert (await router.ask("alpha")).status_code == 200
+    assert num_failures == 5
+    assert sum("cannot exchange files" in one.getMessage() for one in caplog.records) == 1
+
+
+async def test_requests_for_loaded_models_change_nothing_for_those_that_wait(
+    router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert router.serving.loader is not None
+    assert (await router.ask("alpha")).status_code == 200
+    router.supervisor.hold.clear()
+    waiting = asyncio.create_task(router.ask("beta"))
+    await until(lambda: router.serving.loader and router.serving.loader.residency.stage("beta") == "loading")
+    written: list[Wanted] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(OnDemandFolder, "write_wanted", lambda folder, wanted: written.append(wanted))
+        assert (await router.ask("alpha")).status_code == 200
+    assert written == []
+    router.supervisor.hold.set()
+    assert (await waiting).status_code == 200
 
 
 async def test_models_of_a_file_are_loaded_on_demand_and_added_without_a_restart(
