@@ -33,6 +33,7 @@ from common.model_files import cache_folder, hub_cache
 from common.observe import in_bytes
 from common.packages import foreign_packages
 from router.cli.client_flags import DEFAULT_URL, doctor_parser
+from router.cli.router_client import LoadSource, error_message, source_of
 from router.cli.scrub import HIDDEN, Scrubber, secrets_in
 
 PROG: Final = "diptych doctor"
@@ -68,15 +69,13 @@ class Finding:
 class Doctor:
     """Runs the checks. `files` are the contents of the bundle by name."""
 
-    def __init__(
-        self, url: str, *, given: bool, key: str, ca_file: str, config: str, environ: Mapping[str, str]
-    ) -> None:
-        self._url, self._given, self._key, self._ca_file = url, given, key, ca_file
+    def __init__(self, source: LoadSource, *, given: bool, config: str, environ: Mapping[str, str]) -> None:
+        """`given` is whether the user has named the router, which then must answer."""
+        self._source, self._given = source, given
         self._config, self._environ = config, environ
         self.files: dict[str, str] = {}
-        self.scrubber = Scrubber(secrets_in(environ) | ({key} if key else set()))
-        self.scrubber.hide("host", (socket.gethostname(), socket.gethostname().partition(".")[0]))
-        self.scrubber.hide("host", filter(None, (urlsplit(url if "://" in url else f"//{url}").hostname,)))
+        self.scrubber = Scrubber(secrets_in(environ) | ({source.key} if source.key else set()))
+        self.scrubber.hide("host", (socket.gethostname(), socket.gethostname().partition(".")[0], source.host))
 
     def findings(self) -> Iterator[Finding]:
         """Run all checks."""
@@ -196,14 +195,11 @@ class Doctor:
     # ------------------------------------------------------------ service
 
     def _service(self) -> Iterator[Finding]:
-        from router.cli.top import LoadSource  # needs an optional package
-
-        source = LoadSource.of(self._url, self._key, self._ca_file)
-        asked = time.time()
+        source, asked = self._source, time.time()
         reply = source.get("/version")
         took_s = time.time() - asked
         if reply.problem:
-            yield from self._no_service(source.port, reply.problem)
+            yield from self._no_service(reply.problem)
             return
         body = _parsed(reply.body)
         version = str(body.get("version", "")) if reply.status == 200 else ""
@@ -228,17 +224,17 @@ class Doctor:
             if reply.status == 200:
                 yield Finding(OK, f"The router is {meaning}.")
             else:
-                error = _parsed(reply.body).get("error")
-                why = error.get("message") if isinstance(error, dict) else reply.problem or f"HTTP {reply.status}"
-                yield Finding(FAILURE, f"The router is not {meaning}: {str(why).rstrip('.')}. See its log.")
+                why = error_message(reply.body) or reply.problem or f"HTTP {reply.status}"
+                yield Finding(FAILURE, f"The router is not {meaning}: {why.rstrip('.')}. See its log.")
         metrics = source.get("/metrics")
         if metrics.status == 200:
             text = metrics.body.decode(errors="replace")
             self.scrubber.hide("key", re.findall(r'\bkey="([^"]+)"', text))
             self.files["metrics.txt"] = text
-        yield from self._workers(source)
+        yield from self._workers()
 
-    def _no_service(self, port: int, problem: str) -> Iterator[Finding]:
+    def _no_service(self, problem: str) -> Iterator[Finding]:
+        port = self._source.port
         if self._given:
             yield Finding(
                 FAILURE, f"{problem[:1].upper()}{problem[1:]}. Start the router, or check --url and the network."
@@ -252,10 +248,10 @@ class Doctor:
                 text = f"Port {port} is in use by another program ({error.strerror}). Set --port of diptych serve."
                 yield Finding(WARNING, text)
             else:
-                yield Finding(OK, f"No service runs at {self._url}, and port {port} is free.")
+                yield Finding(OK, f"No service runs at {self._source.url}, and port {port} is free.")
 
-    def _workers(self, source: Any) -> Iterator[Finding]:
-        reply = source.get("/load")
+    def _workers(self) -> Iterator[Finding]:
+        reply = self._source.get("/load")
         if reply.status in (401, 403):
             text = "The workers and warnings of the service are not included: set --api-key to an admin key."
             yield Finding(WARNING, text)
@@ -302,22 +298,12 @@ def write_bundle(path: Path, files: Mapping[str, str]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns exit status 0, 1 if something is wrong, or 2 for invalid arguments."""
     options = doctor_parser().parse_args(argv)
-    from router.cli.top import LoadSource, WrongUrl  # needs an optional package
-
-    url = options.url or DEFAULT_URL
-    try:
-        LoadSource.of(url, options.api_key)
-    except WrongUrl as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
+    given = bool(options.url)
+    options.url = options.url or DEFAULT_URL
+    source = source_of(options, PROG)
+    if source is None:
         return 2
-    doctor = Doctor(
-        url,
-        given=bool(options.url),
-        key=options.api_key,
-        ca_file=options.ca_file,
-        config=options.config,
-        environ=os.environ,
-    )
+    doctor = Doctor(source, given=given, config=options.config, environ=os.environ)
     findings = list(doctor.findings())
     scrubbed = [Finding(one.level, doctor.scrubber.text(one.text)) for one in findings]
     for one in findings:

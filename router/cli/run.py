@@ -26,8 +26,9 @@ from common.errors import ModelError
 from common.machine import ChildProcess
 from common.model_files import DEFAULT_MODEL, find_model, local_models, resolve_model
 from router.cli.client_flags import run_parser
+from router.cli.models.table import clean
+from router.cli.router_client import MAX_ANSWER_BYTES, LoadSource, error_message, source_of
 from router.cli.serve.child import die_with
-from router.cli.top import LoadSource, WrongUrl
 from router.request import CHAT_PATH, MODELS_PATH, OLLAMA_GENERATE_PATH
 
 PROG = "diptych run"
@@ -104,34 +105,18 @@ class Service:
                     if line.startswith(b"data: ") and data != b"[DONE]":
                         chunk = json.loads(data)
                         if error := chunk.get("error"):
-                            raise RunError(str(error.get("message", error)))
+                            raise RunError(clean(error.get("message", error)))
                         yield chunk
         except (OSError, HTTPException, ValueError) as error:
             raise RunError(f"{self.source.url}: the answer broke off: {error or type(error).__name__}") from error
 
     @contextlib.contextmanager
     def _ask(self, method: str, path: str, body: object, timeout_s: float) -> Iterator[HTTPResponse]:
-        connection = self.source.connect(timeout_s)
-        headers = {"Authorization": f"Bearer {self.source.key}"} if self.source.key else {}
-        data = None if body is None else json.dumps(body)
-        if data is not None:
-            headers["Content-Type"] = "application/json"
-        try:
-            connection.request(method, self.source.path + path, data, headers)
-            reply = connection.getresponse()
+        with self.source.request(method, path, body, timeout_s) as reply:
             if reply.status != 200:
-                raise RunError(_refusal(reply.status, reply.read()))
+                message = error_message(reply.read(MAX_ANSWER_BYTES))
+                raise RunError(message or f"the service answers HTTP {reply.status}")
             yield reply
-        finally:
-            connection.close()
-
-
-def _refusal(status: int, body: bytes) -> str:
-    try:
-        error = json.loads(body)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, KeyError, TypeError):
-        return f"the service answers HTTP {status}"
 
 
 def select(service: Service, wanted: str, listed: Sequence[Mapping[str, Any]]) -> str:
@@ -320,10 +305,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     own, serve = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
     options = run_parser().parse_args(own)
-    try:
-        source = LoadSource.of(options.url, options.api_key, options.ca_file)
-    except WrongUrl as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
+    source = source_of(options, PROG)
+    if source is None:
         return 2
     words = [" ".join(options.prompt)] if options.prompt else []
     piped = "" if sys.stdin.isatty() else sys.stdin.read().strip()
