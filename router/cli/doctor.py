@@ -14,6 +14,7 @@ import re
 import resource
 import shutil
 import socket
+import stat
 import sys
 import tarfile
 import time
@@ -33,6 +34,7 @@ from common.model_files import cache_folder, hub_cache
 from common.observe import in_bytes
 from common.packages import foreign_packages
 from router.cli.client_flags import DEFAULT_URL, doctor_parser
+from router.cli.models.table import clean
 from router.cli.router_client import LoadSource, error_message, source_of
 from router.cli.scrub import HIDDEN, Scrubber, secrets_in
 
@@ -288,6 +290,8 @@ def write_bundle(path: Path, files: Mapping[str, str]) -> None:
     """Write the files as a tar.gz, readable by the user only. Raises OSError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with open(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.fchmod(descriptor, 0o600)  # the file may have existed
         for name, text in files.items():
             content = text.encode()
             about = tarfile.TarInfo(f"diptych-doctor/{name}")
@@ -304,13 +308,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if source is None:
         return 2
     doctor = Doctor(source, given=given, config=options.config, environ=os.environ)
-    findings = list(doctor.findings())
-    scrubbed = [Finding(one.level, doctor.scrubber.text(one.text)) for one in findings]
-    for one in findings:
-        print(f"{one.level:<8} {one.text}")
+    findings = list(doctor.findings())  # all of them first, because later ones find more names to scrub
+    report = "".join(f"{one.level:<8} {clean(doctor.scrubber.text(one.text))}\n" for one in findings)
+    print(report, end="")
     failed = sum(one.level == FAILURE for one in findings)
     if options.output:
-        report = "".join(f"{one.level:<8} {one.text}\n" for one in scrubbed)
         files = {"report.txt": report} | {name: doctor.scrubber.text(text) for name, text in doctor.files.items()}
         try:
             write_bundle(Path(options.output), files)
