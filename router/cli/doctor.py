@@ -52,6 +52,8 @@ PACKAGES: Final = (
     "starlette",
     "uvicorn",
 )
+COMPILERS: Final = ("c++", "g++", "clang++")
+"""Tried by workers in this order, unless CXX is set."""
 KEY_FILES: Final = ("curve_key", "curve_trusted", "api_key_file", "tls_key")
 LEAST_MEMORY: Final = 4 * 2**30
 LEAST_DISK: Final = 5 * 10**9
@@ -140,11 +142,15 @@ class Doctor:
             return
         shipped = sorted(one.name for one in Path(spec.origin).parent.rglob("built/*.so"))
         compiled = sorted(one.name for one in (cache_folder() / "native").glob("kernels-*.so"))
-        compiler = next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), "")
+        named = self._environ.get("CXX", "")
+        compiler = next((name for name in ([named] if named else COMPILERS) if shutil.which(name)), "")
         if shipped or compiled:
             yield Finding(OK, f"{len(shipped or compiled)} builds of the CPU kernels are present.")
         elif compiler:
             yield Finding(OK, f"CPU kernels are not compiled yet; the first worker compiles them with {compiler}.")
+        elif named:
+            text = f"There are no compiled CPU kernels, and the compiler {named} does not exist. Correct or unset CXX."
+            yield Finding(WARNING, text)
         else:
             yield Finding(
                 WARNING, "There are no compiled CPU kernels and no C++ compiler. Install g++ for full speed on CPUs."

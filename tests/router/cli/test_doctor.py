@@ -14,6 +14,7 @@ import pytest
 from common.observe import recent_warnings
 from router.cli import doctor
 from router.cli.doctor import Doctor, main
+from router.cli.router_client import LoadSource
 from router.cli.scrub import Scrubber
 from router.dispatch.load import WorkerLoad
 
@@ -94,6 +95,14 @@ def test_invalid_settings_are_named(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "d.toml").write_text("prot = 1\n")
     assert main(["--config", str(tmp_path / "d.toml"), "--url", "http://127.0.0.1:1"]) == 1
     assert "failure  The settings are invalid: unknown setting prot in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("named", "said"), [("sh", "compiles them with sh."), ("absent++", "Correct or unset CXX.")])
+def test_the_compiler_is_that_of_cxx(named: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIPTYCH_CACHE", str(tmp_path))
+    monkeypatch.setattr(Path, "rglob", lambda *_: iter(()))  # as in a source checkout
+    one = Doctor(LoadSource("127.0.0.1", 1), given=False, config="", environ={"CXX": named})
+    assert [finding.text.endswith(said) for finding in one._kernels()] == [True]
 
 
 @pytest.mark.parametrize(
