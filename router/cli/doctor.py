@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 from common import __version__
 from common.config import CONFIG_CLASSES, RouterConfig, Sources, fields_of, with_flag
 from common.errors import ConfigError
-from common.machine import find_gpus, host_memory
+from common.machine import find_gpus, host_memory, nearest_existing
 from common.model_files import cache_folder, hub_cache
 from common.observe import in_bytes
 from common.packages import foreign_packages
@@ -171,7 +171,7 @@ class Doctor:
             yield Finding(OK, f"/dev/shm has {in_bytes(shutil.disk_usage(shared).free)} of free space.")
 
     def _folder(self, folder: Path, variable: str) -> Iterator[Finding]:
-        place = next(one for one in (folder, *folder.parents) if one.exists())
+        place = nearest_existing(folder)
         free = shutil.disk_usage(place).free
         level = OK if free >= LEAST_DISK else WARNING
         advice = "" if level == OK else f" Delete models with diptych rm, or set {variable} to a larger disk."
