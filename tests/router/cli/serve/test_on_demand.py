@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from common.errors import ConfigError
 from common.model_files.summary import ModelSummary
-from router.cli.serve.child import WorkerChild
+from router.cli.serve.child import MAX_PART_BYTES, LastLine, WorkerChild
 from router.cli.serve.processes import read_plan
 from router.cli.serve.supervisor import Supervisor
 from router.planner.on_demand import BYTES_PER_GIB, ModelReport, OnDemandFolder, Wanted, WantedModel, WorkerMemory
@@ -94,6 +99,23 @@ async def test_a_load_with_a_worker_that_exits_fails_with_its_last_line_and_is_n
     monkeypatch.setattr("router.cli.serve.autoscale.MODULES", dict.fromkeys(PAIR, "pretended_worker"))
     service.want(WantedModel("a", 2, PAIR))
     assert (await service.ready("a")).load == 2
+
+
+def test_errors_are_copied_and_the_last_one_is_kept_whatever_becomes_of_standard_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Full(io.BytesIO):
+        def write(self, data: Any) -> int:
+            assert len(data) <= MAX_PART_BYTES
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(buffer=Full()))
+    theirs, ours = os.pipe()
+    line = LastLine(os.fdopen(theirs, "rb"))
+    with os.fdopen(ours, "wb") as worker:
+        worker.write(b"a line\n" + b"the last" + b"!" * 200_000 + b"\n\n")
+    line._thread.join(60)
+    assert line.read().startswith("the last!!")
 
 
 def test_a_plan_on_demand_has_no_workers(tmp_path: Path) -> None:
