@@ -205,7 +205,7 @@ class WorkerChild(ListeningChild):
         """`other` holds the settings of the worker in the other role, if it may change its role."""
         self._other = other
         self.address_file = runtime / f"{config.worker_id}.json"
-        self._http: tuple[str, int] | None = None
+        self._addresses: dict[str, Any] = {}
         super().__init__(config.worker_id, module, dataclasses.replace(config, address_file=str(self.address_file)))
 
     def options(self) -> dict[str, Any]:
@@ -220,7 +220,7 @@ class WorkerChild(ListeningChild):
         return super().environment() | other
 
     def start(self) -> None:
-        self._http = None
+        self._addresses = {}
         self.address_file.unlink(missing_ok=True)  # it has the addresses of the previous process
         super().start()
         if self.keeps_errors and self._process is not None and self._process.stderr is not None:
@@ -228,12 +228,15 @@ class WorkerChild(ListeningChild):
 
     def read_address(self) -> str:
         """Return the control address, or "" while the worker has not written it."""
-        if not self.address_file.exists():
-            return ""
-        return str(json.loads(self.address_file.read_text())["address"])
+        return str(self._written().get("address", ""))
 
     def http_address(self) -> Address | None:
-        if self._http is None and self.address_file.exists():
-            url = urlsplit(json.loads(self.address_file.read_text())["http"])
-            self._http = str(url.hostname), int(url.port or 0)
-        return self._http
+        url = urlsplit(self._written().get("http", ""))
+        return (url.hostname, int(url.port or 0)) if url.hostname else None
+
+    def _written(self) -> dict[str, Any]:
+        """Return the content of the address file of the current process, {} without one. It is read once."""
+        if not self._addresses:
+            with suppress(FileNotFoundError, ValueError):
+                self._addresses = json.loads(self.address_file.read_text())
+        return self._addresses

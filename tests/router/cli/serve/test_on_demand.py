@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from common.config import DecodeWorkerConfig
 from common.errors import ConfigError
 from common.model_files.summary import ModelSummary
 from router.cli.serve.child import MAX_PART_BYTES, LastLine, WorkerChild
@@ -99,6 +100,17 @@ async def test_a_load_with_a_worker_that_exits_fails_with_its_last_line_and_is_n
     monkeypatch.setattr("router.cli.serve.autoscale.MODULES", dict.fromkeys(PAIR, "pretended_worker"))
     service.want(WantedModel("a", 2, PAIR))
     assert (await service.ready("a")).load == 2
+
+
+def test_the_address_file_is_read_until_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = WorkerChild("pretended_worker", DecodeWorkerConfig(worker_id="decode-0"), tmp_path)
+    assert (worker.read_address(), worker.http_address()) == ("", None)
+    worker.address_file.write_text('{"address":')
+    assert (worker.read_address(), worker.http_address()) == ("", None)
+    worker.address_file.write_text('{"address": "tcp://h:1", "http": "http://[::1]:2"}')
+    assert worker.read_address() == "tcp://h:1"
+    monkeypatch.delattr(Path, "read_text")
+    assert (worker.read_address(), worker.http_address()) == ("tcp://h:1", ("::1", 2))
 
 
 def test_errors_are_copied_and_the_last_one_is_kept_whatever_becomes_of_standard_error(
