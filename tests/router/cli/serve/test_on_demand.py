@@ -144,7 +144,10 @@ def test_a_plan_on_demand_has_no_workers(tmp_path: Path) -> None:
     assert plan.on_demand.roles(generates=False, has_prefill=True) == {"prefill": 1, "decode": 0}
     each = 4 * 10**9 + BYTES_PER_GIB + BYTES_PER_GIB // 4  # perhaps float32, KV, rest
     assert plan.on_demand.num_bytes(MODEL, roles) == 3 * each
-    assert read_plan(["a", "--config", ""], {"DIPTYCH_MODELS_DIR": str(tmp_path)}, num_cores=8).models == ("a",)
+    shared = {"DIPTYCH_MODELS_DIR": str(tmp_path)}
+    assert read_plan(["a", "--config", ""], shared, num_cores=8).models == ("a",)
+    (tmp_path / "m.toml").write_text('[[model]]\nname = "a"\nmodel = "a"\n')
+    assert read_plan(["--models-file", str(tmp_path / "m.toml")], shared, num_cores=8).models == ("a",)
 
 
 def test_a_worker_that_takes_all_of_a_gpu_takes_the_budget() -> None:
@@ -162,6 +165,8 @@ def test_a_worker_that_takes_all_of_a_gpu_takes_the_budget() -> None:
         ("tiny-random --on-demand", "on_demand"),
         ("tiny-random --models-dir .", "models_dir"),
         ("--models-dir /does/not/exist", "models_dir"),
+        ("--models-dir . --models-file m.toml", "models_dir"),
+        ("--models-dir . --models-file m.toml --on-demand", "models_dir"),
         ("--on-demand --autoscale", "autoscale"),
         ("--on-demand --router-processes 2", "router_processes"),
         ("--on-demand --served-model-name a", "served_model_name"),
