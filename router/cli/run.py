@@ -186,7 +186,10 @@ class Chat:
     """Printed on stderr after the first answer."""
 
     def say(self, text: str, *, thoughts: bool) -> None:
-        """Send a message and print the answer as it arrives. Ctrl-C ends the answer and keeps its text."""
+        """Send a message and print the answer as it arrives. Ctrl-C ends the answer and keeps its text.
+
+        A message without an answer is forgotten.
+        """
         self.messages.append({"role": "user", "content": text})
         began, first_at, parts = time.monotonic(), 0.0, list[str]()
         usage: dict[str, int] = {}
@@ -209,6 +212,9 @@ class Chat:
         except KeyboardInterrupt:
             if not sys.stdin.isatty():
                 raise
+            if not parts:  # there is nothing to keep: some models accept no empty answer
+                self.messages.pop()
+                return
         except RunError:
             self.messages.pop()
             raise

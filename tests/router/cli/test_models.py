@@ -128,6 +128,8 @@ def test_a_chat_keeps_its_conversation(capsys: pytest.CaptureFixture[str], monke
     class Echo(run.Service):
         def answer(self, body: Any) -> Any:
             sent.append(body | {"messages": [*body["messages"]]})
+            if body["messages"][-1]["content"] == "too slow":
+                raise KeyboardInterrupt
             for text in body["messages"][-1]["content"].split():
                 yield {"choices": [{"delta": {"content": text}}]}
                 if text == "interrupt":
@@ -145,14 +147,15 @@ def test_a_chat_keeps_its_conversation(capsys: pytest.CaptureFixture[str], monke
         "interrupt me",
         "/clear",
         "/set temperature",
+        "too slow",
         "again",
         "/bye",
     ]
     monkeypatch.setattr(sys, "stdin", Terminal("\n".join(lines)))
     chat = run.Chat(Echo(LoadSource("127.0.0.1", 1), "m"), {}, [{"role": "system", "content": "s"}])
     run.converse(chat)
-    assert [body["messages"][-1]["content"] for body in sent] == ["two\nlines", "interrupt me", "again"]
-    assert [body.get("temperature") for body in sent] == [None, 0.5, None]
+    assert [body["messages"][-1]["content"] for body in sent] == ["two\nlines", "interrupt me", "too slow", "again"]
+    assert [body.get("temperature") for body in sent] == [None, 0.5, None, None]
     assert chat.messages == [
         {"role": "system", "content": "s"},
         {"role": "user", "content": "again"},
