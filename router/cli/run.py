@@ -12,6 +12,7 @@ import contextlib
 import ipaddress
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -26,7 +27,6 @@ from common.errors import ModelError
 from common.machine import ChildProcess
 from common.model_files import DEFAULT_MODEL, find_model, local_models, resolve_model
 from router.cli.client_flags import run_parser
-from router.cli.models.table import clean
 from router.cli.router_client import MAX_ANSWER_BYTES, LoadSource, error_message, source_of
 from router.cli.serve.child import die_with
 from router.request import CHAT_PATH, MODELS_PATH, OLLAMA_GENERATE_PATH
@@ -40,6 +40,8 @@ STOP_S = 15.0
 """Time for the service to stop."""
 POLL_S = 0.2
 MARK = '"""'
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""C0 and C1 control characters, except newline and tab."""
 HINT = (
     f"{DEFAULT_MODEL} is a small model for trying things out. For better answers: diptych run Qwen/Qwen3-0.6B "
     "(downloads 1.5 GB)"
@@ -105,7 +107,7 @@ class Service:
                     if line.startswith(b"data: ") and data != b"[DONE]":
                         chunk = json.loads(data)
                         if error := chunk.get("error"):
-                            raise RunError(clean(error.get("message", error)))
+                            raise RunError(str(error.get("message", error)))
                         yield chunk
         except (OSError, HTTPException, ValueError) as error:
             raise RunError(f"{self.source.url}: the answer broke off: {error or type(error).__name__}") from error
@@ -117,6 +119,11 @@ class Service:
                 message = error_message(reply.read(MAX_ANSWER_BYTES))
                 raise RunError(message or f"the service answers HTTP {reply.status}")
             yield reply
+
+
+def printable(text: object) -> str:
+    """Remove the control characters of the terminal, except newline and tab."""
+    return CONTROL.sub("", str(text))
 
 
 def select(service: Service, wanted: str, listed: Sequence[Mapping[str, Any]]) -> str:
@@ -203,10 +210,10 @@ class Chat:
                     thought, content = delta.get("reasoning_content") or "", delta.get("content") or ""
                     first_at = first_at or (time.monotonic() if thought or content else 0.0)
                     if thought and thoughts:
-                        print(f"{DIM if not is_thinking else ''}{thought}", end="", flush=True)
+                        print(f"{DIM if not is_thinking else ''}{printable(thought)}", end="", flush=True)
                         is_thinking = True
                     if content:
-                        print(f"{PLAIN + chr(10) if is_thinking else ''}{content}", end="", flush=True)
+                        print(f"{PLAIN + chr(10) if is_thinking else ''}{printable(content)}", end="", flush=True)
                         is_thinking = False
                         parts.append(content)
         except KeyboardInterrupt:
@@ -254,7 +261,7 @@ class Chat:
 
 def converse(chat: Chat) -> None:
     """Read messages and print answers until /bye or the end of the input."""
-    print(f"{chat.service.model}: /? for help, /bye to end")
+    print(f"{printable(chat.service.model)}: /? for help, /bye to end")
     while True:
         try:
             text = _read_message()
@@ -277,7 +284,7 @@ def converse(chat: Chat) -> None:
             try:
                 chat.say(text, thoughts=True)
             except RunError as error:
-                print(f"{PROG}: {error}", file=sys.stderr)
+                print(f"{PROG}: {printable(error)}", file=sys.stderr)
 
 
 def _read_message() -> str:
@@ -328,7 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             service.model = _selected(service, "" if child is not None else options.model, listed or ())
             _chat(service, options, prompt)
         except (RunError, ModelError) as error:
-            print(f"{PROG}: {error}", file=sys.stderr)
+            print(f"{PROG}: {printable(error)}", file=sys.stderr)
             return 1
         except KeyboardInterrupt:
             return 130
@@ -358,7 +365,7 @@ def _load(service: Service) -> None:
     """Wait until a service that loads models on demand has loaded the model of the chat. Raises RunError."""
     spinner = sys.stderr.isatty()
     if spinner:
-        print(f"loading {service.model} ...", end="", file=sys.stderr, flush=True)
+        print(f"loading {printable(service.model)} ...", end="", file=sys.stderr, flush=True)
     try:
         service.load()
     finally:
