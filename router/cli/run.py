@@ -14,7 +14,6 @@ import json
 import os
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from typing import Any
 from urllib.parse import quote
 
 from common.errors import ModelError
-from common.machine import ChildProcess
+from common.machine import ChildProcess, PrivateFolder
 from common.model_files import DEFAULT_MODEL, find_model, local_models, resolve_model
 from router.cli.client_flags import run_parser
 from router.cli.router_client import MAX_ANSWER_BYTES, LoadSource, error_message, source_of
@@ -126,17 +125,17 @@ def printable(text: object) -> str:
     return CONTROL.sub("", str(text))
 
 
-def select(service: Service, wanted: str, listed: Sequence[Mapping[str, Any]]) -> str:
-    """Return the name at the service of the model `wanted`; "" selects the first. Raises RunError."""
+def select(service: Service, wanted: str, listed: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the listed model that `wanted` names; "" selects the first. Raises RunError."""
     if not listed:
         raise RunError(f"{service.source.url} serves no model that this key may use")
     if not wanted:
-        return str(listed[0]["id"])
+        return listed[0]
     names = {str(one["id"]) for one in listed}
     last = wanted.rpartition("/")[2]
     for name in (wanted, wanted.replace(":", "-"), last, Path(last).stem):
         if found := [one for one in listed if name in (one["id"], one.get("root"))]:
-            return str(found[0]["id"])
+            return found[0]
     raise RunError(
         f"{service.source.url} serves {', '.join(sorted(names))}, not {wanted}: stop it, or start another service with "
         "--url http://127.0.0.1:8001"
@@ -325,14 +324,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     piped = "" if sys.stdin.isatty() else sys.stdin.read().strip()
     prompt = "\n\n".join([*words, *([piped] if piped else [])])
     child = None
-    with tempfile.TemporaryDirectory(prefix="diptych-run-") as folder:
+    with PrivateFolder("run") as folder:
         try:
             service = Service(source)
             listed = service.models()
             if listed is None:
-                child = start(service, _local_name(options.model), serve, Path(folder))
+                child = start(service, _local_name(options.model), serve, folder.path)
                 listed = service.models()
-            service.model = _selected(service, "" if child is not None else options.model, listed or ())
+            model = _selected(service, "" if child is not None else options.model, listed or ())
+            service.model = str(model["id"])
+            if model.get("state") not in (None, "loaded"):
+                _load(service)
             _chat(service, options, prompt)
         except (RunError, ModelError) as error:
             print(f"{PROG}: {printable(error)}", file=sys.stderr)
@@ -345,8 +347,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _selected(service: Service, wanted: str, listed: Sequence[Mapping[str, Any]]) -> str:
-    """Return the name at the service of the model `wanted`; "" selects the first.
+def _selected(service: Service, wanted: str, listed: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the model of the service that `wanted` names; "" selects the first.
 
     A service on this machine that loads models on demand also serves one that is downloaded now. Raises RunError, and
     ModelError if the model cannot be downloaded.
@@ -377,8 +379,6 @@ def _chat(service: Service, options: argparse.Namespace, prompt: str) -> None:
     fields: dict[str, Any] = {"reasoning_effort": "none"} if options.no_think else {}
     system = [{"role": "system", "content": options.system}] if options.system else []
     chat = Chat(service, fields, system, options.verbose)
-    if any(one["id"] == service.model and one.get("state") not in (None, "loaded") for one in service.models() or ()):
-        _load(service)
     if service.model == DEFAULT_MODEL and sys.stderr.isatty():
         chat.hint = HINT
     if prompt or not sys.stdin.isatty():

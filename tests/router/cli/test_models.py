@@ -104,8 +104,8 @@ def test_run_downloads_a_model_for_a_service_that_loads_on_demand(monkeypatch: p
     monkeypatch.setattr(run, "_local_name", fetch)
     monkeypatch.setattr(run.Service, "models", lambda self: listed)
     service = run.Service(LoadSource("127.0.0.1", 1))
-    assert run._selected(service, "a", listed) == "a" and not fetched
-    assert run._selected(service, "org/b", listed) == "org/b" and fetched == ["org/b"]
+    assert run._selected(service, "a", listed)["id"] == "a" and not fetched
+    assert run._selected(service, "org/b", listed)["id"] == "org/b" and fetched == ["org/b"]
     with pytest.raises(run.RunError, match="serves a, not c"):
         run._selected(service, "c", [{"id": "a"}])
     with pytest.raises(run.RunError, match="serves a, org/b, not c"):
@@ -115,10 +115,13 @@ def test_run_downloads_a_model_for_a_service_that_loads_on_demand(monkeypatch: p
 async def test_run_asks_a_service_that_runs(
     running: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked, models = list[Any](), run.Service.models
+    monkeypatch.setattr(run.Service, "models", lambda self: asked.append(self) or models(self))
     monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
     assert await asyncio.to_thread(run.main, ["--url", running.url, "--verbose", "tiny:random", "hi"]) == 0
     out, errors = capsys.readouterr()
     assert out.strip() and "prompt tokens, first token after" in errors
+    assert len(asked) == 1
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert await asyncio.to_thread(run.main, ["--url", running.url, "other", "hi"]) == 1
     assert "serves tiny-random, not other: stop it" in capsys.readouterr().err

@@ -33,7 +33,7 @@ def test_an_answer_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str
 def test_after_the_first_answer_of_the_default_model_a_better_one_is_named(
     model: str, hints: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    service: Any = SimpleNamespace(model=model, answer=chunks, models=list)
+    service: Any = SimpleNamespace(model=model, answer=chunks)
     typed = iter(("one", "two"))
     monkeypatch.setattr(run, "_read_message", lambda: next(typed, "/bye"))
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
