@@ -43,7 +43,7 @@ class ServeConfig(Config):
         "",
         "folder of models to load at their first request",
         group="Model",
-        details="Implies --on-demand, which also serves the models of the caches. Not with a MODEL.",
+        details="Implies --on-demand, which also serves the models of the caches. Not with a MODEL or --models-file.",
         common=True,
         metavar="FOLDER",
     )

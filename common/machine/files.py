@@ -121,6 +121,12 @@ def is_full(folder: Path) -> bool:
     return about.f_bavail * about.f_frsize < FULL_BYTES or (about.f_files > 0 and about.f_favail == 0)
 
 
+def nearest_existing(path: Path) -> Path:
+    """Return the path, or the nearest of its folders that exists. Raises OSError for a folder without access."""
+    whole = path.absolute()
+    return next(one for one in (whole, *whole.parents) if one.exists())
+
+
 def write_failure(path: Path | str, error: OSError, needed: int = 0) -> str:
     """Describe why `path` could not be written; for a full disk with the needed (0: unknown) and the free bytes."""
     if error.errno not in NO_ROOM:
@@ -128,8 +134,7 @@ def write_failure(path: Path | str, error: OSError, needed: int = 0) -> str:
     what = "the disk quota is exceeded" if error.errno == errno.EDQUOT else "no space is left on the disk"
     sizes = [f"{needed:,} bytes are needed"] if needed else []
     with suppress(OSError):
-        place = next(one for one in (Path(path).absolute(), *Path(path).absolute().parents) if one.exists())
-        about = os.statvfs(place)
+        about = os.statvfs(nearest_existing(Path(path)))
         sizes.append(f"{about.f_bavail * about.f_frsize:,} bytes are free")
         if about.f_files and not about.f_favail:
             sizes.append("no inode is free")

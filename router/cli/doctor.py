@@ -14,6 +14,7 @@ import re
 import resource
 import shutil
 import socket
+import stat
 import sys
 import tarfile
 import time
@@ -28,11 +29,13 @@ from urllib.parse import urlsplit
 from common import __version__
 from common.config import CONFIG_CLASSES, RouterConfig, Sources, fields_of, with_flag
 from common.errors import ConfigError
-from common.machine import find_gpus, host_memory
+from common.machine import find_gpus, host_memory, nearest_existing
 from common.model_files import cache_folder, hub_cache
 from common.observe import in_bytes
 from common.packages import foreign_packages
 from router.cli.client_flags import DEFAULT_URL, doctor_parser
+from router.cli.models.table import clean
+from router.cli.router_client import LoadSource, error_message, source_of
 from router.cli.scrub import HIDDEN, Scrubber, secrets_in
 
 PROG: Final = "diptych doctor"
@@ -49,6 +52,8 @@ PACKAGES: Final = (
     "starlette",
     "uvicorn",
 )
+COMPILERS: Final = ("c++", "g++", "clang++")
+"""Tried by workers in this order, unless CXX is set."""
 KEY_FILES: Final = ("curve_key", "curve_trusted", "api_key_file", "tls_key")
 LEAST_MEMORY: Final = 4 * 2**30
 LEAST_DISK: Final = 5 * 10**9
@@ -68,15 +73,13 @@ class Finding:
 class Doctor:
     """Runs the checks. `files` are the contents of the bundle by name."""
 
-    def __init__(
-        self, url: str, *, given: bool, key: str, ca_file: str, config: str, environ: Mapping[str, str]
-    ) -> None:
-        self._url, self._given, self._key, self._ca_file = url, given, key, ca_file
+    def __init__(self, source: LoadSource, *, given: bool, config: str, environ: Mapping[str, str]) -> None:
+        """`given` is whether the user has named the router, which then must answer."""
+        self._source, self._given = source, given
         self._config, self._environ = config, environ
         self.files: dict[str, str] = {}
-        self.scrubber = Scrubber(secrets_in(environ) | ({key} if key else set()))
-        self.scrubber.hide("host", (socket.gethostname(), socket.gethostname().partition(".")[0]))
-        self.scrubber.hide("host", filter(None, (urlsplit(url if "://" in url else f"//{url}").hostname,)))
+        self.scrubber = Scrubber(secrets_in(environ) | ({source.key} if source.key else set()))
+        self.scrubber.hide("host", (socket.gethostname(), socket.gethostname().partition(".")[0], source.host))
 
     def findings(self) -> Iterator[Finding]:
         """Run all checks."""
@@ -139,11 +142,15 @@ class Doctor:
             return
         shipped = sorted(one.name for one in Path(spec.origin).parent.rglob("built/*.so"))
         compiled = sorted(one.name for one in (cache_folder() / "native").glob("kernels-*.so"))
-        compiler = next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), "")
+        named = self._environ.get("CXX", "")
+        compiler = next((name for name in ([named] if named else COMPILERS) if shutil.which(name)), "")
         if shipped or compiled:
             yield Finding(OK, f"Compiled CPU kernels are present: {len(shipped or compiled)}.")
         elif compiler:
             yield Finding(OK, f"CPU kernels are not compiled yet; the first worker compiles them with {compiler}.")
+        elif named:
+            text = f"There are no compiled CPU kernels, and the compiler {named} does not exist. Correct or unset CXX."
+            yield Finding(WARNING, text)
         else:
             yield Finding(
                 WARNING, "There are no compiled CPU kernels and no C++ compiler. Install g++ for full speed on CPUs."
@@ -164,7 +171,7 @@ class Doctor:
             yield Finding(OK, f"/dev/shm has {in_bytes(shutil.disk_usage(shared).free)} of free space.")
 
     def _folder(self, folder: Path, variable: str) -> Iterator[Finding]:
-        place = next(one for one in (folder, *folder.parents) if one.exists())
+        place = nearest_existing(folder)
         free = shutil.disk_usage(place).free
         level = OK if free >= LEAST_DISK else WARNING
         advice = "" if level == OK else f" Delete models with diptych rm, or set {variable} to a larger disk."
@@ -196,14 +203,11 @@ class Doctor:
     # ------------------------------------------------------------ service
 
     def _service(self) -> Iterator[Finding]:
-        from router.cli.top import LoadSource  # needs an optional package
-
-        source = LoadSource.of(self._url, self._key, self._ca_file)
-        asked = time.time()
+        source, asked = self._source, time.time()
         reply = source.get("/version")
         took_s = time.time() - asked
         if reply.problem:
-            yield from self._no_service(source.port, reply.problem)
+            yield from self._no_service(reply.problem)
             return
         body = _parsed(reply.body)
         version = str(body.get("version", "")) if reply.status == 200 else ""
@@ -229,17 +233,17 @@ class Doctor:
             if reply.status == 200:
                 yield Finding(OK, f"The router is {meaning}.")
             else:
-                error = _parsed(reply.body).get("error")
-                why = error.get("message") if isinstance(error, dict) else reply.problem or f"HTTP {reply.status}"
-                yield Finding(FAILURE, f"The router is not {meaning}: {str(why).rstrip('.')}. See its log.")
+                why = error_message(reply.body) or reply.problem or f"HTTP {reply.status}"
+                yield Finding(FAILURE, f"The router is not {meaning}: {why.rstrip('.')}. See its log.")
         metrics = source.get("/metrics")
         if metrics.status == 200:
             text = metrics.body.decode(errors="replace")
             self.scrubber.hide("key", re.findall(r'\bkey="([^"]+)"', text))
             self.files["metrics.txt"] = text
-        yield from self._workers(source)
+        yield from self._workers()
 
-    def _no_service(self, port: int, problem: str) -> Iterator[Finding]:
+    def _no_service(self, problem: str) -> Iterator[Finding]:
+        port = self._source.port
         if self._given:
             yield Finding(
                 FAILURE, f"{problem[:1].upper()}{problem[1:]}. Start the router, or check --url and the network."
@@ -253,10 +257,10 @@ class Doctor:
                 text = f"Port {port} is in use by another program ({error.strerror}). Set --port of diptych serve."
                 yield Finding(WARNING, text)
             else:
-                yield Finding(OK, f"No service runs at {self._url}, and port {port} is free.")
+                yield Finding(OK, f"No service runs at {self._source.url}, and port {port} is free.")
 
-    def _workers(self, source: Any) -> Iterator[Finding]:
-        reply = source.get("/load")
+    def _workers(self) -> Iterator[Finding]:
+        reply = self._source.get("/load")
         if reply.status in (401, 403):
             text = "The workers and warnings of the service are not included: set --api-key to an admin key."
             yield Finding(WARNING, text)
@@ -293,6 +297,8 @@ def write_bundle(path: Path, files: Mapping[str, str]) -> None:
     """Write the files as a tar.gz, readable by the user only. Raises OSError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with open(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.fchmod(descriptor, 0o600)  # the file may have existed
         for name, text in files.items():
             content = text.encode()
             about = tarfile.TarInfo(f"diptych-doctor/{name}")
@@ -303,29 +309,17 @@ def write_bundle(path: Path, files: Mapping[str, str]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns exit status 0, 1 if something is wrong, or 2 for invalid arguments."""
     options = doctor_parser().parse_args(argv)
-    from router.cli.top import LoadSource, WrongUrl  # needs an optional package
-
-    url = options.url or DEFAULT_URL
-    try:
-        LoadSource.of(url, options.api_key)
-    except WrongUrl as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
+    given = bool(options.url)
+    options.url = options.url or DEFAULT_URL
+    source = source_of(options, PROG)
+    if source is None:
         return 2
-    doctor = Doctor(
-        url,
-        given=bool(options.url),
-        key=options.api_key,
-        ca_file=options.ca_file,
-        config=options.config,
-        environ=os.environ,
-    )
-    findings = list(doctor.findings())
-    scrubbed = [Finding(one.level, doctor.scrubber.text(one.text)) for one in findings]
-    for one in findings:
-        print(f"{one.level:<8} {one.text}")
+    doctor = Doctor(source, given=given, config=options.config, environ=os.environ)
+    findings = list(doctor.findings())  # all of them first, because later ones find more names to scrub
+    report = "".join(f"{one.level:<8} {clean(doctor.scrubber.text(one.text))}\n" for one in findings)
+    print(report, end="")
     failed = sum(one.level == FAILURE for one in findings)
     if options.output:
-        report = "".join(f"{one.level:<8} {one.text}\n" for one in scrubbed)
         files = {"report.txt": report} | {name: doctor.scrubber.text(text) for name, text in doctor.files.items()}
         try:
             write_bundle(Path(options.output), files)

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from router.cli.client_flags import explain_parser
+from router.cli.models.table import clean, duration
+from router.cli.router_client import refusal_of, source_of
 
 PROG = "diptych explain"
 BAR = 32
@@ -20,23 +22,20 @@ PARTS = ("queue", "prefill", "lag", "transfer", "slot", "token")
 """Predicted times of a candidate that are shown, each as `NAME_ms`."""
 
 
-def clean(value: object) -> str:
-    """Replace control characters of the terminal."""
-    return "".join(char if char.isprintable() else "?" for char in str(value))
-
-
 def text_of(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of an explanation."""
-    from router.cli.top import duration  # needs an optional package
+    """Return the lines of an explanation, without control characters."""
+    return map(clean, _lines(found))
 
+
+def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     def ms(value: float | None, *, unknown: str = "-") -> str:
         return unknown if value is None else duration(value)
 
-    owner = f", key {clean(found['key'])}" if found["key"] else ""
-    yield f"request {clean(found['request_id'])}  {clean(found['id'])}".rstrip()
-    yield f"  {found['path']}, model {clean(found['model']) or 'unknown'}, class {clean(found['class'])}{owner}"
+    owner = f", key {found['key']}" if found["key"] else ""
+    yield f"request {found['request_id']}  {found['id']}".rstrip()
+    yield f"  {found['path']}, model {found['model'] or 'unknown'}, class {found['class']}{owner}"
     status = "" if found["status"] is None else f" with status {found['status']}"
-    error = f": {clean(found['error'])}: {clean(found['reason'])}" if found["error"] else ""
+    error = f": {found['error']}: {found['reason']}" if found["error"] else ""
     yield f"  arrived {found['arrived_at']}, {found['state']}{status} after {ms(found['total_ms'])}{error}"
     tokens = f"prompt {found['prompt_tokens']:,} tokens ({found['cached_tokens']:,} from a prefix cache)"
     yield f"  {tokens}, output {found['output_tokens']:,} tokens"
@@ -49,7 +48,7 @@ def text_of(found: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"{'':2}{line}" for line in _decisions(choice, ms))
         yield "  steps"
         for step in choice["steps"]:
-            yield f"    {ms(step['at_ms']):>9}  {step['kind']:<10}{clean(step['detail'])}".rstrip()
+            yield f"    {ms(step['at_ms']):>9}  {step['kind']:<10}{step['detail']}".rstrip()
         if choice["omitted_steps"]:
             yield f"    ... and {choice['omitted_steps']:,} more steps"
 
@@ -83,7 +82,7 @@ def _goals(choice: Mapping[str, Any], ms: Any) -> Iterator[str]:
 def _decisions(choice: Mapping[str, Any], ms: Any) -> Iterator[str]:
     for decision in choice["decisions"]:
         yield f"decision at {ms(decision['at_ms'])}"
-        yield from (f"  {line}" for line in textwrap.wrap(clean(decision["reason"]), WIDTH))
+        yield from (f"  {line}" for line in textwrap.wrap(decision["reason"], WIDTH))
         if not decision["candidates"]:
             continue
         heads = "".join(f"{name:>10}" for name in ("cost", *PARTS))
@@ -103,22 +102,18 @@ def _part(one: Mapping[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns exit status 0, 1 if the router does not know the request, or 2 for invalid arguments."""
     options = explain_parser().parse_args(argv)
-    from router.cli.top import NO_KEY, LoadSource, WrongUrl, refusal_of  # needs an optional package
-
-    try:
-        source = LoadSource.of(options.url, options.api_key, options.ca_file)
-    except WrongUrl as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
+    source = source_of(options, PROG)
+    if source is None:
         return 2
     reply = source.get("/explain", {"id": options.id})
     problem, found = reply.problem, {}
-    if not problem:
+    if not problem and reply.status != 200:
+        problem = refusal_of(reply)
+    elif not problem:
         try:
             found = json.loads(reply.body)
         except ValueError:
-            problem = f"the router answers HTTP {reply.status} without JSON"
-        if reply.status != 200:
-            problem = NO_KEY if reply.status == 401 else refusal_of(reply.status, found)
+            problem = "the router answers HTTP 200 without JSON"
     if problem:
         print(f"{PROG}: {source.url}: {problem}", file=sys.stderr)
         return 1

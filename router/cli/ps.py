@@ -11,7 +11,8 @@ from typing import Any
 
 from common.observe import in_bytes
 from router.cli.client_flags import ps_parser
-from router.cli.models.table import ago, span, table
+from router.cli.models.table import ago, clean, span, table
+from router.cli.router_client import ROUTER_ANSWER_S, source_of
 
 PROG = "diptych ps"
 NAMES = ("NAME", "STATE", "REPLICAS", "MEMORY", "IN FLIGHT", "LAST REQUEST", "UNLOADED")
@@ -53,18 +54,15 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     state = row["state"] or state
     ends = "never" if row["expires_in_s"] is None else f"in {span(row['expires_in_s'])}"
     in_memory = "-" if memory is None or not replicas else in_bytes(memory)
-    return row["name"], state, replicas or "-", in_memory, str(row["in_flight"]), last, ends if replicas else "-"
+    unloaded = ends if replicas else "-"
+    return tuple(map(clean, (row["name"], state, replicas or "-", in_memory, row["in_flight"], last, unloaded)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns exit status 0, 1 if no router answers, or 2 for invalid arguments."""
     options: argparse.Namespace = ps_parser().parse_args(argv)
-    from router.cli.top import ROUTER_ANSWER_S, LoadSource, WrongUrl  # needs an optional package
-
-    try:
-        source = LoadSource.of(options.url, options.api_key, options.ca_file)
-    except WrongUrl as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
+    source = source_of(options, PROG)
+    if source is None:
         return 2
     answer = source.ask_within(ROUTER_ANSWER_S)
     if answer.load is None:

@@ -12,8 +12,8 @@ import contextlib
 import ipaddress
 import json
 import os
+import re
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,11 +23,11 @@ from typing import Any
 from urllib.parse import quote
 
 from common.errors import ModelError
-from common.machine import ChildProcess
+from common.machine import ChildProcess, PrivateFolder
 from common.model_files import DEFAULT_MODEL, find_model, local_models, resolve_model
 from router.cli.client_flags import run_parser
+from router.cli.router_client import MAX_ANSWER_BYTES, LoadSource, error_message, source_of
 from router.cli.serve.child import die_with
-from router.cli.top import LoadSource, WrongUrl
 from router.request import CHAT_PATH, MODELS_PATH, OLLAMA_GENERATE_PATH
 
 PROG = "diptych run"
@@ -39,6 +39,8 @@ STOP_S = 15.0
 """Time for the service to stop."""
 POLL_S = 0.2
 MARK = '"""'
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""C0 and C1 control characters, except newline and tab."""
 HINT = (
     f"{DEFAULT_MODEL} is a small model for trying things out. For better answers: diptych run Qwen/Qwen3-0.6B "
     "(downloads 1.5 GB)"
@@ -111,40 +113,29 @@ class Service:
 
     @contextlib.contextmanager
     def _ask(self, method: str, path: str, body: object, timeout_s: float) -> Iterator[HTTPResponse]:
-        connection = self.source.connect(timeout_s)
-        headers = {"Authorization": f"Bearer {self.source.key}"} if self.source.key else {}
-        data = None if body is None else json.dumps(body)
-        if data is not None:
-            headers["Content-Type"] = "application/json"
-        try:
-            connection.request(method, self.source.path + path, data, headers)
-            reply = connection.getresponse()
+        with self.source.request(method, path, body, timeout_s) as reply:
             if reply.status != 200:
-                raise RunError(_refusal(reply.status, reply.read()))
+                message = error_message(reply.read(MAX_ANSWER_BYTES))
+                raise RunError(message or f"the service answers HTTP {reply.status}")
             yield reply
-        finally:
-            connection.close()
 
 
-def _refusal(status: int, body: bytes) -> str:
-    try:
-        error = json.loads(body)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, KeyError, TypeError):
-        return f"the service answers HTTP {status}"
+def printable(text: object) -> str:
+    """Remove the control characters of the terminal, except newline and tab."""
+    return CONTROL.sub("", str(text))
 
 
-def select(service: Service, wanted: str, listed: Sequence[Mapping[str, Any]]) -> str:
-    """Return the name at the service of the model `wanted`; "" selects the first. Raises RunError."""
+def select(service: Service, wanted: str, listed: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the listed model that `wanted` names; "" selects the first. Raises RunError."""
     if not listed:
         raise RunError(f"{service.source.url} serves no model that this key may use")
     if not wanted:
-        return str(listed[0]["id"])
+        return listed[0]
     names = {str(one["id"]) for one in listed}
     last = wanted.rpartition("/")[2]
     for name in (wanted, wanted.replace(":", "-"), last, Path(last).stem):
         if found := [one for one in listed if name in (one["id"], one.get("root"))]:
-            return str(found[0]["id"])
+            return found[0]
     raise RunError(
         f"{service.source.url} serves {', '.join(sorted(names))}, not {wanted}: stop it, or start another service with "
         "--url http://127.0.0.1:8001"
@@ -201,7 +192,10 @@ class Chat:
     """Printed on stderr after the first answer."""
 
     def say(self, text: str, *, thoughts: bool) -> None:
-        """Send a message and print the answer as it arrives. Ctrl-C ends the answer and keeps its text."""
+        """Send a message and print the answer as it arrives. Ctrl-C ends the answer and keeps its text.
+
+        A message without an answer is forgotten.
+        """
         self.messages.append({"role": "user", "content": text})
         began, first_at, parts = time.monotonic(), 0.0, list[str]()
         usage: dict[str, int] = {}
@@ -215,15 +209,18 @@ class Chat:
                     thought, content = delta.get("reasoning_content") or "", delta.get("content") or ""
                     first_at = first_at or (time.monotonic() if thought or content else 0.0)
                     if thought and thoughts:
-                        print(f"{DIM if not is_thinking else ''}{thought}", end="", flush=True)
+                        print(f"{DIM if not is_thinking else ''}{printable(thought)}", end="", flush=True)
                         is_thinking = True
                     if content:
-                        print(f"{PLAIN + chr(10) if is_thinking else ''}{content}", end="", flush=True)
+                        print(f"{PLAIN + chr(10) if is_thinking else ''}{printable(content)}", end="", flush=True)
                         is_thinking = False
                         parts.append(content)
         except KeyboardInterrupt:
             if not sys.stdin.isatty():
                 raise
+            if not parts:  # there is nothing to keep: some models accept no empty answer
+                self.messages.pop()
+                return
         except RunError:
             self.messages.pop()
             raise
@@ -263,7 +260,7 @@ class Chat:
 
 def converse(chat: Chat) -> None:
     """Read messages and print answers until /bye or the end of the input."""
-    print(f"{chat.service.model}: /? for help, /bye to end")
+    print(f"{printable(chat.service.model)}: /? for help, /bye to end")
     while True:
         try:
             text = _read_message()
@@ -286,7 +283,7 @@ def converse(chat: Chat) -> None:
             try:
                 chat.say(text, thoughts=True)
             except RunError as error:
-                print(f"{PROG}: {error}", file=sys.stderr)
+                print(f"{PROG}: {printable(error)}", file=sys.stderr)
 
 
 def _read_message() -> str:
@@ -320,26 +317,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     own, serve = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
     options = run_parser().parse_args(own)
-    try:
-        source = LoadSource.of(options.url, options.api_key, options.ca_file)
-    except WrongUrl as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
+    source = source_of(options, PROG)
+    if source is None:
         return 2
     words = [" ".join(options.prompt)] if options.prompt else []
     piped = "" if sys.stdin.isatty() else sys.stdin.read().strip()
     prompt = "\n\n".join([*words, *([piped] if piped else [])])
     child = None
-    with tempfile.TemporaryDirectory(prefix="diptych-run-") as folder:
+    with PrivateFolder("run") as folder:
         try:
             service = Service(source)
             listed = service.models()
             if listed is None:
-                child = start(service, _local_name(options.model), serve, Path(folder))
+                child = start(service, _local_name(options.model), serve, folder.path)
                 listed = service.models()
-            service.model = _selected(service, "" if child is not None else options.model, listed or ())
+            model = _selected(service, "" if child is not None else options.model, listed or ())
+            service.model = str(model["id"])
+            if model.get("state") not in (None, "loaded"):
+                _load(service)
             _chat(service, options, prompt)
         except (RunError, ModelError) as error:
-            print(f"{PROG}: {error}", file=sys.stderr)
+            print(f"{PROG}: {printable(error)}", file=sys.stderr)
             return 1
         except KeyboardInterrupt:
             return 130
@@ -349,8 +347,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _selected(service: Service, wanted: str, listed: Sequence[Mapping[str, Any]]) -> str:
-    """Return the name at the service of the model `wanted`; "" selects the first.
+def _selected(service: Service, wanted: str, listed: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the model of the service that `wanted` names; "" selects the first.
 
     A service on this machine that loads models on demand also serves one that is downloaded now. Raises RunError, and
     ModelError if the model cannot be downloaded.
@@ -369,7 +367,7 @@ def _load(service: Service) -> None:
     """Wait until a service that loads models on demand has loaded the model of the chat. Raises RunError."""
     spinner = sys.stderr.isatty()
     if spinner:
-        print(f"loading {service.model} ...", end="", file=sys.stderr, flush=True)
+        print(f"loading {printable(service.model)} ...", end="", file=sys.stderr, flush=True)
     try:
         service.load()
     finally:
@@ -381,8 +379,6 @@ def _chat(service: Service, options: argparse.Namespace, prompt: str) -> None:
     fields: dict[str, Any] = {"reasoning_effort": "none"} if options.no_think else {}
     system = [{"role": "system", "content": options.system}] if options.system else []
     chat = Chat(service, fields, system, options.verbose)
-    if any(one["id"] == service.model and one.get("state") not in (None, "loaded") for one in service.models() or ()):
-        _load(service)
     if service.model == DEFAULT_MODEL and sys.stderr.isatty():
         chat.hint = HINT
     if prompt or not sys.stdin.isatty():

@@ -5,13 +5,9 @@ polling thread ── Answer ──> latest, wake ──> main loop: keyboard, a
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
-import re
 import select
 import signal
-import ssl
 import sys
 import termios
 import threading
@@ -19,10 +15,9 @@ import time
 import tty
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from types import FrameType
 from typing import Any
-from urllib.parse import urlencode, urlsplit
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -30,13 +25,11 @@ from rich.table import Table
 from rich.text import Text
 
 from router.cli.client_flags import top_parser
+from router.cli.models.table import ago, clean, duration
+from router.cli.router_client import NO_LOAD, ROUTER_ANSWER_S, Answer, LoadSource, source_of
 
 NONE = "-"
 SIZES = ("B", "kB", "MB", "GB", "TB")
-TIMEOUT_S = 5.0
-"""Timeout of each network operation: connect, send, read."""
-MAX_ANSWER_BYTES = 64 * 1024 * 1024
-"""Maximum size of an answer; a thousand workers need a few MiB."""
 WIDTH = 80
 """Columns of the full output; a narrower terminal truncates lines."""
 NUM_EVENTS = 5
@@ -52,15 +45,12 @@ TIMES = (
     ("KV not hidden", "exposed_transfer", ""),
 )
 STAGES = {"queue": "waiting", "prefill": "prompt", "transfer": "KV transfer", "decode": "answer"}
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 PLAIN, BOLD, DIM, WARM, BAD = "", "bold", "dim", "yellow", "red"
 
 Part = Text | Table
 """A line of text, or a table with one line per row and header."""
 PROG = "diptych top"
-ROUTER_ANSWER_S = 10.0
-"""Maximum time for an answer of the router."""
 LATE_S = 2.0
 """Delay beyond the interval after which the age of the data is shown in red."""
 REDRAW_S = 0.5
@@ -68,8 +58,6 @@ REDRAW_S = 0.5
 MAX_KEY_BYTES = 64
 """Maximum number of bytes per read from the keyboard."""
 QUIT = b"qQ\x03\x04"
-NO_KEY = "the router requires an API key: set --api-key or DIPTYCH_API_KEY"
-NO_LOAD = "the server is not a Diptych router of this version"
 
 
 def number(value: float) -> str:
@@ -91,24 +79,6 @@ def size(value: float) -> str:
     return f"{value:.0f} {SIZES[power]}" if power == 0 or value >= 100 else f"{value:.1f} {SIZES[power]}"
 
 
-def duration(value_ms: float | None) -> str:
-    """Format milliseconds; None is an unlimited wait."""
-    if value_ms is None:
-        return "no limit"
-    if value_ms >= 9950:
-        return f"{value_ms / 1e3:,.0f} s"
-    if value_ms >= 1000:
-        return f"{value_ms / 1e3:.1f} s"
-    return f"{value_ms:.0f} ms" if value_ms >= 10 or value_ms == 0 else f"{value_ms:.1f} ms"
-
-
-def ago(seconds: float) -> str:
-    """Format an age."""
-    if seconds < 120:
-        return f"{seconds:.0f} s ago"
-    return f"{seconds / 60:.0f} min ago" if seconds < 7200 else f"{seconds / 3600:.0f} h ago"
-
-
 def percent(share: float) -> str:
     """Format a share as a percentage, with one decimal just below 100 %."""
     return f"{100 * share:.1f} %" if 0.99 < share < 0.9995 else f"{100 * share:.0f} %"
@@ -117,131 +87,6 @@ def percent(share: float) -> str:
 def percentile(times: Mapping[str, float], share: str) -> str:
     """Format one of `Percentiles` by its name."""
     return duration(times[share]) if times["num"] else NONE
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The load, or the reason why it is unavailable."""
-
-    load: dict[str, Any] | None = None
-    problem: str = ""
-
-
-@dataclass(frozen=True)
-class Reply:
-    """An HTTP response, or the reason why there is none."""
-
-    status: int = 0
-    body: bytes = b""
-    problem: str = ""
-    date: str = ""
-
-
-class WrongUrl(Exception):
-    """The text is not a valid router URL."""
-
-
-@dataclass(frozen=True)
-class LoadSource:
-    """A router. `path` is the URL prefix of a proxy. An empty `model` selects all models."""
-
-    host: str
-    port: int
-    path: str = ""
-    tls: bool = False
-    key: str = ""
-    ca_file: str = ""
-    model: str = ""
-
-    @classmethod
-    def of(cls, url: str, key: str = "", ca_file: str = "", model: str = "") -> LoadSource:
-        """Parse a URL, whose scheme is optional. Raises WrongUrl."""
-        try:
-            parts = urlsplit(url if "://" in url else f"http://{url}")
-            port = parts.port
-        except ValueError as error:
-            raise WrongUrl(f"invalid URL {url}: {error}") from error
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise WrongUrl(f"invalid URL {url}: must be http://HOST:PORT or https://HOST:PORT")
-        tls = parts.scheme == "https"
-        if port is None:
-            port = 443 if tls else 80
-        if not key.isprintable():
-            raise WrongUrl("invalid API key: must have only printable characters")
-        return cls(parts.hostname, port, parts.path.rstrip("/"), tls, key, ca_file, model)
-
-    @property
-    def url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http{'s' if self.tls else ''}://{host}:{self.port}{self.path}"
-
-    def ask(self) -> Answer:
-        """Request the load. Errors of the network or the server are returned as a problem."""
-        reply = self.get("/load", {"model": self.model} if self.model else {})
-        return Answer(problem=reply.problem) if reply.problem else _read(reply.status, reply.body)
-
-    def get(self, path: str, asked: Mapping[str, str] | None = None) -> Reply:
-        """Send a GET request. Errors of the network are returned as a problem."""
-        try:
-            connection = self.connect()
-        except OSError as error:
-            return Reply(problem=f"cannot use {self.ca_file}: {error.strerror or error}")
-        try:
-            query = f"?{urlencode(asked)}" if asked else ""
-            connection.putrequest("GET", f"{self.path}{path}{query}", skip_accept_encoding=True)
-            connection.putheader("Connection", "close")
-            if self.key:
-                connection.putheader("Authorization", f"Bearer {self.key}".encode())
-            connection.endheaders()
-            reply = connection.getresponse()
-            return Reply(reply.status, reply.read(MAX_ANSWER_BYTES), date=reply.getheader("date", ""))
-        except ssl.SSLCertVerificationError as error:
-            return Reply(problem=f"the router's certificate is not trusted ({error.verify_message}): use --ca-file")
-        except TimeoutError:
-            return Reply(problem=f"the router does not answer within {TIMEOUT_S:g} s")
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error or type(error).__name__
-            return Reply(problem=f"the router does not answer: {reason}")
-        finally:
-            connection.close()
-
-    def ask_within(self, seconds: float) -> Answer:
-        """Request the load, and return a problem if the complete answer takes longer than `seconds`."""
-        answers: list[Answer] = []
-        thread = threading.Thread(target=lambda: answers.append(self.ask()), daemon=True)
-        thread.start()
-        thread.join(seconds)
-        return answers[0] if answers else Answer(problem=f"the router does not answer within {seconds:g} s")
-
-    def connect(self, timeout_s: float = TIMEOUT_S) -> http.client.HTTPConnection:
-        """Return a connection that is opened by its first request. Raises OSError if `ca_file` cannot be read."""
-        if not self.tls:
-            return http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
-        trust = ssl.create_default_context(cafile=self.ca_file or None)
-        return http.client.HTTPSConnection(self.host, self.port, timeout=timeout_s, context=trust)
-
-
-def _read(status: int, body: bytes) -> Answer:
-    if status == 401:
-        return Answer(problem=NO_KEY)
-    if status == 403:
-        return Answer(problem="this API key has no access to /load: use one with admin = true")
-    try:
-        answer = json.loads(body)
-    except ValueError:
-        answer = None
-    if status == 200 and isinstance(answer, dict) and "traffic" in answer and "workers" in answer:
-        return Answer(load=answer)
-    if status == 200:
-        return Answer(problem=NO_LOAD)
-    return Answer(problem=refusal_of(status, answer))
-
-
-def refusal_of(status: int, answer: object) -> str:
-    """Describe an error response, given its parsed body."""
-    error = answer.get("error") if isinstance(answer, dict) else None
-    reason = error.get("message") if isinstance(error, dict) else None
-    return f"the router answers HTTP {status}{f': {reason}' if reason else ''}"
 
 
 def picture(load: Mapping[str, Any], num_lines: int = 0) -> Group:
@@ -261,8 +106,8 @@ def picture(load: Mapping[str, Any], num_lines: int = 0) -> Group:
 
 
 def line(text: str, style: str = PLAIN) -> Text:
-    """Return a line that is truncated at the edge of the terminal."""
-    return Text(text, style, no_wrap=True, overflow="ellipsis")
+    """Return a line without control characters that is truncated at the edge of the terminal."""
+    return Text(clean(text), style, no_wrap=True, overflow="ellipsis")
 
 
 def _height(parts: Sequence[Part]) -> int:
@@ -279,13 +124,8 @@ def _table(names: Mapping[str, int]) -> Table:
 
 
 def _add(table: Table, cells: Sequence[str], style: str = PLAIN) -> None:
-    """Add a row of plain text, because rich would interpret markup in a string."""
-    table.add_row(*map(Text, cells), style=style)
-
-
-def clean(value: object) -> str:
-    """Replace terminal control characters in the text of a worker or a key."""
-    return CONTROL.sub("?", str(value))
+    """Add a row of plain text without control characters. Rich would interpret markup in a string."""
+    table.add_row(*(Text(clean(cell)) for cell in cells), style=style)
 
 
 def _now(load: Mapping[str, Any]) -> list[Text]:
@@ -303,7 +143,7 @@ def _now(load: Mapping[str, Any]) -> list[Text]:
         line(f"Requests    {number(rates['requests_per_s'])}/s{failed}", WARM if failed else PLAIN),
         line(
             f"In flight   {load['server_load']:,}: "
-            + ", ".join(f"{count:,} {STAGES.get(name, clean(name))}" for name, count in stages.items())
+            + ", ".join(f"{count:,} {STAGES.get(name, name)}" for name, count in stages.items())
         ),
         line(f"Tokens      {number(rates['output_tokens_per_s'])}/s output, {number(prompt)}/s prompt{hits}"),
         line(f"KV moved    {size(rates['transfer_bytes_per_s'])}/s in {number(rates['transfers_per_s'])} transfers/s"),
@@ -313,7 +153,7 @@ def _now(load: Mapping[str, Any]) -> list[Text]:
 
 def _model(one: Mapping[str, Any]) -> str:
     away = f", {one['state']}" if one.get("state") else "" if one["ready"] else ", no ready worker"
-    return f"{clean(one['id'])} ({one['max_model_len']:,} tokens{away})"
+    return f"{one['id']} ({one['max_model_len']:,} tokens{away})"
 
 
 def _pools(load: Mapping[str, Any]) -> list[Text]:
@@ -364,7 +204,7 @@ def _classes(load: Mapping[str, Any]) -> list[Part]:
         shares = (NONE if share is None else percent(share) for share in met)
         counts = (f"{one[name]:,}" for name in ("num_in_flight", "num_waiting", "num_refused"))
         missed = any(share is not None and share < goal for share in met)
-        _add(table, (clean(one["name"]), *counts, *shares), BAD if missed else PLAIN)
+        _add(table, (one["name"], *counts, *shares), BAD if missed else PLAIN)
     return [line(""), table]
 
 
@@ -374,12 +214,12 @@ def _plan(load: Mapping[str, Any]) -> list[Text]:
         return []
     lines = [line(""), line("plan", BOLD)]
     if plan["unmet"]:
-        lines.append(line(f"The goals cannot be met: {clean(plan['unmet'])}", BAD))
+        lines.append(line(f"The goals cannot be met: {plan['unmet']}", BAD))
     if plan["held"]:
-        lines.append(line(f"The plan is on hold: {clean(plan['held'])}", WARM))
+        lines.append(line(f"The plan is on hold: {plan['held']}", WARM))
     for role, pool in plan["pools"].items():
         text = f"{role}: {pool['present']} present, {pool['wanted']} wanted, {pool['needed']} needed. "
-        lines.append(line(text + clean(pool["reason"]), WARM if pool["present"] < pool["wanted"] else PLAIN))
+        lines.append(line(text + pool["reason"], WARM if pool["present"] < pool["wanted"] else PLAIN))
     return lines
 
 
@@ -388,10 +228,10 @@ def _workers(workers: Sequence[Mapping[str, Any]], *, several: bool) -> Table:
     table = _table(columns | ({"model": 0} if several else {}))
     for one in workers:
         used = _used([one])
-        cells = [_name(one)[1], one["role"], clean(one["state"]), f"{one['num_requests']:,}"]
+        cells = [_name(one)[1], one["role"], one["state"], f"{one['num_requests']:,}"]
         cells += [number(one["num_queued_tokens"]), duration(one["wait_s"] * 1e3)]
         cells += [NONE if used is None else percent(used), number(one["tokens_per_s"])]
-        cells += [clean(one.get("model", ""))] if several else []
+        cells += [one.get("model", "")] if several else []
         bad = BAD if one["state"] in ("dead", "unknown") else WARM
         _add(table, cells, PLAIN if one["state"] == "ready" else bad)
     return table
@@ -400,12 +240,12 @@ def _workers(workers: Sequence[Mapping[str, Any]], *, several: bool) -> Table:
 def _reasons(workers: Sequence[Mapping[str, Any]]) -> list[Text]:
     """Draw why workers are not ready, or not paired."""
     limited = [one for one in workers if one["reason"] not in ("", one["state"])]
-    return [line(f"{_name(one)[1]}: {clean(one['reason'])}", DIM) for one in limited[:NUM_EVENTS]]
+    return [line(f"{_name(one)[1]}: {one['reason']}", DIM) for one in limited[:NUM_EVENTS]]
 
 
 def _name(worker: Mapping[str, Any]) -> tuple[int, str]:
     """Sort key that orders decode-9 before decode-10."""
-    name = clean(worker["worker_id"] or worker["address"])
+    name = worker["worker_id"] or worker["address"]
     return len(name), name
 
 
@@ -413,8 +253,8 @@ def _events(load: Mapping[str, Any]) -> list[Text]:
     events = load["events"][:NUM_EVENTS]
     lines = []
     for one in events:
-        detail = f": {clean(one['detail'])}" if one["detail"] else ""
-        text = f"{ago(one['age_s']):>10}  {clean(one['role'])} {clean(one['worker'])} {clean(one['kind'])}{detail}"
+        detail = f": {one['detail']}" if one["detail"] else ""
+        text = f"{ago(one['age_s']):>10}  {one['role']} {one['worker']} {one['kind']}{detail}"
         lines.append(line(text, BAD if one["kind"] == "lost" else PLAIN))
     return [line(""), line("events", BOLD), *lines] if lines else []
 
@@ -562,11 +402,10 @@ def _sentence(problem: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns exit status 0, 1 without an answer, or 2 for invalid arguments."""
     arguments = top_parser().parse_args(argv)
-    try:
-        source = LoadSource.of(arguments.url, arguments.api_key, arguments.ca_file, arguments.model)
-    except WrongUrl as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
+    found = source_of(arguments, PROG)
+    if found is None:
         return 2
+    source = replace(found, model=arguments.model)
     try:
         console = Console(width=None if sys.stdout.isatty() else 2 * WIDTH)
         if arguments.once or arguments.json:

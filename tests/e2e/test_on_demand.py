@@ -139,8 +139,8 @@ def test_a_load_that_fails_gives_the_reason_and_loaded_models_outlive_the_router
         assert all("'broken' cannot be loaded: decode-0 exited while it loaded (exit status" in one for one in messages)
         assert all("model.safetensors" in one for one in messages), messages
         assert service.num_loads("broken") == 1
-        assert service.ask("broken").status_code == 503
-        assert service.num_loads("broken") <= 2, "no attempt before the pause ends"
+        assert [service.ask("broken").status_code for _ in range(4)] == [503] * 4
+        assert service.num_loads("broken") < 1 + 4, "no attempt before the pause ends"
 
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(service.ask, "alpha")

@@ -1,4 +1,4 @@
-"""Tables of plain text."""
+"""Plain text for the terminal: tables, times, and text from elsewhere."""
 
 from __future__ import annotations
 
@@ -23,3 +23,19 @@ def span(seconds: float) -> str:
         if seconds >= 2 * unit:
             return f"{seconds / unit:.0f} {name}"
     return f"{max(0.0, seconds):.0f} s"
+
+
+def duration(value_ms: float | None) -> str:
+    """Format milliseconds; None is an unlimited wait."""
+    if value_ms is None:
+        return "no limit"
+    if value_ms >= 9950:
+        return f"{value_ms / 1e3:,.0f} s"
+    if value_ms >= 1000:
+        return f"{value_ms / 1e3:.1f} s"
+    return f"{value_ms:.0f} ms" if value_ms >= 10 or value_ms == 0 else f"{value_ms:.1f} ms"
+
+
+def clean(value: object) -> str:
+    """Replace control characters of the terminal in a line of text from a router, a worker or a key."""
+    return "".join(char if char.isprintable() else "?" for char in str(value))

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
@@ -30,6 +31,8 @@ _PR_SET_PDEATHSIG = 1
 """Option of prctl on Linux."""
 LAST_LINE_S, MAX_LAST_CHARS = 0.2, 500
 """Maximum wait for the last line of a process that has exited, in seconds, and its maximum length."""
+MAX_PART_BYTES = 65_536
+"""Maximum part of a line that is copied at once."""
 PATIENT_S = 1.0
 """Maximum restart delay, in seconds, for which an HTTP server's listener stays open. During longer delays, clients are
 rejected immediately."""
@@ -165,7 +168,7 @@ class RouterChild(HttpServerChild):
 
 
 class LastLine:
-    """Copies a pipe to standard error until its end, and keeps the last line."""
+    """Copies a pipe to standard error until its end, and keeps the beginning of the last line."""
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self._pipe, self._text = pipe, ""
@@ -173,16 +176,20 @@ class LastLine:
         self._thread.start()
 
     def read(self) -> str:
-        """Return the last line of a process that has exited."""
+        """Return the last line of a process that has exited. Blocks for up to LAST_LINE_S."""
         self._thread.join(LAST_LINE_S)
         return self._text[:MAX_LAST_CHARS]
 
     def _copy(self) -> None:
         with self._pipe:
-            for line in self._pipe:
-                sys.stderr.buffer.write(line)
-                sys.stderr.buffer.flush()
-                self._text = line.decode(errors="replace").strip() or self._text
+            begins = True
+            while part := self._pipe.readline(MAX_PART_BYTES):
+                with suppress(OSError):  # a full disk, or a closed terminal: the worker must not notice
+                    sys.stderr.buffer.write(part)
+                    sys.stderr.buffer.flush()
+                if begins:
+                    self._text = part.decode(errors="replace").strip() or self._text
+                begins = part.endswith(b"\n")
 
 
 class WorkerChild(ListeningChild):
@@ -198,22 +205,22 @@ class WorkerChild(ListeningChild):
         """`other` holds the settings of the worker in the other role, if it may change its role."""
         self._other = other
         self.address_file = runtime / f"{config.worker_id}.json"
-        self._http: tuple[str, int] | None = None
+        self._addresses: dict[str, Any] = {}
         super().__init__(config.worker_id, module, dataclasses.replace(config, address_file=str(self.address_file)))
 
     def options(self) -> dict[str, Any]:
         return super().options() | ({"stderr": subprocess.PIPE} if self.keeps_errors else {})
 
-    def last_error(self) -> str:
+    async def last_error(self) -> str:
         """Return the last line that the worker wrote to its standard error before it exited."""
-        return self._last_line.read() if self._last_line is not None else ""
+        return await asyncio.to_thread(self._last_line.read) if self._last_line is not None else ""
 
     def environment(self) -> dict[str, str]:
         other = counterpart_env(self._other) if self._other is not None and self.config.role_change else {}
         return super().environment() | other
 
     def start(self) -> None:
-        self._http = None
+        self._addresses = {}
         self.address_file.unlink(missing_ok=True)  # it has the addresses of the previous process
         super().start()
         if self.keeps_errors and self._process is not None and self._process.stderr is not None:
@@ -221,12 +228,15 @@ class WorkerChild(ListeningChild):
 
     def read_address(self) -> str:
         """Return the control address, or "" while the worker has not written it."""
-        if not self.address_file.exists():
-            return ""
-        return str(json.loads(self.address_file.read_text())["address"])
+        return str(self._written().get("address", ""))
 
     def http_address(self) -> Address | None:
-        if self._http is None and self.address_file.exists():
-            url = urlsplit(json.loads(self.address_file.read_text())["http"])
-            self._http = str(url.hostname), int(url.port or 0)
-        return self._http
+        url = urlsplit(self._written().get("http", ""))
+        return (url.hostname, int(url.port or 0)) if url.hostname else None
+
+    def _written(self) -> dict[str, Any]:
+        """Return the content of the address file of the current process, {} without one. It is read once."""
+        if not self._addresses:
+            with suppress(FileNotFoundError, ValueError):
+                self._addresses = json.loads(self.address_file.read_text())
+        return self._addresses

@@ -52,7 +52,7 @@ class ModelLoad:
                     self._fail(f"{worker.name} cannot be started: {error.strerror}")
                     return
 
-    def look(self, start_s: float) -> None:
+    async def look(self, start_s: float) -> None:
         """Check the workers of a load that is not ending. It may take `start_s` seconds, 0 for no limit."""
         if self.wanted.is_ready and not self._is_guarded:
             for worker in self.workers:
@@ -62,7 +62,7 @@ class ModelLoad:
             return
         for worker in self.workers:
             if (status := worker.returncode) is not None:
-                last = worker.last_error()
+                last = await worker.last_error()
                 self._fail(f"{worker.name} exited while it loaded ({describe_exit(status)}){last and f': {last}'}")
                 return
         if start_s and time.monotonic() - self._began > start_s:
@@ -104,7 +104,7 @@ async def load_on_demand(manager: WorkerManager, pools: LocalPools, folder: Path
     while True:
         try:
             wanted = {one.model: one for one in exchange.wanted().models}
-            _follow(manager, pools, loads, wanted, start_s)
+            await _follow(manager, pools, loads, wanted, start_s)
             exchange.write_report(Report(tuple(filter(None, (load.report() for load in loads.values())))))
             is_failing = False
         except (OSError, msgspec.MsgspecError) as error:  # such as a full disk: the next look retries
@@ -114,7 +114,7 @@ async def load_on_demand(manager: WorkerManager, pools: LocalPools, folder: Path
         await asyncio.sleep(LOOK_S)
 
 
-def _follow(
+async def _follow(
     manager: WorkerManager,
     pools: LocalPools,
     loads: dict[str, ModelLoad],
@@ -128,7 +128,7 @@ def _follow(
                 del loads[model]
         elif not load.is_ending:
             load.wanted = one
-            load.look(start_s)
+            await load.look(start_s)
     for model, one in wanted.items():
         if model not in loads:
             log.info("supervisor: loading %s", model, extra={"workers": sum(one.roles.values())})

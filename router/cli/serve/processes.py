@@ -274,8 +274,11 @@ def read_plan(
     router = _hurried(merge(RouterConfig, ROUTER_OWN, ""), ROUTER_DRAIN_S)
     if decode.on_gpu and THRESHOLD not in flags and THRESHOLD not in sources.values(RouterConfig, skip=ROUTER_OWN):
         router = dataclasses.replace(router, local_prefill_threshold=0)
-    named = named or bool(router.models_file and not serve.on_demand)
-    on_demand = _on_demand(serve, prefill, decode, named=named)
+    if router.models_file and (folder := flags.get("models_dir")):
+        allowed = "omitted with --models-file, whose models are the only ones"
+        raise ConfigError("models_dir", folder, allowed).located(as_flag("models_dir", folder))
+    is_fixed = named or bool(router.models_file and not serve.on_demand)
+    on_demand = None if is_fixed else _on_demand(serve, prefill, decode)
     if on_demand is not None:
         _check_on_demand(serve, router, decode)
     entries = table_of(router).models if on_demand is None else ()
@@ -315,11 +318,9 @@ def read_plan(
     )
 
 
-def _on_demand(
-    serve: ServeConfig, prefill: WorkerConfig, decode: WorkerConfig, *, named: bool
-) -> ServiceSettings | None:
-    """Return the settings of load on demand, None without it. `named`: the user has chosen a model."""
-    if named or not (serve.on_demand or serve.models_dir):
+def _on_demand(serve: ServeConfig, prefill: WorkerConfig, decode: WorkerConfig) -> ServiceSettings | None:
+    """Return the settings of load on demand, None without it."""
+    if not (serve.on_demand or serve.models_dir):
         return None
     return ServiceSettings(
         models_dir=str(Path(serve.models_dir).expanduser().absolute()) if serve.models_dir else "",

@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import Overloaded, Unavailable
 from router.access.keys import Limits
-from router.cli.top import LoadSource
+from router.cli.router_client import LoadSource
 
 from ..several import Start
 from .test_dashboard import NODE, SEES, browse

@@ -14,6 +14,7 @@ import pytest
 from common.observe import recent_warnings
 from router.cli import doctor
 from router.cli.doctor import Doctor, main
+from router.cli.router_client import LoadSource
 from router.cli.scrub import Scrubber
 from router.dispatch.load import WorkerLoad
 
@@ -60,16 +61,19 @@ async def test_the_bundle_has_none_of_the_planted_secrets(
         f"cannot reach {PLANTED['an address']} with Authorization: Bearer {PLANTED['a bearer token in a log']}",
         f"cannot get https://x/?sig={PLANTED['a token in a query']} as {PLANTED['a Hugging Face token']}",
         f'curve "{PLANTED["a CURVE key"]}" refused',
+        "a client sent \x1b[2J",
     ):
         recent_warnings.emit(logging.makeLogRecord({"levelno": 30, "levelname": "WARNING", "msg": text}))
     output = tmp_path / "bundle.tar.gz"
+    output.touch(0o644)
     arguments = ["--url", running.url, "--api-key", PLANTED["the API key of the command"], "-o", str(output)]
     status = await asyncio.to_thread(main, [*arguments, "--config", str(tmp_path / "d.toml")])
     shown, files = capsys.readouterr().out, bundle(output)
     assert status == 1 and "The decode worker d-1 is dead" in shown
     assert set(files) == {"report.txt", "packages.txt", "settings.toml", "metrics.txt", "load.json"}
     found = {what: name for what, secret in PLANTED.items() for name, text in files.items() if secret in text}
-    assert found == {}
+    assert found == {} and not [what for what, secret in PLANTED.items() if secret in shown]
+    assert shown.startswith(files["report.txt"]) and "a client sent ?[2J" in shown
     assert 'key="key-' in files["metrics.txt"] and "The router logged" in files["report.txt"]
     assert "otlp_traces_endpoint = https://***@c/v1/traces" in files["settings.toml"]
     assert output.stat().st_mode & 0o077 == 0
@@ -91,6 +95,14 @@ def test_invalid_settings_are_named(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "d.toml").write_text("prot = 1\n")
     assert main(["--config", str(tmp_path / "d.toml"), "--url", "http://127.0.0.1:1"]) == 1
     assert "failure  The settings are invalid: unknown setting prot in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("named", "said"), [("sh", "compiles them with sh."), ("absent++", "Correct or unset CXX.")])
+def test_the_compiler_is_that_of_cxx(named: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIPTYCH_CACHE", str(tmp_path))
+    monkeypatch.setattr(Path, "rglob", lambda *_: iter(()))  # as in a source checkout
+    one = Doctor(LoadSource("127.0.0.1", 1), given=False, config="", environ={"CXX": named})
+    assert [finding.text.endswith(said) for finding in one._kernels()] == [True]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from common.model_files import resolve_model
 from router.cli import ps, run
 from router.cli.main import main as diptych
 from router.cli.models import ls, rm, show
+from router.cli.router_client import LoadSource
 
 
 @pytest.fixture
@@ -89,6 +90,7 @@ def test_models_on_demand_are_listed_while_they_are_loaded(capsys: pytest.Captur
         ("loaded", "1 decode", "1.0 GB", "0", "60 s ago", "in 4 min"),
         ("loaded", "1 decode", "1.0 GB", "0", "60 s ago", "never"),
     ]
+    assert ps._cells(found[0] | {"name": "a\x1b[2J"})[0] == "a?[2J"
 
 
 def test_run_downloads_a_model_for_a_service_that_loads_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,22 +103,25 @@ def test_run_downloads_a_model_for_a_service_that_loads_on_demand(monkeypatch: p
 
     monkeypatch.setattr(run, "_local_name", fetch)
     monkeypatch.setattr(run.Service, "models", lambda self: listed)
-    service = run.Service(run.LoadSource("127.0.0.1", 1))
-    assert run._selected(service, "a", listed) == "a" and not fetched
-    assert run._selected(service, "org/b", listed) == "org/b" and fetched == ["org/b"]
+    service = run.Service(LoadSource("127.0.0.1", 1))
+    assert run._selected(service, "a", listed)["id"] == "a" and not fetched
+    assert run._selected(service, "org/b", listed)["id"] == "org/b" and fetched == ["org/b"]
     with pytest.raises(run.RunError, match="serves a, not c"):
         run._selected(service, "c", [{"id": "a"}])
     with pytest.raises(run.RunError, match="serves a, org/b, not c"):
-        run._selected(run.Service(run.LoadSource("192.0.2.1", 1)), "c", listed)
+        run._selected(run.Service(LoadSource("192.0.2.1", 1)), "c", listed)
 
 
 async def test_run_asks_a_service_that_runs(
     running: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked, models = list[Any](), run.Service.models
+    monkeypatch.setattr(run.Service, "models", lambda self: asked.append(self) or models(self))
     monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
     assert await asyncio.to_thread(run.main, ["--url", running.url, "--verbose", "tiny:random", "hi"]) == 0
     out, errors = capsys.readouterr()
     assert out.strip() and "prompt tokens, first token after" in errors
+    assert len(asked) == 1
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert await asyncio.to_thread(run.main, ["--url", running.url, "other", "hi"]) == 1
     assert "serves tiny-random, not other: stop it" in capsys.readouterr().err
@@ -126,6 +131,8 @@ def test_a_chat_keeps_its_conversation(capsys: pytest.CaptureFixture[str], monke
     class Echo(run.Service):
         def answer(self, body: Any) -> Any:
             sent.append(body | {"messages": [*body["messages"]]})
+            if body["messages"][-1]["content"] == "too slow":
+                raise KeyboardInterrupt
             for text in body["messages"][-1]["content"].split():
                 yield {"choices": [{"delta": {"content": text}}]}
                 if text == "interrupt":
@@ -143,14 +150,15 @@ def test_a_chat_keeps_its_conversation(capsys: pytest.CaptureFixture[str], monke
         "interrupt me",
         "/clear",
         "/set temperature",
+        "too slow",
         "again",
         "/bye",
     ]
     monkeypatch.setattr(sys, "stdin", Terminal("\n".join(lines)))
-    chat = run.Chat(Echo(run.LoadSource("127.0.0.1", 1), "m"), {}, [{"role": "system", "content": "s"}])
+    chat = run.Chat(Echo(LoadSource("127.0.0.1", 1), "m"), {}, [{"role": "system", "content": "s"}])
     run.converse(chat)
-    assert [body["messages"][-1]["content"] for body in sent] == ["two\nlines", "interrupt me", "again"]
-    assert [body.get("temperature") for body in sent] == [None, 0.5, None]
+    assert [body["messages"][-1]["content"] for body in sent] == ["two\nlines", "interrupt me", "too slow", "again"]
+    assert [body.get("temperature") for body in sent] == [None, 0.5, None, None]
     assert chat.messages == [
         {"role": "system", "content": "s"},
         {"role": "user", "content": "again"},
@@ -178,4 +186,4 @@ async def test_run_starts_and_stops_its_own_service() -> None:
     )
     out, _ = await asyncio.wait_for(process.communicate(), 120)
     assert process.returncode == 0 and out.strip()
-    assert run.Service(run.LoadSource.of(url)).models() is None
+    assert run.Service(LoadSource.of(url)).models() is None

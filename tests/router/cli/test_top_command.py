@@ -20,7 +20,8 @@ from rich.console import Console
 
 from common.errors import Unavailable
 from router.cli.client_flags import DEFAULT_URL, top_parser
-from router.cli.top import LoadSource, WrongUrl, drawn, main
+from router.cli.router_client import LoadSource, WrongUrl
+from router.cli.top import drawn, main
 
 OPEN, CLOSE, HOME = "\x1b[?1049h", "\x1b[?1049l", "\x1b[H"
 KEY = "a-key-of-sixteen-or-more"
@@ -100,7 +101,17 @@ def test_no_router_is_a_line(capsys: Any) -> None:
     assert errors == f"diptych top: {NOBODY}: the router does not answer: Connection refused\n"
 
 
-@pytest.mark.parametrize("body", [b"SSH-2.0\r\n", b"HTTP/1.1 200 OK\r\n\r\n[1]", b"HTTP/1.1 200 OK\r\n\r\n<p>hi", b""])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"SSH-2.0\r\n",
+        b"\x1b[2J\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\n[1]",
+        b"HTTP/1.1 200 OK\r\n\r\n<p>hi",
+        b'HTTP/1.1 500 X\r\n\r\n{"error": {"message": "\\u001b[2J"}}',
+        b"",
+    ],
+)
 async def test_another_server_is_a_line(body: bytes) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -110,7 +121,7 @@ async def test_another_server_is_a_line(body: bytes) -> None:
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     async with server:
         found = await asyncio.to_thread(LoadSource.of(f"127.0.0.1:{server.sockets[0].getsockname()[1]}").ask)
-    assert found.load is None and found.problem
+    assert found.load is None and found.problem and found.problem.isprintable()
 
 
 def test_a_load_of_another_shape_is_a_line() -> None:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from common.config import DecodeWorkerConfig
 from common.errors import ConfigError
 from common.model_files.summary import ModelSummary
-from router.cli.serve.child import WorkerChild
+from router.cli.serve.child import MAX_PART_BYTES, LastLine, WorkerChild
 from router.cli.serve.processes import read_plan
 from router.cli.serve.supervisor import Supervisor
 from router.planner.on_demand import BYTES_PER_GIB, ModelReport, OnDemandFolder, Wanted, WantedModel, WorkerMemory
@@ -96,6 +102,34 @@ async def test_a_load_with_a_worker_that_exits_fails_with_its_last_line_and_is_n
     assert (await service.ready("a")).load == 2
 
 
+def test_the_address_file_is_read_until_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = WorkerChild("pretended_worker", DecodeWorkerConfig(worker_id="decode-0"), tmp_path)
+    assert (worker.read_address(), worker.http_address()) == ("", None)
+    worker.address_file.write_text('{"address":')
+    assert (worker.read_address(), worker.http_address()) == ("", None)
+    worker.address_file.write_text('{"address": "tcp://h:1", "http": "http://[::1]:2"}')
+    assert worker.read_address() == "tcp://h:1"
+    monkeypatch.delattr(Path, "read_text")
+    assert (worker.read_address(), worker.http_address()) == ("tcp://h:1", ("::1", 2))
+
+
+def test_errors_are_copied_and_the_last_one_is_kept_whatever_becomes_of_standard_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Full(io.BytesIO):
+        def write(self, data: Any) -> int:
+            assert len(data) <= MAX_PART_BYTES
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(buffer=Full()))
+    theirs, ours = os.pipe()
+    line = LastLine(os.fdopen(theirs, "rb"))
+    with os.fdopen(ours, "wb") as worker:
+        worker.write(b"a line\n" + b"the last" + b"!" * 200_000 + b"\n\n")
+    line._thread.join(60)
+    assert line.read().startswith("the last!!")
+
+
 def test_a_plan_on_demand_has_no_workers(tmp_path: Path) -> None:
     plan = read_plan(["--models-dir", str(tmp_path), "--max-memory-gib=3", "--decode=2"], {}, num_cores=8)
     assert (plan.prefill, plan.decode, plan.models) == ((), (), ())
@@ -110,7 +144,10 @@ def test_a_plan_on_demand_has_no_workers(tmp_path: Path) -> None:
     assert plan.on_demand.roles(generates=False, has_prefill=True) == {"prefill": 1, "decode": 0}
     each = 4 * 10**9 + BYTES_PER_GIB + BYTES_PER_GIB // 4  # perhaps float32, KV, rest
     assert plan.on_demand.num_bytes(MODEL, roles) == 3 * each
-    assert read_plan(["a", "--config", ""], {"DIPTYCH_MODELS_DIR": str(tmp_path)}, num_cores=8).models == ("a",)
+    shared = {"DIPTYCH_MODELS_DIR": str(tmp_path)}
+    assert read_plan(["a", "--config", ""], shared, num_cores=8).models == ("a",)
+    (tmp_path / "m.toml").write_text('[[model]]\nname = "a"\nmodel = "a"\n')
+    assert read_plan(["--models-file", str(tmp_path / "m.toml")], shared, num_cores=8).models == ("a",)
 
 
 def test_a_worker_that_takes_all_of_a_gpu_takes_the_budget() -> None:
@@ -128,6 +165,8 @@ def test_a_worker_that_takes_all_of_a_gpu_takes_the_budget() -> None:
         ("tiny-random --on-demand", "on_demand"),
         ("tiny-random --models-dir .", "models_dir"),
         ("--models-dir /does/not/exist", "models_dir"),
+        ("--models-dir . --models-file m.toml", "models_dir"),
+        ("--models-dir . --models-file m.toml --on-demand", "models_dir"),
         ("--on-demand --autoscale", "autoscale"),
         ("--on-demand --router-processes 2", "router_processes"),
         ("--on-demand --served-model-name a", "served_model_name"),
