@@ -239,7 +239,7 @@ class RequestScheduler:
     def _hold(self, state: RequestState, choice: Choice, now: float) -> None:
         if state.held_s is None:
             state.forecast = choice.forecast
-            state.note(now, "held", f"behind {self._held.held_s:.2f} s of prompts for each prefill worker")
+            state.note(now, "held", f"each prefill worker has {self._held.held_s:.2f} s of prompts queued")
         self._waiting.hold(state, choice.forecast.prompt_s)
 
     def _serve_in(self, pause_s: float, now: float) -> None:

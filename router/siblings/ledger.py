@@ -128,7 +128,7 @@ class MetricsLedger:
             with suppress(OSError):  # renaming requires no disk space
                 latest.rename(self._part.folder / f"{self._part.index}.ended.{secrets.token_hex(4)}")
 
-    def tell(self) -> bytes:
+    def own_text(self) -> bytes:
         """Return the text of this process. Also store it, unless the disk is full, in case the process dies."""
         text = self._render()
         try:
@@ -142,7 +142,7 @@ class MetricsLedger:
         files = [file for index in range(self._part.count) for file in self._ended(index)]
         files += [self._latest(index) for index in self._part.others if index not in others]
         ended = [counters([text]) for text in _contents(files)]
-        texts = {self._part.index: self.tell(), **others}
+        texts = {self._part.index: self.own_text(), **others}
         return merged(texts, ended) + NUM_PROCESSES.format(len(texts)).encode()
 
     def _latest(self, index: int) -> Path:

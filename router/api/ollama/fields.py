@@ -313,7 +313,7 @@ class OllamaGenerateRequest(GenerationFields):
         return ChatRequest(**self._members(), **self._thinking(), messages=messages)
 
     def as_completion(self) -> CompletionRequest:
-        """Return the completion request with the prompt as it is. Raises InvalidRequest, ValidationError."""
+        """Return the completion request with the raw prompt. Raises InvalidRequest, ValidationError."""
         if self.system:
             raise unsupported("system", "a system prompt without a chat template")
         return CompletionRequest(**self._members(), prompt=self.prompt or "", suffix=self.suffix or None)

@@ -134,7 +134,7 @@ const Figures = (() => {
     found.sort((a, b) => order(a).localeCompare(order(b), "en", { numeric: true }));
     const shown = found.slice(0, most);
     const part = shown.length < load.workers.length ? `${whole(shown.length)} of ` : "";
-    return { rows: shown.map((one) => workerRow(one, (load.models ?? []).length > 1)), told: `${part}${whole(load.workers.length)} workers` };
+    return { rows: shown.map((one) => workerRow(one, (load.models ?? []).length > 1)), summary: `${part}${whole(load.workers.length)} workers` };
   }
 
   function planLines(load) {

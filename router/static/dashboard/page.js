@@ -204,9 +204,9 @@ function draw() {
 }
 
 function drawWorkers() {
-  const { rows, told } = Figures.workerRows(load, $("filter").value);
+  const { rows, summary } = Figures.workerRows(load, $("filter").value);
   table("workers", Figures.WORKER_COLUMNS, rows);
-  write($("workers-shown"), told);
+  write($("workers-shown"), summary);
 }
 
 function showAge() {

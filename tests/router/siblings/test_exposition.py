@@ -78,14 +78,14 @@ def test_no_counter_goes_back_when_a_process_dies(tmp_path: Path) -> None:
     asked, dying = (
         MetricsLedger(RouterPart(index, 2, tmp_path), one.render) for index, one in enumerate((first, second))
     )
-    assert total(asked.page({1: dying.tell()})) == 5
+    assert total(asked.page({1: dying.own_text()})) == 5
     page = asked.page({})  # it is dead
     assert total(page) == 5 and samples(page)["diptych_router_processes", ""] == 1
     for lives in (1, 2):
         successor = MetricsLedger(RouterPart(1, 2, tmp_path), Process(10, 1.0, 0.5).render)
         successor.take_over()
         assert total(asked.page({})) == 5 + 10 * (lives - 1)
-        assert total(asked.page({1: successor.tell()})) == 5 + 10 * lives
+        assert total(asked.page({1: successor.own_text()})) == 5 + 10 * lives
 
 
 def test_a_process_that_told_nothing_leaves_nothing(tmp_path: Path) -> None:
@@ -106,13 +106,13 @@ def test_a_full_disk_takes_no_page_away(tmp_path: Path, monkeypatch: pytest.Monk
         ledger.take_over()
         return ledger
 
-    assert total(asked.page({1: successor(3).tell()})) == 5
+    assert total(asked.page({1: successor(3).own_text()})) == 5
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_bytes", full)
         second = successor(10)
         assert total(asked.page({})) == 5
-        assert total(asked.page({1: second.tell()})) == 15
-    assert total(asked.page({1: second.tell()})) == 15
+        assert total(asked.page({1: second.own_text()})) == 15
+    assert total(asked.page({1: second.own_text()})) == 15
     third = successor(100)
-    assert total(asked.page({1: third.tell()})) == 115
+    assert total(asked.page({1: third.own_text()})) == 115
     assert sorted(file.name for file in tmp_path.glob("1.*")) == ["1.ended", "1.latest"]
