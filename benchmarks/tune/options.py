@@ -51,9 +51,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_goals(group: argparse._ArgumentGroup) -> None:
-    for goal in ("TTFT", "TPOT"):
+    for flag, goal in (("--ttft", "TTFT"), ("--tpot", "TPOT")):
         help_text = f"goal for the {goal}, in milliseconds"
-        group.add_argument(f"--{goal.lower()}", type=MILLISECONDS, required=True, metavar="MS", help=help_text)
+        group.add_argument(flag, type=MILLISECONDS, required=True, metavar="MS", help=help_text)
     group.add_argument(
         "--quantile",
         type=number(0.5, 0.999),

@@ -89,9 +89,9 @@ def test_workers_in_trouble_come_first_and_a_page_shows_not_all_of_a_thousand() 
     assert rows["rows"][0]["cells"][2] == {"text": "dead: silent for more than 3 s", "level": "bad"}
     assert rows["rows"][1]["cells"][1] == {"text": "prefill (home: decode)", "level": "warm"}
     assert rows["rows"][2]["cells"][6] == {"text": "50 % of 10", "part": 0.5}
-    assert (len(rows["rows"]), rows["told"]) == (100, "100 of 1,000 workers")
+    assert (len(rows["rows"]), rows["summary"]) == (100, "100 of 1,000 workers")
     assert [row["key"] for row in filtered["rows"]] == [f"tcp://d:{i}" for i in (99, 990, 991, 992, 993)]
-    assert (none["rows"], none["told"]) == ([], "0 of 1,000 workers")
+    assert (none["rows"], none["summary"]) == ([], "0 of 1,000 workers")
 
 
 def test_of_several_models_each_worker_names_its_own() -> None:
