@@ -32,7 +32,7 @@ from benchmarks.load.conditions import conditions
 from benchmarks.load.config import DEFAULT_CONCURRENCY, DEFAULT_NUM_REQUESTS, BenchConfig
 from benchmarks.load.load import Load
 from benchmarks.load.probing import FoundRate, Goals, Probe, Prober
-from benchmarks.load.report import open_console, print_summary, result, write_json
+from benchmarks.load.report import check_writable, open_console, print_summary, result, write_json
 from benchmarks.load.server_report import print_rate, print_server, probe_line, rate_result, server_result
 from benchmarks.load.summary import RequestRecord, Summary, summarise
 from benchmarks.load.trace import MOONCAKE_BLOCK_TOKENS, TraceError, read_trace
@@ -46,6 +46,7 @@ from benchmarks.load.workload import (
     trace_arrivals,
 )
 from common.config.sources import exit_refused, load
+from common.errors import ConfigError
 
 PROG = "diptych bench"
 WARMUP_INDEX = 10**9  # far from the indexes of measured requests
@@ -60,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = replace(config, seed=secrets.randbelow(2**31))
     console = open_console()
     try:
+        check_writable(output=config.output, plot=config.plot)
         with httpx.Client(
             base_url=config.url,
             headers=auth_headers(config.api_key),
@@ -70,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             server = ask_server(asking, config.model)
             token_ids = () if config.sends_text else ask_token_ids(asking, server.model, config.vocab_size)
         workload = build_workload(config, token_ids)
-    except (ServerError, TraceError) as error:
-        exit_refused(error, PROG)
+    except (ConfigError, ServerError, TraceError) as error:
+        exit_refused(error, PROG, vars(config))
     if config.find_rate:
         found, interrupted = find_rate(config, server, workload, console)
         deliver_rate(config, server, found, console, argv)

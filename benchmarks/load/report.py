@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.load.summary import OK, QUANTILES, Distribution, RequestRecord, Summary
+from common.errors import ConfigError
 
 PLAIN_WIDTH = 160
 LATENCIES = (
@@ -90,6 +91,24 @@ def result(
         "summary": _rounded(asdict(summary)),
         "requests": [_request(record, origin) for record in records],
     }
+
+
+def check_writable(**options: Path | str | None) -> None:
+    """Check that files can be written at the end of a run. Raises ConfigError with the name of the first wrong option.
+
+    Creates the folders, but leaves no new file.
+    """
+    for name, value in options.items():
+        if value:
+            path = Path(value)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                is_new = not path.exists()
+                path.open("ab").close()
+                if is_new:
+                    path.unlink()
+            except OSError as error:
+                raise ConfigError(name, str(path), f"a file that can be written ({error.strerror})") from error
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.load.client import ServerError
 from benchmarks.load.conditions import conditions
-from benchmarks.load.report import open_console, write_json
+from benchmarks.load.report import check_writable, open_console, write_json
 from benchmarks.load.trace import TraceError
 from benchmarks.plan.candidate import every
 from benchmarks.plan.evidence import Trial
@@ -103,6 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     options, console = build_parser().parse_args(argv), open_console()
     try:
+        check_writable(json=options.json, values=options.values)
         jobs = num_jobs(options)
         stretch = Stretch.of(spec_of(values_of(options, lambda given: measured(given, console))))
         if stretch.note:
@@ -114,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print("interrupted: nothing is planned")
         return INTERRUPTED
     except (ConfigError, ModelError, ServerError, StackError, TraceError) as error:
-        exit_refused(error, PROG)
+        exit_refused(error, PROG, {"from", *vars(options)})
     return 0 if plan.pick else NOT_MET
 
 

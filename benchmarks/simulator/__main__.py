@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from benchmarks.load.conditions import conditions
-from benchmarks.load.report import open_console, write_json
+from benchmarks.load.report import check_writable, open_console, write_json
 from benchmarks.load.trace import TraceError
 from benchmarks.simulator.options import PROG, build_parser
 from benchmarks.simulator.report import Findings, as_json, print_findings
@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     console = open_console()
     try:
+        check_writable(json=arguments.json)
         scenario = read_scenario(arguments.scenario)
         if arguments.seed >= 0:
             scenario = scenario.changed(seed=arguments.seed)
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         began_at = time.monotonic()
         first_runs = [simulated(one, console, progress=not arguments.no_progress) for one in scenarios]
     except (ConfigError, TraceError) as error:
-        exit_refused(error, PROG)
+        exit_refused(error, PROG, vars(arguments))
     took_s = time.monotonic() - began_at
     runs = [run for first in first_runs for run in (first, *first.others)]
     findings = [Findings.of(run) for run in runs]

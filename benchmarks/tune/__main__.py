@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
@@ -17,7 +16,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from benchmarks.load.client import ServerError
 from benchmarks.load.conditions import conditions
-from benchmarks.load.report import open_console, write_json
+from benchmarks.load.report import check_writable, open_console, write_json
 from benchmarks.load.trace import TraceError
 from benchmarks.load.workload import LengthRange
 from benchmarks.plan.candidate import Candidate, Flags, base_flags, plain
@@ -214,18 +213,6 @@ def _division(measured: Measured, first: Setting | None) -> tuple[int, int]:
     return measured.num_workers.get("prefill", 0), max(1, measured.num_workers.get("decode", 0))
 
 
-def check_writable(name: str, path: Path) -> None:
-    """Raise ConfigError if the file of an option cannot be written. A file that does not exist is not left."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        is_new = not path.exists()
-        path.open("ab").close()
-        if is_new:
-            path.unlink()
-    except OSError as error:
-        raise ConfigError(name, str(path), f"a file that can be written ({error.strerror})") from error
-
-
 def deliver(tuning: Tuning, options: argparse.Namespace, argv: Sequence[str], took_s: float, console: Console) -> None:
     """Print the results and write the requested files."""
     print_tuning(console, tuning)
@@ -242,15 +229,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, console = build_parser().parse_args(argv), open_console()
     began_at = time.monotonic()
     try:
-        check_writable("output", options.output)
-        if options.json:
-            check_writable("json", options.json)
+        check_writable(output=options.output, json=options.json)
         tuning = tuned(options, console)
     except KeyboardInterrupt:
         console.print("interrupted: nothing is written")
         return INTERRUPTED
     except (ConfigError, ModelError, ServerError, StackError, TraceError) as error:
-        exit_refused(error, PROG)
+        exit_refused(error, PROG, vars(options))
     deliver(tuning, options, argv, time.monotonic() - began_at, console)
     return 0 if tuning.attainment >= options.quantile else NOT_MET
 

@@ -14,7 +14,7 @@ import os
 import shlex
 import sys
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -175,9 +175,12 @@ def located(
     return with_flag(error, (cls,))
 
 
-def with_flag(error: ConfigError, classes: Iterable[type[Config]] = CONFIG_CLASSES) -> ConfigError:
-    """Return an error of a setting with its flag in place of the field's name."""
-    if error.is_located or not any(field.name == error.field for cls in classes for field in fields_of(cls)):
+def with_flag(
+    error: ConfigError, classes: Iterable[type[Config]] = CONFIG_CLASSES, options: Container[str] = ()
+) -> ConfigError:
+    """Return an error of a setting, or of one of a command's `options`, with its flag in place of the field's name."""
+    is_field = any(field.name == error.field for cls in classes for field in fields_of(cls))
+    if error.is_located or not (is_field or error.field in options):
         return error
     if error.value in ("", (), None):
         return error.located(f"missing --{error.field.replace('_', '-')}")
@@ -240,8 +243,8 @@ def load(cls: type[C], argv: Sequence[str] | None = None, *, prog: str = "") -> 
         exit_refused(error, prog or _prog_of(cls))
 
 
-def exit_refused(error: Exception, prog: str) -> NoReturn:
-    """End the process with one line on stderr and exit status 2."""
-    shown = with_flag(error) if isinstance(error, ConfigError) else error
+def exit_refused(error: Exception, prog: str, options: Container[str] = ()) -> NoReturn:
+    """End the process with one line on stderr and exit status 2. `options` are the command's own."""
+    shown = with_flag(error, options=options) if isinstance(error, ConfigError) else error
     print(f"{prog}: {shown}", file=sys.stderr)
     raise SystemExit(2) from error

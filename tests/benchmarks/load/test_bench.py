@@ -133,6 +133,7 @@ def test_all_failed_is_a_failure(server: ScriptedServer, capsys: pytest.CaptureF
         (["--shared-prefix-len=5"], "at most the shortest prompt, 4"),
         (["--url=nowhere"], "an http:// or https:// URL"),
         (["--trace=absent.csv"], "absent.csv"),
+        (["--output=/dev/null/x"], "invalid --output /dev/null/x: must be a file that can be written"),
         (["--nonsense"], "unknown option --nonsense; diptych bench --help-all lists all options"),
     ],
 )

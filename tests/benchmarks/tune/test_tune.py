@@ -259,7 +259,7 @@ def test_a_configuration_file_makes_serve_start_what_was_measured(tmp_path: Path
     (
         (("--tpot", "30"), "--ttft"),
         (("--ttft", "0", "--tpot", "30"), "invalid --ttft 0"),
-        (("--ttft", "9", "--tpot", "9", "--input-len", "9-2"), "input_len"),
+        (("--ttft", "9", "--tpot", "9", "--input-len", "9-2"), "invalid --input-len"),
         (("--ttft", "9", "--tpot", "9", "--load", "x", "--rate", "2"), "rate"),
         (("--ttft", "9", "--tpot", "9", "--url", "http://127.0.0.1:9"), "http://127.0.0.1:9"),
     ),
