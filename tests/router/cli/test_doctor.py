@@ -51,7 +51,9 @@ async def test_the_bundle_has_none_of_the_planted_secrets(
     )
     monkeypatch.setenv("HF_TOKEN", PLANTED["a Hugging Face token"])
     running = await start(api_key_file=str(tmp_path / "keys.toml"), api_key=PLANTED["the API key of the command"])
-    worker = WorkerLoad(f"tcp://{PLANTED['a host']}:1", "decode", "d-1", "dead", 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0)
+    worker = WorkerLoad(
+        f"tcp://{PLANTED['a host']}:1", "decode", "d-1\x1b[2J", "dead", 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0
+    )
     load = running.engine.load()
     monkeypatch.setattr(running.engine, "load", lambda: replace(load, workers=(worker,)))
     body = {"prompt": PLANTED["a prompt"], "max_tokens": 1}
@@ -61,7 +63,6 @@ async def test_the_bundle_has_none_of_the_planted_secrets(
         f"cannot reach {PLANTED['an address']} with Authorization: Bearer {PLANTED['a bearer token in a log']}",
         f"cannot get https://x/?sig={PLANTED['a token in a query']} as {PLANTED['a Hugging Face token']}",
         f'curve "{PLANTED["a CURVE key"]}" refused',
-        "a client sent \x1b[2J",
     ):
         recent_warnings.emit(logging.makeLogRecord({"levelno": 30, "levelname": "WARNING", "msg": text}))
     output = tmp_path / "bundle.tar.gz"
@@ -69,11 +70,11 @@ async def test_the_bundle_has_none_of_the_planted_secrets(
     arguments = ["--url", running.url, "--api-key", PLANTED["the API key of the command"], "-o", str(output)]
     status = await asyncio.to_thread(main, [*arguments, "--config", str(tmp_path / "d.toml")])
     shown, files = capsys.readouterr().out, bundle(output)
-    assert status == 1 and "The decode worker d-1 is dead" in shown
+    assert status == 1 and "The decode worker d-1?[2J is dead" in shown
     assert set(files) == {"report.txt", "packages.txt", "settings.toml", "metrics.txt", "load.json"}
     found = {what: name for what, secret in PLANTED.items() for name, text in files.items() if secret in text}
     assert found == {} and not [what for what, secret in PLANTED.items() if secret in shown]
-    assert shown.startswith(files["report.txt"]) and "a client sent ?[2J" in shown
+    assert shown.startswith(files["report.txt"])
     assert 'key="key-' in files["metrics.txt"] and "The router logged" in files["report.txt"]
     assert "otlp_traces_endpoint = https://***@c/v1/traces" in files["settings.toml"]
     assert output.stat().st_mode & 0o077 == 0
