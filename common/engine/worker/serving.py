@@ -154,11 +154,12 @@ class WorkerServing:
             self._staged = None
         if order.staged:
             await self._stage(order.staged, order.staged_number)
-        exchanges = order.weights_number != self._number and not self._is_asleep
+        is_outdated = order.weights_number != self._number and not self._is_asleep
+        exchanges = is_outdated and not order.staged  # an update may replace weights that no longer exist
         if exchanges:
             await self._stage(order.weights, order.weights_number)
         self._hold(order.mode == "hold" and not exchanges)
-        duties.is_draining = exchanges or order.mode != "run" or self._is_asleep
+        duties.is_draining = is_outdated or order.mode != "run" or self._is_asleep
         self._on_change()
         if exchanges or order.mode in ("pause", "sleep"):
             await self._until(order, self._is_empty)
@@ -171,7 +172,7 @@ class WorkerServing:
             log.info("asleep: freed the model's memory")
         elif order.mode in ("run", "pause") and self._is_asleep:
             await self._wake(order, control)
-        if order.mode == "run":
+        if order.mode == "run" and order.weights_number == self._number:
             duties.is_draining = False
             control.broadcast_hello()
 

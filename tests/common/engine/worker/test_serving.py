@@ -135,6 +135,18 @@ async def test_a_failure_keeps_the_old_weights() -> None:
     assert rig.serving.weight_version == "" and (await rig.done(3)).status == "done" and not rig.worker.is_draining
 
 
+async def test_an_update_does_not_need_the_weights_that_it_replaces() -> None:
+    """Trainers delete old checkpoints. A worker that joins without the current weights joins the next update."""
+    rig = Rig()
+    bad: dict[str, Any] = {"weights": "/bad", "weights_number": 1}
+    assert (await rig.done(10, **bad)).status == "failed"
+    assert (await rig.done(11, **bad, staged="/new", staged_number=2)).status == "done"
+    assert rig.worker.is_draining and rig.worker.serves == "own" and rig.worker.hellos == []
+    assert (await rig.done(12, mode="pause", **bad, staged="/new", staged_number=2)).status == "done"
+    assert (await rig.done(13, weights="/new", weights_number=2)).status == "done"
+    assert rig.worker.staged == ["/new"] and rig.worker.serves == "/new" and not rig.worker.is_draining
+
+
 async def test_a_sleeping_worker_wakes_up_with_the_ordered_weights() -> None:
     rig = Rig()
     await rig.done(1, mode="sleep", **NEW)
