@@ -40,6 +40,8 @@ from common.wire.messages import (
     SetAdapter,
     TokenDelta,
     TokenOutput,
+    WeightsPart,
+    WeightsRequest,
     WorkerHeartbeat,
     WorkerHello,
 )
@@ -66,6 +68,8 @@ def forged(request_id: str, attempt: int = 0, *, worker_id: str = "mallory", epo
         ChangeRole(role="prefill", reason=request_id),
         BlockSnapshotRequest(epoch=BIG),
         SetAdapter(name=request_id, version=BIG, path="/nowhere"),
+        WeightsPart(sha256="0f" * 32, offset=BIG, data=b"x"),
+        WeightsRequest(sha256="0f" * 32, offset=BIG),
         BlockEvents(epoch=epoch, sequence=BIG, stored=b"x" * 8_000, removed=b"12345", cleared=True),
         BlockSnapshot(epoch=epoch, sequence=BIG, piece=BIG, num_pieces=BIG, hashes=b"x" * 8_000),
         WorkerHello(

@@ -15,6 +15,7 @@ from common.model_files.library import (
 )
 from common.model_files.model_cache import cache_folder
 from common.model_files.quantization import Quantization
+from common.model_files.received import MAX_HEAD_BYTES, ReceivedWeights, with_received
 from common.model_files.resolve import resolve_model
 from common.model_files.stamp import hash_weights
 from common.model_files.summary import ModelSummary, summary_of
@@ -44,10 +45,12 @@ __all__ = [
     "INTEGER_BITS",
     "KVScheme",
     "LocalModel",
+    "MAX_HEAD_BYTES",
     "ModelConfig",
     "ModelFiles",
     "ModelSummary",
     "Quantization",
+    "ReceivedWeights",
     "ServedTask",
     "Task",
     "TensorFacts",
@@ -73,4 +76,5 @@ __all__ = [
     "summary_of",
     "weight_files",
     "weights_fingerprint",
+    "with_received",
 ]

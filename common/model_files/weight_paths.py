@@ -88,8 +88,11 @@ def _sets(names: Iterable[str]) -> dict[tuple[str, int], list[tuple[int, str]]]:
     return found
 
 
-def check_safetensors(path: Path) -> None:
-    """Raise ModelError if the file is truncated, before a worker maps it. Format: 8 bytes of length, JSON, data."""
+def check_safetensors(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return type and shape of each tensor. Format: 8 bytes of length, JSON, data.
+
+    Raises ModelError if the file is truncated, before a worker maps it.
+    """
     refuse_pointer(path)
     try:
         size = path.stat().st_size
@@ -98,10 +101,13 @@ def check_safetensors(path: Path) -> None:
             if length > size - 8:
                 raise ValueError(f"its header has {length:,} bytes")
             head = json.loads(file.read(length))
-        expected = 8 + length + max((t["data_offsets"][1] for k, t in head.items() if k != "__metadata__"), default=0)
+        head.pop("__metadata__", None)
+        expected = 8 + length + max((tensor["data_offsets"][1] for tensor in head.values()), default=0)
+        found = {name: (str(tensor["dtype"]), tuple(tensor["shape"])) for name, tensor in head.items()}
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise ModelError(f"{path} ({size:,} bytes) is not a safetensors file ({error}): fetch it again") from error
     if size != expected:
         raise ModelError(f"{path} is damaged: it has {size:,} bytes instead of {expected:,}. Fetch it again")
+    return found

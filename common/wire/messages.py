@@ -48,10 +48,13 @@ from common.wire.router_messages import (
 from common.wire.serving_messages import (
     MAX_WEIGHT_VERSION,
     MAX_WEIGHTS_PATH,
+    WEIGHTS_PART_BYTES,
     ServingMode,
     ServingState,
     ServingStatus,
     SetServing,
+    WeightsPart,
+    WeightsRequest,
 )
 from common.wire.worker_messages import (
     MAX_OUTPUTS,
@@ -129,6 +132,9 @@ __all__ = [
     "ToRouter",
     "ToWorker",
     "UNSTATED_PROTOCOL_VERSION",
+    "WEIGHTS_PART_BYTES",
+    "WeightsPart",
+    "WeightsRequest",
     "TokenDelta",
     "TokenOutput",
     "WorkerHeartbeat",

@@ -22,7 +22,7 @@ from common.wire.message_fields import (
     TokenBytes,
 )
 from common.wire.sampling_params import SamplingParams
-from common.wire.serving_messages import SetServing
+from common.wire.serving_messages import SetServing, WeightsPart
 
 
 class RouterHello(Message, frozen=True, tag=1):
@@ -177,4 +177,5 @@ ToWorker = (
     | ChangeRole
     | SetAdapter
     | SetServing
+    | WeightsPart
 )

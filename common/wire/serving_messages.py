@@ -17,6 +17,9 @@ MAX_WEIGHTS_PATH = 1024
 """Maximum length in characters."""
 MAX_WEIGHT_VERSION = 256
 """Maximum length in characters."""
+WEIGHTS_PART_BYTES = 1024 * 1024
+"""Size of a `WeightsPart`. A router needs less than 1 ms for one, during which it forwards no tokens."""
+SHA256 = r"^[0-9a-f]{64}\Z"
 WeightsPath = Annotated[str, Meta(max_length=MAX_WEIGHTS_PATH)]
 WeightVersion = Annotated[str, Meta(max_length=MAX_WEIGHT_VERSION)]
 ServingMode = Literal["run", "pause", "hold", "sleep"]
@@ -31,9 +34,9 @@ ServingStatus = Literal["busy", "done", "failed"]
 class SetServing(Message, frozen=True, tag=11):
     """Order to serve in this mode and with these weights. Versions older than the worker's are ignored.
 
-    - `weights`: folder or file of the weights; "" for those with which the worker was started. `weights_number`
-      identifies them: the version of the order that introduced them, 0 for the worker's own. Workers with different
-      numbers never exchange KV, even if the files are equal.
+    - `weights`: folder or file of the weights, or text of `common.model_files.ReceivedWeights`; "" for those with which
+      the worker was started. `weights_number` identifies them: the version of the order that introduced them, 0 for the
+      worker's own. Workers with different numbers never exchange KV, even if the files are equal.
     - `staged`: weights to load in addition, for a later order that has them as `weights`; "" drops loaded ones.
     - `aborts`: routers end their running requests.
     - After `lease_s` seconds without a newer order the worker runs again with its weights; 0: never. This bounds an
@@ -49,6 +52,24 @@ class SetServing(Message, frozen=True, tag=11):
     staged_number: Count = 0
     aborts: bool = False
     lease_s: Seconds = 0.0
+
+
+class WeightsRequest(Message, frozen=True, tag=28):
+    """A worker requests the part from `offset` of a weights file that a router received from a client.
+
+    A router without the file ignores the request.
+    """
+
+    sha256: Annotated[str, Meta(pattern=SHA256)]
+    offset: Count
+
+
+class WeightsPart(Message, frozen=True, tag=12):
+    """Part of a weights file, of `WEIGHTS_PART_BYTES` unless it is the last one."""
+
+    sha256: Annotated[str, Meta(pattern=SHA256)]
+    offset: Count
+    data: Annotated[bytes, Meta(min_length=1, max_length=WEIGHTS_PART_BYTES)]
 
 
 class ServingState(msgspec.Struct, frozen=True, array_like=True):

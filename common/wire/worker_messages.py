@@ -24,7 +24,7 @@ from common.wire.message_fields import (
     since,
 )
 from common.wire.sampling_params import TokenLogprobs
-from common.wire.serving_messages import ServingState, WeightVersion
+from common.wire.serving_messages import ServingState, WeightsRequest, WeightVersion
 
 MAX_OUTPUTS = 16_384
 """Maximum number of sequences in a message: more than any batch has."""
@@ -266,4 +266,5 @@ ToRouter = (
     | RequestFailed
     | BlockEvents
     | BlockSnapshot
+    | WeightsRequest
 )

@@ -46,7 +46,7 @@ ADMIN_PATHS = frozenset(
         *("/load", "/load/history", "/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
         *("/api/pull", "/api/delete"),
         *("/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping"),
-        *("/update_weights_from_disk", "/weight_info"),
+        *("/update_weights_from_disk", "/update_weights_from_tensor", "/weight_info"),
     )
 )
 WATCH_POLL_S = 0.5

@@ -1,12 +1,15 @@
 """Endpoints for operators and RL trainers that pause workers, put them to sleep, and change their weights.
 
-Names and parameters are those of vLLM (`/pause`, `/sleep`) and SGLang (`/update_weights_from_disk`).
+Names and parameters are those of vLLM (`/pause`, `/sleep`) and SGLang (`/update_weights_from_disk`, and
+`/update_weights_from_tensor` except for its body).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Annotated, Any, cast, get_args
 
 import orjson
@@ -19,13 +22,20 @@ from common.errors import InvalidRequest
 from common.wire import MAX_WEIGHT_VERSION, MAX_WEIGHTS_PATH
 from router.api import service_answers
 from router.api.openapi import documented
-from router.api.query import MAX_VALUE_SHOWN, json_answer, number, parameters
+from router.api.query import MAX_VALUE_SHOWN, flag, json_answer, number, parameters
 from router.dispatch import PauseMode
 from router.generation import ServedModel, key_of, router_state_of
-from router.request import Fields, Only
+from router.request import Fields, Only, encoding_of, upload_parts
+from router.request.errors import BodyTimeout, BodyTooLarge, UnsupportedMediaType
 
 MODES = get_args(PauseMode)
 MODEL = {"model": {"type": "string"}}
+VERSION = r"^[!-+\--~]*$"
+"""A version is a header of answers, where a comma separates several."""
+SHA256 = re.compile(r"[0-9a-f]{64}|")
+TENSORS = "application/octet-stream"
+TENSORS_S = 3600.0
+"""Maximum time, in seconds, for tensors to arrive."""
 TAGS = {"weights", "kv_cache"}
 
 
@@ -35,7 +45,7 @@ class UpdateWeightsRequest(Fields):
     model_path: Annotated[str, Field(min_length=1, max_length=MAX_WEIGHTS_PATH)] = Field(
         description="Folder or file that every worker can read, with a model of the same configuration."
     )
-    weight_version: Annotated[str, Field(max_length=MAX_WEIGHT_VERSION, pattern=r"^[!-+\--~]*$")] | None = Field(
+    weight_version: Annotated[str, Field(max_length=MAX_WEIGHT_VERSION, pattern=VERSION)] | None = Field(
         None, description="Name of the weights in answers. Default: a number."
     )
     abort_all_requests: bool | None = Field(None, description="Abort the running requests instead of waiting for them.")
@@ -50,7 +60,7 @@ class UpdateWeightsRequest(Fields):
 
 
 serving_routes = APIRouter(tags=["operate"])
-"""`/pause`, `/resume`, `/sleep`, `/wake_up`, `/update_weights_from_disk` and their states."""
+"""`/pause`, `/resume`, `/sleep`, `/wake_up`, `/update_weights_from_...` and their states."""
 
 
 @serving_routes.post(
@@ -160,6 +170,81 @@ async def update_weights_from_disk(request: Request) -> Response:
         aborts=bool(fields.abort_all_requests),
         keep_pause=bool(fields.keep_pause),
     )
+    return _updated(model, num_workers)
+
+
+@serving_routes.post(
+    "/update_weights_from_tensor",
+    **documented(None, service_answers.UpdatedWeights)
+    | {
+        "openapi_extra": parameters(
+            weight_version={"type": "string", "maxLength": MAX_WEIGHT_VERSION, "pattern": VERSION},
+            sha256={"type": "string", "pattern": "^[0-9a-f]{64}$"},
+            abort_all_requests={"type": "boolean"},
+            keep_pause={"type": "boolean"},
+            **MODEL,
+        )
+        | {"requestBody": {"required": True, "content": {TENSORS: {"schema": {"type": "string", "format": "binary"}}}}}
+    },
+)
+async def update_weights_from_tensor(request: Request) -> Response:
+    """Change the weights of a model on all of its workers, or, if one fails, on none.
+
+    The body is a safetensors file with all tensors of the model, which workers get from this router.
+    """
+    query = request.query_params
+    version, sha256 = query.get("weight_version", ""), query.get("sha256", "").lower()
+    if len(version) > MAX_WEIGHT_VERSION or not re.fullmatch(VERSION, version):
+        raise InvalidRequest(
+            f"weight_version: must have at most {MAX_WEIGHT_VERSION} printable characters without spaces and commas, "
+            f"got {version[:MAX_VALUE_SHOWN]!r}",
+            param="weight_version",
+        )
+    if not SHA256.fullmatch(sha256):
+        raise InvalidRequest(f"sha256: must be 64 hex digits, got {sha256[:MAX_VALUE_SHOWN]!r}", param="sha256")
+    aborts, keep_pause = flag(query, "abort_all_requests"), flag(query, "keep_pause")
+    _check_tensors(request)
+    model = await router_state_of(request).models.open(query.get("model"), key_of(request))
+    num_workers = await model.serving.update_from_body(
+        lambda max_bytes: _tensors(request, max_bytes), sha256, version, aborts=aborts, keep_pause=keep_pause
+    )
+    return _updated(model, num_workers)
+
+
+def _check_tensors(request: Request) -> None:
+    """Raise UnsupportedMediaType unless the body is a plain file."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != TENSORS:
+        raise UnsupportedMediaType(
+            f"Content-Type must be {TENSORS}, for a body that is a safetensors file, got {kind[:MAX_VALUE_SHOWN]!r}. "
+            "Pickled tensors, such as SGLang's serialized_named_tensors, are never read."
+        )
+    if encoding := encoding_of(request.headers):
+        raise UnsupportedMediaType(f"Content-Encoding: {encoding} is not supported for tensors.")
+
+
+async def _tensors(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
+    """Return the body in parts. Raises BodyTooLarge, BodyTimeout and ClientDisconnect."""
+    declared = request.headers.get("content-length", "")
+    num_bytes = int(declared) if declared.isascii() and declared.isdigit() else 0
+    received, deadline = 0, time.monotonic() + TENSORS_S
+    _check_size(num_bytes, max_bytes)
+    async for part in upload_parts(request, "the tensors"):
+        received += len(part)
+        _check_size(received, max_bytes)
+        if time.monotonic() > deadline:
+            raise BodyTimeout(f"The tensors did not arrive within {TENSORS_S:g} s.")
+        yield part
+
+
+def _check_size(num_bytes: int, max_bytes: int) -> None:
+    if num_bytes > max_bytes:
+        raise BodyTooLarge(
+            f"The body has {num_bytes:,} bytes or more; the tensors of this model have at most {max_bytes:,}."
+        )
+
+
+def _updated(model: ServedModel, num_workers: int) -> Response:
     version = model.serving.weight_version
     body = {"success": True, "message": f"{num_workers} workers have weights {version}.", "weight_version": version}
     return Response(orjson.dumps(body | {"num_workers": num_workers}), media_type="application/json")

@@ -16,6 +16,7 @@ from typing import Literal
 import msgspec
 
 from common.errors import RETRY_AFTER_S, DeadlineExceeded, InvalidRequest, RequestError, Unavailable
+from common.model_files import MAX_HEAD_BYTES
 from common.wire.messages import ServingMode, SetServing
 from router.fleet import SERVING_PROTOCOL, WorkerFleet
 
@@ -38,7 +39,7 @@ class ServingOrders:
 
     def __init__(self, fleet: WorkerFleet, abort_all: Callable[[], None]) -> None:
         self._fleet, self._serving, self._abort_all = fleet, fleet.serving, abort_all
-        self._is_busy = False
+        self._is_busy = self._is_receiving = False
 
     @property
     def is_paused(self) -> bool:
@@ -86,37 +87,51 @@ class ServingOrders:
             if self.is_asleep:
                 await self._set("run", STAGE_S)
 
-    async def update(self, path: str, weight_version: str, *, aborts: bool, keep_pause: bool) -> int:
+    async def update_from_body(
+        self, body: Callable[[int], AsyncIterator[bytes]], sha256: str, weight_version: str, **options: bool
+    ) -> int:
+        """Change the weights to those of a safetensors file. Options, result and errors are those of `update`.
+
+        `body(max_bytes)` returns the file. Its expected `sha256` is "" if unknown.
+        """
+        if self._is_receiving:
+            raise InvalidRequest("This router already receives other weights of this model.")
+        self._is_receiving, files = True, self._fleet.weights
+        try:
+            self._check_update()  # before the body is read
+            received = await files.receive(body(self._most_bytes()), sha256)
+            return await self.update(str(received), weight_version, **options, param="tensors")
+        finally:
+            await files.keep(self._serving.newest.weights)
+            self._is_receiving = False
+
+    async def update(
+        self, path: str, weight_version: str, *, aborts: bool, keep_pause: bool, param: str = "model_path"
+    ) -> int:
         """Change the weights of all workers to those in `path`. Returns the number of workers.
 
         Requests that run when all workers have loaded them end on the old weights, or are aborted. Later ones wait for
-        the new weights. Raises RequestError, after which all workers have the old weights.
+        the new weights. Raises RequestError, in which `param` is the name of `path`. All workers have the old weights
+        then.
         """
         async with self._alone():
-            self._check_awake("an update")
-            before = self._serving.newest
-            if before.mode == "hold":
-                raise InvalidRequest(
-                    "mode: requests that a pause with mode=keep holds have KV of the current weights: resume first, or "
-                    "pause with mode=abort or mode=wait"
-                )
-            self._check_workers()
+            before = self._check_update()
             number = self._next_version()
             staged = {"staged": path, "staged_number": number}
             changed = {"weights": path, "weights_number": number, "weight_version": weight_version or str(number)}
             end: ServingMode = "pause" if keep_pause or before.mode == "pause" else "run"
             try:
-                await self._run(_next(before, number, **staged, lease_s=2 * STAGE_S), STAGE_S, "model_path")
+                await self._run(_next(before, number, **staged, lease_s=2 * STAGE_S), STAGE_S, param)
                 drained = _next(
                     before, self._next_version(), mode="pause", aborts=aborts, **staged, lease_s=2 * DRAIN_S
                 )
                 await self._run(drained, DRAIN_S, "abort_all_requests")
-                return await self._run(
-                    _next(before, self._next_version(), mode=end, **changed), EXCHANGE_S, "model_path"
-                )
+                return await self._run(_next(before, self._next_version(), mode=end, **changed), EXCHANGE_S, param)
             except (RequestError, asyncio.CancelledError):
                 self._send(_next(before, self._next_version()))  # workers execute it, even if the client has gone
                 raise
+            finally:
+                await self._fleet.weights.keep(self._serving.newest.weights)
 
     # ------------------------------------------------------------ inside
 
@@ -161,6 +176,24 @@ class ServingOrders:
 
     def _next_version(self) -> int:
         return max(time.time_ns() // 1000, self._serving.newest.version + 1)
+
+    def _check_update(self) -> SetServing:
+        """Return the newest order. Raises RequestError if the weights cannot change now."""
+        self._check_awake("an update")
+        if self._serving.mode == "hold":
+            raise InvalidRequest(
+                "mode: requests that a pause with mode=keep holds have KV of the current weights: resume first, or "
+                "pause with mode=abort or mode=wait"
+            )
+        self._check_workers()
+        return self._serving.newest
+
+    def _most_bytes(self) -> int:
+        """Return the maximum size of a file with the tensors of this model. Raises InvalidRequest."""
+        sizes = {worker.name: worker.identity.memory_bytes for worker in self._serving.workers()}
+        if unknown := [name for name, num_bytes in sizes.items() if not num_bytes]:
+            raise InvalidRequest(f"{unknown[0]} does not run Diptych's engine, and cannot change its weights")
+        return max(sizes.values()) + MAX_HEAD_BYTES
 
     def _check_awake(self, what: str) -> None:
         if self.is_asleep:

@@ -13,11 +13,20 @@ import zmq.asyncio
 
 from common.config import RouterConfig
 from common.wire import ROLES, Curve, Role, warn_if_readable
-from common.wire.messages import PROTOCOL_VERSION, Message, RouterHeartbeat, RouterHello, ToRouter, WorkerHello
+from common.wire.messages import (
+    PROTOCOL_VERSION,
+    Message,
+    RouterHeartbeat,
+    RouterHello,
+    ToRouter,
+    WeightsRequest,
+    WorkerHello,
+)
 from router.fleet.discovery import Endpoint, effective_endpoints, open_source
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.readiness import Pairing
 from router.fleet.registry import WorkerRegistry
+from router.fleet.weights import WeightsFiles
 from router.fleet.worker import Worker
 from router.fleet.worker_connection import ConnectionEvents, WorkerConnection
 from router.fleet.worker_monitor import FleetEvent, FleetListener, WorkerMonitor
@@ -70,6 +79,7 @@ class WorkerFleet:
         self.failure = ""
         self._listener, self._clock, self._heartbeat_s = listener, clock, config.heartbeat_s
         self._monitor = WorkerMonitor(self.registry, self.index, listener, self._greet, self.send)
+        self.weights = WeightsFiles(self.send)
         self.adapters, self.serving = self._monitor.adapters, self._monitor.serving
         self._hello = RouterHello(
             router_id=self.router_id,
@@ -123,6 +133,7 @@ class WorkerFleet:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, *self._partings, return_exceptions=True)
+        await self.weights.close()
         for connection in self.connections.values():
             connection.close(CLOSE_LINGER_MS)
         if self._context is not None:
@@ -283,6 +294,9 @@ class WorkerFleet:
         if self._models and isinstance(message, WorkerHello) and message.model not in self._models:
             # Deferred: the callback may remove the worker, and this connection has more messages to process.
             asyncio.get_running_loop().call_soon(self.on_stranger, address, message.model)
+            return
+        if isinstance(message, WeightsRequest):
+            self.weights.on_request(address, message)
             return
         self._monitor.on_message(address, message, self._clock())
         if isinstance(message, WorkerHello) and not message.lost_router:

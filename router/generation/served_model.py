@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn, Protocol
 
@@ -80,6 +80,10 @@ class NoAdapters:
 NO_ADAPTERS = NoAdapters()
 
 
+Body = Callable[[int], AsyncIterator[bytes]]
+"""Returns the parts of a request's body, up to a number of bytes."""
+
+
 class Serving(Protocol):
     """How the workers of one model serve; implemented by `ServingOrders`."""
 
@@ -94,6 +98,9 @@ class Serving(Protocol):
     async def sleep(self, mode: PauseMode) -> None: ...
     async def wake_up(self) -> None: ...
     async def update(self, path: str, weight_version: str, *, aborts: bool, keep_pause: bool) -> int: ...
+    async def update_from_body(
+        self, body: Body, sha256: str, weight_version: str, *, aborts: bool, keep_pause: bool
+    ) -> int: ...
 
 
 class AlwaysServing:
@@ -115,6 +122,11 @@ class AlwaysServing:
         _refuse()
 
     async def update(self, path: str, weight_version: str, *, aborts: bool, keep_pause: bool) -> int:
+        _refuse()
+
+    async def update_from_body(
+        self, body: Body, sha256: str, weight_version: str, *, aborts: bool, keep_pause: bool
+    ) -> int:
         _refuse()
 
 

@@ -6,6 +6,7 @@ from router.request.body import (
     BodyReader,
     check_number_of_ids,
     encoding_of,
+    upload_parts,
 )
 from router.request.extensions import (
     COPIED,
@@ -86,4 +87,5 @@ __all__ = [
     "named_as",
     "named_tool",
     "text_content",
+    "upload_parts",
 ]

@@ -262,6 +262,23 @@ def validated(body: dict[str, object], model: type[M]) -> M:
         raise invalid_field(error, body) from error
 
 
+async def upload_parts(request: Request, what: str) -> AsyncIterator[bytes]:
+    """Return a large body in parts as they arrive. `what` begins the error.
+
+    Raises BodyTimeout if no data arrives for `BODY_TIMEOUT_S`, and ClientDisconnect.
+    """
+    stream = aiter(request.stream())
+    while True:
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                data = await anext(stream, None)
+        except TimeoutError as error:
+            raise BodyTimeout(f"No data of {what} arrived for {BODY_TIMEOUT_S:g} s.") from error
+        if data is None:
+            return
+        yield data
+
+
 async def read_body(request: Request, lease: BodyLease, max_model_len: Callable[[], int]) -> tuple[bytearray, bool]:
     """Read and decode a body, and wait for memory for its objects.
 

@@ -41,7 +41,10 @@ from common.wire.messages import (
     RouterHeartbeat,
     RouterHello,
     SetAdapter,
+    SetServing,
     TokenOutput,
+    WeightsPart,
+    WeightsRequest,
     WorkerHeartbeat,
     WorkerHello,
 )
@@ -298,7 +301,8 @@ HEARTBEATS = (RouterHeartbeat, WorkerHeartbeat)
 # They compute prompts faster than they could pull them, and have no places for adapters: test_pull_faults.py and
 # test_adapter_faults.py have workers that do and have. Their caches can be mapped, so they have no ring:
 # tests/common/engine/transfer/test_sender_ring.py loses and forges what gives its places back.
-APART = {ChangeRole, PooledOutput, KVPull, KVTaken, SetAdapter}
+# Their weights stay: tests/common/engine/worker/test_received_weights.py loses and repeats parts of others.
+APART = {ChangeRole, PooledOutput, KVPull, KVTaken, SetAdapter, SetServing, WeightsPart, WeightsRequest}
 KINDS = sorted(set(typing.get_args(AnyMessage)) - APART, key=lambda kind: kind.__name__)
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import http.client
+import json
 import shutil
+import struct
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,9 +17,12 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.stack import Place
 from common.model_files.tiny import make_tiny_model
 
+from ..common.engine.models.generation import transformers_model
 from ..rig import IS_OWN_ENGINE, System, make_stack, wait_until
+from .conftest import Oracle
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -47,6 +55,10 @@ class Service:
     def update(self, folder: Path, **more: Any) -> httpx.Response:
         return self.post("/update_weights_from_disk", model_path=str(folder), **more)
 
+    def update_from_tensor(self, data: bytes, **query: Any) -> httpx.Response:
+        headers = {"content-type": "application/octet-stream"}
+        return self.client.post("/update_weights_from_tensor", params=query, headers=headers, content=data)
+
     def begin(self, pool: ThreadPoolExecutor, **more: Any) -> Future[httpx.Response]:
         """Start a long answer, and return once a worker computes it."""
         before = self.running()
@@ -73,14 +85,19 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, weights: dict[str, Path]) -> Iterator[Service]:
+    home = tmp_path_factory.mktemp("router")
+    # The router's temporary folder has a name that means another folder in all processes but decode-1.
+    there = ("env", "-C", str(home))
     stack = make_stack(
         tmp_path_factory.mktemp("stack"), 1, 2, model=str(weights["old"]),
+        places={"router": Place((*there, "TMPDIR=/proc/self/cwd")), "decode-1": Place(there)},
         worker_flags=("--dtype", "float32", "--max-model-len", "2048"),
         router_flags=("--local-prefill-threshold", "0"),
     )  # fmt: skip
     stack.start()
     found = Service(System(stack))
     try:
+        found.system.wait_for_workers()
         yield found
     finally:
         found.client.close()
@@ -181,11 +198,130 @@ def test_sleep_frees_memory_and_waking_up_serves_the_same_weights(service: Servi
     assert after.json()["choices"][0]["text"] == before and after.headers["x-weight-version"] == "awake"
 
 
-def test_a_restarted_worker_gets_the_current_weights(service: Service, weights: dict[str, Path]) -> None:
-    assert service.update(weights["new"], weight_version="kept").status_code == 200
+@pytest.mark.parametrize("source", ["disk", "tensor"])
+def test_a_restarted_worker_gets_the_current_weights(service: Service, weights: dict[str, Path], source: str) -> None:
+    assert service.update(weights["old"]).status_code == 200
+    told = (
+        service.update(weights["new"], weight_version="kept")
+        if source == "disk"
+        else service.update_from_tensor(tensors_of(weights["new"]), weight_version="kept")
+    )
+    assert told.status_code == 200, told.text
     before, stack = service.text(), service.system.stack
     for worker in list(stack.workers()):
         worker.kill()
         stack.restart(worker)
     after = service.complete()
     assert after.json()["choices"][0]["text"] == before and after.headers["x-weight-version"] == "kept"
+
+
+# ---------------------------------------------------------------- from tensors
+
+
+def tensors_of(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+def with_head(data: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
+    """A safetensors file with another header."""
+    (length,) = struct.unpack("<Q", data[:8])
+    head = json.loads(data[8 : 8 + length])
+    change(head)
+    encoded = json.dumps(head).encode()
+    return struct.pack("<Q", len(encoded)) + encoded + data[8 + length :]
+
+
+def files_of(service: Service) -> list[Path]:
+    """Files of weights that the router keeps."""
+    command = service.system.stack.router.command
+    return sorted(Path(command[command.index("-C") + 1]).glob("diptych-weights-*/*.safetensors"))
+
+
+def test_tensors_reach_workers_without_a_shared_folder(
+    service: Service, weights: dict[str, Path], random_prompts: Any
+) -> None:
+    """decode-1 links the router's file, and the other two pull it."""
+    assert service.update(weights["old"]).status_code == 200
+    data, workers = tensors_of(weights["new"]), service.system.stack.workers()
+    before = {worker.name: worker.log.read_text().count("received weights") for worker in workers}
+    told = service.update_from_tensor(data, weight_version="tensors", sha256=hashlib.sha256(data).hexdigest())
+    assert told.status_code == 200, told.text
+    assert (told.json()["num_workers"], told.json()["weight_version"], told.json()["success"]) == (3, "tensors", True)
+    pulls = {worker.name: worker.log.read_text().count("received weights") - before[worker.name] for worker in workers}
+    assert pulls == {"prefill-0": 1, "decode-0": 1, "decode-1": 0}
+    oracle = Oracle(transformers_model(weights["new"]))
+    prompts = random_prompts((17, 33, 90, 200), vocab_size=256, seed=5)
+    assert service.system.generate(prompts, max_tokens=24) == [oracle.greedy(prompt, 24) for prompt in prompts]
+    assert service.complete().headers["x-weight-version"] == "tensors"
+    service.system.settle()
+
+
+def test_other_tensors_change_nothing(service: Service, weights: dict[str, Path]) -> None:
+    data, norm = tensors_of(weights["old"]), "model.norm.weight"
+    assert service.update_from_tensor(tensors_of(weights["new"]), weight_version="before").status_code == 200
+    before, kept = service.text(), files_of(service)
+    (length,) = struct.unpack("<Q", data[:8])
+    shape = json.loads(data[8 : 8 + length])[norm]["shape"]
+    for body, query, why in (
+        (with_head(data, lambda head: head[norm].update(dtype="I32")), {}, f"tensor {norm} is 'I32'"),
+        (with_head(data, lambda head: head[norm].update(shape=[1, *shape])), {}, f"tensor {norm} is 'F32' of shape"),
+        (with_head(data, lambda head: head.update(x=head.pop(norm))), {}, f"tensors are missing: {norm}"),
+        (data[:-4], {}, "is damaged"),
+        (data, {"sha256": "0" * 64}, "sha256: the body has"),
+        (b"\x80\x04\x95" + data, {}, "is not a safetensors file. Pickled"),
+    ):
+        told = service.update_from_tensor(body, **query)
+        assert told.status_code == 400 and why in told.json()["error"]["message"], told.text
+    sender = http.client.HTTPConnection("127.0.0.1", service.system.stack.port, timeout=PATIENCE_S)
+    headers = {"content-type": "application/octet-stream", "content-length": str(10**12)}
+    sender.request("POST", "/update_weights_from_tensor", headers=headers)
+    assert sender.getresponse().status == 413
+    sender.close()
+    assert service.text() == before and files_of(service) == kept
+    assert len(kept) == 1 and service.client.get("/weight_info").json() == {"weight_version": "before"}
+
+
+def test_a_worker_that_dies_during_an_update_returns_with_the_weights_of_the_others(
+    service: Service, weights: dict[str, Path]
+) -> None:
+    stack = service.system.stack
+    assert service.update(weights["old"], weight_version="old").status_code == 200
+    texts = {"old": service.text()}
+    victim = next(worker for worker in stack.workers() if worker.name == "decode-0")
+    num_staged = victim.log.read_text().count("staged weights tensors")
+    with ThreadPoolExecutor() as pool:
+        running = service.begin(pool)  # for which the update waits after all workers have staged the weights
+        updating = pool.submit(service.update_from_tensor, tensors_of(weights["new"]), weight_version="new")
+        wait_until(lambda: victim.log.read_text().count("staged weights tensors") > num_staged, "staged", PATIENCE_S)
+        victim.kill()
+        told = updating.result()
+        assert told.status_code == 200 or told.json()["error"]["message"], told.text
+        running.result()
+    version = service.client.get("/weight_info").json()["weight_version"]
+    assert version == ("new" if told.status_code == 200 else "old")
+    texts[version] = service.text()
+    stack.restart(victim)
+    service.system.wait_for_workers()
+    for _ in range(6):  # on both decode workers
+        reply = service.complete()
+        assert reply.json()["choices"][0]["text"] == texts[version] and reply.headers["x-weight-version"] == version
+    assert texts["old"] != texts.get("new")
+
+
+def test_tensors_outlive_their_router_on_running_workers_only(service: Service, weights: dict[str, Path]) -> None:
+    stack = service.system.stack
+    assert service.update_from_tensor(tensors_of(weights["new"]), weight_version="new").status_code == 200
+    new = service.text()
+    stack.router.kill()
+    stack.restart(stack.router)
+    stack.wait_ready(time.monotonic() + PATIENCE_S)
+    assert service.text() == new and service.client.get("/weight_info").json() == {"weight_version": "new"}
+    victim = next(worker for worker in stack.workers() if worker.name == "decode-0")
+    victim.kill()
+    stack.restart(victim)
+    wait_until(lambda: "no router sent weights" in victim.log.read_text(), "the worker gives up", PATIENCE_S)
+    assert service.text() == new
+    told = service.update_from_tensor(tensors_of(weights["old"]), weight_version="old")
+    assert told.status_code == 200, told.text
+    wait_until(lambda: "weights changed to version old" in victim.log.read_text(), "the worker joins", PATIENCE_S)
+    assert service.text() != new

@@ -55,6 +55,7 @@ class RouterPeer:
     epoch: int
     last_heard: float
     changes_roles: bool = False
+    protocol: int = 0
     num_cut: int = 0
     """Consecutive heartbeats without a connection."""
     wants_snapshot: bool = False
@@ -126,6 +127,12 @@ class ControlServer:
             log.debug("message to router not sent: %s", error)
             return error.errno or 0 if isinstance(error, zmq.ZMQError) else 0
         return 0
+
+    def broadcast(self, message: Message, protocol: int) -> None:
+        """Queue a message for every router that speaks this protocol version."""
+        for router, peer in self._routers.items():
+            if peer.protocol >= protocol:
+                self.send(router, message)
 
     def send_threadsafe(self, messages: list[tuple[bytes, Message]]) -> None:
         """Call `send` for each message, in order. Callable from any thread. Does nothing after the loop is closed."""
@@ -211,7 +218,7 @@ class ControlServer:
             self._on_router_lost(router)
         if peer is None:
             log.info("router %s connected", message.router_id)
-        self._routers[router] = RouterPeer(message.router_id, message.epoch, now, message.changes_roles)
+        self._routers[router] = RouterPeer(message.router_id, message.epoch, now, message.changes_roles, newest)
         self.send(router, self._hello())
         self.send(router, self._heartbeat(router))
 

@@ -46,6 +46,7 @@ from common.wire.messages import (
     RequestFailed,
     SetAdapter,
     SetServing,
+    WeightsPart,
     WorkerHeartbeat,
     WorkerHello,
 )
@@ -261,6 +262,8 @@ class WorkerProcess:
         elif isinstance(message, SetServing):
             if control is not None:
                 self.serving.order(message, control)
+        elif isinstance(message, WeightsPart):
+            self.serving.on_part(router, message)
         elif duties.is_draining and control is not None and isinstance(message, PrefillRequest | DecodeRequest):
             control.send(router, self._refusal(message))  # sent before the router was notified of the drain
         elif duties.engine is not None and not duties.engine.submit(RequestReceived(router, message)):

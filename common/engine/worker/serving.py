@@ -21,9 +21,10 @@ from common.engine.worker.adapters import MAX_SHOWN_REASON
 from common.engine.worker.contract import Holdable, ServedModel
 from common.engine.worker.control import ControlServer
 from common.engine.worker.duties import DRAIN_POLL_S, Duties
+from common.engine.worker.received_weights import WeightsReceiver
 from common.errors import ModelError
-from common.model_files import ModelFiles
-from common.wire.messages import ServingState, ServingStatus, SetServing
+from common.model_files import ModelFiles, ReceivedWeights, with_received
+from common.wire.messages import ServingState, ServingStatus, SetServing, WeightsPart
 
 log = logging.getLogger(__name__)
 EXCHANGE_END_S = 30.0
@@ -59,6 +60,7 @@ class WorkerServing:
         self._is_asleep = self._is_closing = False
         self._task: asyncio.Task[None] | None = None
         self._lease: asyncio.TimerHandle | None = None
+        self._receiver = WeightsReceiver()
 
     @property
     def state(self) -> ServingState | None:
@@ -97,6 +99,10 @@ class WorkerServing:
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._execute(control), name="serving orders")
 
+    def on_part(self, router: bytes, part: WeightsPart) -> None:
+        """Process a part of weights that a router sends."""
+        self._receiver.on_part(router, part)
+
     def check(self) -> None:
         """Raise the error of an exchange that left the worker without an engine."""
         if self._task is not None and self._task.done() and not self._task.cancelled():
@@ -110,7 +116,8 @@ class WorkerServing:
             self._lease.cancel()
         if self._task is not None:
             await asyncio.wait({self._task}, timeout=EXCHANGE_END_S)
-            self.check()
+        self._receiver.close()
+        self.check()
 
     # ------------------------------------------------------------ inside
 
@@ -153,11 +160,11 @@ class WorkerServing:
         if self._staged is not None and self._staged[0] not in (wanted, order.weights_number):
             self._staged = None
         if order.staged:
-            await self._stage(order.staged, order.staged_number)
+            await self._stage(order.staged, order.staged_number, order, control)
         is_outdated = order.weights_number != self._number and not self._is_asleep
         exchanges = is_outdated and not order.staged  # an update may replace weights that no longer exist
         if exchanges:
-            await self._stage(order.weights, order.weights_number)
+            await self._stage(order.weights, order.weights_number, order, control)
         self._hold(order.mode == "hold" and not exchanges)
         duties.is_draining = is_outdated or order.mode != "run" or self._is_asleep
         self._on_change()
@@ -172,12 +179,13 @@ class WorkerServing:
             log.info("asleep: freed the model's memory")
         elif order.mode in ("run", "pause") and self._is_asleep:
             await self._wake(order, control)
+        await self._receiver.keep(order.weights, order.staged)
         if order.mode == "run" and order.weights_number == self._number:
             duties.is_draining = False
             control.broadcast_hello()
 
-    async def _stage(self, weights: str, number: int) -> None:
-        """Load weights next to the current ones. Raises ModelError."""
+    async def _stage(self, weights: str, number: int, order: SetServing, control: ControlServer) -> None:
+        """Load weights of an order next to the current ones. Raises ModelError and _Superseded."""
         if number == self._number or (self._staged is not None and self._staged[0] == number):
             return
         self._staged = None
@@ -185,7 +193,8 @@ class WorkerServing:
         if renew is None or model is None:
             raise ModelError(f"--engine {self._duties.config.engine} cannot change its weights: restart the worker")
         began = time.monotonic()
-        exchange = await asyncio.to_thread(lambda: renew(model, self._files(weights, number)))
+        files = await self._files(weights, number, order, control)
+        exchange = await asyncio.to_thread(renew, model, files)
         self._staged = number, exchange
         log.info("staged weights %s in %.1f s", weights or self._duties.config.model, time.monotonic() - began)
 
@@ -209,16 +218,22 @@ class WorkerServing:
     async def _wake(self, order: SetServing, control: ControlServer) -> None:
         began = time.monotonic()
         number = order.weights_number
-        model = await asyncio.to_thread(lambda: self._load(self._files(order.weights, number)))
+        model = await asyncio.to_thread(self._load, await self._files(order.weights, number, order, control))
         self._number, self.weight_version = number, order.weight_version
         await self._duties.reload(model, control)
         self._is_asleep = False
         control.broadcast_hello()
         log.info("awake: loaded the model in %.1f s", time.monotonic() - began)
 
-    def _files(self, weights: str, number: int) -> ModelFiles:
-        """Resolve weights under the name of the served model. Their number is part of their hash."""
-        files = self._resolve(weights or self._duties.config.model)
+    async def _files(self, weights: str, number: int, order: SetServing, control: ControlServer) -> ModelFiles:
+        """Find weights under the name of the served model. Their number is part of their hash."""
+        received = ReceivedWeights.parse(weights)
+        if received is None:
+            files = await asyncio.to_thread(self._resolve, weights or self._duties.config.model)
+        else:
+            path = await self._receiver.fetch(received, control, lambda: self._check_current(order))
+            own = await asyncio.to_thread(self._resolve, self._duties.config.model)
+            files = await asyncio.to_thread(with_received, own, path, received.sha256)
         facts = self._duties.facts
         if number and facts is not None:
             salted = blake2b(f"{files.weights_hash} {number}".encode(), digest_size=8).hexdigest()
@@ -250,8 +265,10 @@ class WorkerServing:
     async def _until(self, order: SetServing, true: Callable[[], bool]) -> None:
         """Wait until a condition is true. Raises _Superseded. Routers and the lease bound the wait by newer orders."""
         while not true():
-            if order is not self._order or self._is_closing:
-                raise _Superseded
+            self._check_current(order)
             await asyncio.sleep(DRAIN_POLL_S)
+        self._check_current(order)
+
+    def _check_current(self, order: SetServing) -> None:
         if order is not self._order or self._is_closing:
             raise _Superseded

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from common.errors import InvalidRequest, RequestError, Unavailable
 from router.api.batches.errors import answered
 from router.api.batches.fields import LEAST_RESULT_S, MOST_RESULT_S, PURPOSES
-from router.request import BODY_TIMEOUT_S, encoding_of
+from router.request import encoding_of, upload_parts
 from router.request.errors import BodyTimeout, BodyTooLarge, UnsupportedMediaType
 from router.stored import FileStore, StoredFile, StoreFailed
 
@@ -173,17 +173,9 @@ class Upload:
         expected = int(declared) if declared.isascii() and declared.isdigit() else 0
         if expected > self.max_bytes + MAX_FORM_BYTES:
             raise self._too_large(f"{expected:,} bytes")
-        stream = aiter(request.stream())
         try:
             parser = self.form.parser(_boundary(request))
-            while True:
-                try:
-                    async with asyncio.timeout(BODY_TIMEOUT_S):
-                        data = await anext(stream, None)
-                except TimeoutError as error:
-                    raise BodyTimeout(f"No data of the file arrived for {BODY_TIMEOUT_S:g} s.") from error
-                if data is None:
-                    break
+            async for data in upload_parts(request, "the file"):
                 parser.write(data)
                 await self._take(expected, least=PIECE_BYTES)
             parser.finalize()

@@ -51,6 +51,8 @@ from common.wire.messages import (
     Timeline,
     TokenDelta,
     TokenOutput,
+    WeightsPart,
+    WeightsRequest,
     WorkerHeartbeat,
     WorkerHello,
 )
@@ -83,6 +85,7 @@ MESSAGES: list[Message] = [
         version=2**62, mode="hold", weights="/w", weights_number=3, weight_version="ü", staged="/s", staged_number=4,
         aborts=True, lease_s=0.5,
     ),
+    WeightsPart(sha256="0f" * 32, offset=2**62, data=b"x" * 1024 * 1024),
     HandOver(
         request_id="a", attempt=1, new_attempt=2, target=KVTarget("d", 7, "tcp://h:1"), num_output_tokens=3,
         num_reserved_tokens=4,
@@ -109,6 +112,7 @@ MESSAGES: list[Message] = [
     PromptLogprobs(worker_id="w", epoch=1, request_id="a", attempt=2, start=4_194_304, logprobs=(LOGPROBS,) * 3),
     PooledOutput(worker_id="w", epoch=1, request_id="a", attempt=2, values=b"\0\0\x80?" * 65_536),
     RequestFailed(worker_id="w", request_id="a", attempt=0, phase="grant", message="why", retryable=True),
+    WeightsRequest(sha256="0f" * 32, offset=2**62),
     BlockSnapshotRequest(epoch=1),
     BlockEvents(epoch=1, sequence=2**62, stored=b"12345678" * 2, removed=b"abcdefgh", cleared=True),
     BlockSnapshot(epoch=1, sequence=3, piece=0, num_pieces=2, hashes=b"12345678"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ class Serving:
 
     is_paused = is_asleep = False
     weight_version = "default"
+    max_bytes = 1000
 
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
@@ -40,6 +42,14 @@ class Serving:
     async def update(self, path: str, weight_version: str, *, aborts: bool, keep_pause: bool) -> int:
         self.weight_version = weight_version or "7"
         self.asked.append(("update", path, weight_version, aborts, keep_pause))
+        return 3
+
+    async def update_from_body(
+        self, body: Callable[[int], AsyncIterator[bytes]], sha256: str, weight_version: str, **options: bool
+    ) -> int:
+        data = b"".join([part async for part in body(self.max_bytes)])
+        self.weight_version = weight_version or "7"
+        self.asked.append(("update_from_body", data, sha256, weight_version, options))
         return 3
 
 
@@ -120,9 +130,49 @@ async def test_what_would_change_the_update_is_refused(
     assert reply.status_code == (200 if version == "v" else 400)
 
 
+FROM_TENSOR, BYTES = "/update_weights_from_tensor", {"content-type": "application/octet-stream"}
+
+
+async def test_an_update_from_tensors(running: Any, serving: Serving) -> None:
+    sha256 = "0F" * 32
+    query = {"weight_version": "v", "sha256": sha256, "abort_all_requests": "true"}
+    reply = await running.http.post(FROM_TENSOR, params=query, headers=BYTES, content=b"x" * 1000)
+    assert reply.json() == {
+        "success": True, "message": "3 workers have weights v.", "weight_version": "v", "num_workers": 3,
+    }  # fmt: skip
+    options = {"aborts": True, "keep_pause": False}
+    assert serving.asked == [("update_from_body", b"x" * 1000, sha256.lower(), "v", options)]
+
+
+@pytest.mark.parametrize(
+    ("query", "headers", "status", "why"),
+    [
+        ({}, {"content-type": "application/json"}, 415, "serialized_named_tensors, are never read"),
+        ({}, {**BYTES, "content-encoding": "gzip"}, 415, "Content-Encoding: gzip"),
+        ({"weight_version": "a,b"}, BYTES, 400, "weight_version: must have at most 256"),
+        ({"sha256": "0f"}, BYTES, 400, "sha256: must be 64 hex digits, got '0f'"),
+        ({"keep_pause": "x"}, BYTES, 400, "keep_pause: must be true or false"),
+        ({"model": "absent"}, BYTES, 404, "absent"),
+        ({}, BYTES, 413, "the tensors of this model have at most 999"),
+    ],
+)
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_refused_tensors_change_nothing(
+    running: Any, serving: Serving, query: dict[str, str], headers: dict[str, str], status: int, why: str, chunked: bool
+) -> None:
+    async def parts() -> AsyncIterator[bytes]:
+        yield b"x" * 1000
+
+    serving.max_bytes = 999
+    body: Any = parts() if chunked else b"x" * 1000
+    reply = await running.http.post(FROM_TENSOR, params=query, headers=headers, content=body)
+    assert reply.status_code == status and why in reply.json()["error"]["message"], reply.text
+    assert serving.asked == []
+
+
 def test_they_are_for_admins() -> None:
     paths = {"/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping", "/weight_info"}
-    assert {*paths, "/update_weights_from_disk"} <= ADMIN_PATHS
+    assert {*paths, "/update_weights_from_disk", FROM_TENSOR} <= ADMIN_PATHS
 
 
 async def test_answers_state_the_version_of_the_weights(running: Any) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 
 from common.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from common.model_files import MAX_HEAD_BYTES, ReceivedWeights
 from common.wire.messages import ServingState, SetServing
 from router.dispatch import serving_orders
 from router.dispatch.serving_orders import ServingOrders
 from router.fleet.registry import WorkerRegistry
 from router.fleet.serving import FleetServing
+from router.fleet.weights import WeightsFiles
 
 from ...fake_worker import heartbeat_of, hello_of
 
@@ -20,16 +23,17 @@ from ...fake_worker import heartbeat_of, hello_of
 class Fleet:
     """A prefill and a decode worker, which execute each order at once, unless `refuses` or `ignores` one of them."""
 
-    def __init__(self, protocol: int = 13) -> None:
+    def __init__(self, protocol: int = 13, memory_bytes: int = 1000) -> None:
         self.registry = WorkerRegistry(["p"], ["d"], worker_timeout_s=60.0)
         self.serving = FleetServing(self.registry)
         self.orders: list[SetServing] = []
         self.refuses: Callable[[str, SetServing], str] = lambda address, order: ""
         self.ignores: Callable[[str, SetServing], bool] = lambda address, order: False
         for address, role in (("p", "prefill"), ("d", "decode")):
-            self.registry.on_hello(address, hello_of(address, role, protocol=protocol), 0.0)
+            self.registry.on_hello(address, hello_of(address, role, protocol=protocol, memory_bytes=memory_bytes), 0.0)
             self.registry.on_heartbeat(address, heartbeat_of(address), 0.0)
         self.num_aborts = 0
+        self.weights = WeightsFiles(lambda address, message: True)
         fleet: Any = self
         self.under_test = ServingOrders(fleet, self.abort_all)
 
@@ -52,6 +56,14 @@ class Fleet:
     def sent(self) -> list[tuple[str, str, str]]:
         """The orders: mode, weights and staged weights."""
         return [(order.mode, order.weights, order.staged) for order in self.orders]
+
+    async def update_from_body(self, data: bytes, version: str = "v1", sha256: str = "") -> int:
+        async def body(max_bytes: int) -> AsyncIterator[bytes]:
+            assert max_bytes == 1000 + MAX_HEAD_BYTES
+            yield data
+
+        options = {"aborts": False, "keep_pause": False}
+        return await self.under_test.update_from_body(body, sha256, version, **options)
 
     async def update(self, path: str = "/new", *, aborts: bool = False, keep_pause: bool = False) -> int:
         return await self.under_test.update(path, "v1", aborts=aborts, keep_pause=keep_pause)
@@ -100,6 +112,47 @@ async def test_a_worker_that_is_late_leaves_all_with_the_old_weights(
     with pytest.raises(DeadlineExceeded, match="abort_all_requests: .* by worker d"):
         await fleet.update()
     assert fleet.sent()[-1] == ("run", "", "")
+
+
+def file_of(content: bytes) -> bytes:
+    return (2).to_bytes(8, "little") + b"{}" + content
+
+
+async def test_received_weights_are_kept_as_long_as_they_are_the_newest(fleet: Fleet) -> None:
+    received: list[ReceivedWeights] = []
+    try:
+        for content in (b"one", b"two"):
+            assert await fleet.update_from_body(file_of(content), version=content.decode()) == 2
+            weights = ReceivedWeights.parse(fleet.sent()[-1][1])
+            assert weights is not None and weights.path.read_bytes() == file_of(content)
+            assert weights.sha256 == hashlib.sha256(file_of(content)).hexdigest()
+            received.append(weights)
+        assert not received[0].path.exists() and fleet.under_test.weight_version == "two"
+
+        for data, sha256, why in (
+            (file_of(b"three"), "0" * 64, "sha256: the body has"),
+            (b"\x80\x04" + b"x" * 99, "", "not a safetensors file. Pickled"),
+            (b"{}", "", "The body has 2 bytes"),
+            ((2**40).to_bytes(8, "little") + b"{}", "", "the maximum is 33,554,432"),
+        ):
+            with pytest.raises(InvalidRequest, match=why):
+                await fleet.update_from_body(data, sha256=sha256)
+        fleet.refuses = lambda address, order: "tensor a is missing" if order.staged else ""
+        with pytest.raises(InvalidRequest, match="tensors: worker p: tensor a is missing"):
+            await fleet.update_from_body(file_of(b"four"))
+        assert [path.name for path in received[1].path.parent.iterdir() if path.suffix] == [received[1].path.name]
+        assert fleet.sent()[-1] == ("run", str(received[1]), "") and fleet.under_test.weight_version == "two"
+    finally:
+        await fleet.weights.close()
+    assert not received[1].path.parent.exists()
+
+
+async def test_weights_are_refused_before_their_body_is_read(fleet: Fleet) -> None:
+    with pytest.raises(InvalidRequest, match="worker p does not run Diptych's engine"):
+        await Fleet(memory_bytes=0).update_from_body(file_of(b"x"))
+    await fleet.under_test.sleep("wait")
+    with pytest.raises(InvalidRequest, match="/wake_up"):
+        await fleet.update_from_body(file_of(b"x"))
 
 
 async def test_sleep_and_wake_up(fleet: Fleet) -> None:

@@ -30,6 +30,7 @@ from common.wire.messages import (
     RequestFailed,
     RouterHello,
     SetAdapter,
+    SetServing,
     TokenOutput,
     WorkerHeartbeat,
     WorkerHello,
@@ -214,7 +215,8 @@ async def test_weights_of_an_order_are_protected_like_the_first(monkeypatch: pyt
     held: list[object] = []
     monkeypatch.setattr("common.engine.worker.process.hold_model", held.append)
     worker = process_of(ForeignModel())
-    files = worker.serving._files("tiny-random", 1)
+    control: Any = None
+    files = await worker.serving._files("tiny-random", 1, SetServing(version=1), control)
     assert held == [files.weights]
     worker.context.destroy(linger=0)
 

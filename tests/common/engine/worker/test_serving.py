@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
+from common.engine.worker import serving
 from common.engine.worker.serving import WorkerServing
 from common.errors import ModelError
+from common.model_files import ReceivedWeights
 from common.wire.messages import ServingState, SetServing
 
 from ....waiting import until
@@ -123,6 +127,24 @@ async def test_an_update_stages_drains_and_exchanges() -> None:
     assert (await rig.done(4)).active_number == 0 and worker.serves == "own", "the way back"
     rig.order(3, **NEW)
     assert rig.state.version == 4, "an older order is ignored"
+
+
+async def test_received_weights_replace_those_of_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    data = b"tensors"
+    received = ReceivedWeights(hashlib.sha256(data).hexdigest(), len(data), tmp_path / "weights")
+    received.path.write_bytes(data)
+    monkeypatch.setattr(
+        serving,
+        "with_received",
+        lambda files, path, sha256: Files(f"{files.path} with {path.read_bytes().decode()}", weights_hash=sha256),
+    )
+    rig = Rig()
+    fields: dict[str, Any] = {"weights_number": 1, "weight_version": "v"}
+    assert (await rig.done(10, staged=str(received), staged_number=1)).status == "done"
+    assert rig.worker.staged == ["own with tensors"]
+    assert (await rig.done(11, weights=str(received), **fields)).status == "done"
+    assert rig.worker.serves == "own with tensors"
+    await rig.serving.close()
 
 
 async def test_a_failure_keeps_the_old_weights() -> None:

@@ -197,7 +197,7 @@ async def test_uploads_are_bounded(running: Any, connect: Any, tools: Any, monke
 
 
 async def test_an_upload_that_stops_is_ended(running: Any, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.api.batches.upload.BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("router.request.body.BODY_TIMEOUT_S", 0.05)
     reader, writer = await connect(running)
     head = b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=B\r\n"
     writer.write(head + b"Content-Length: 5000\r\n\r\n--B")
