@@ -53,8 +53,10 @@ class StackProcess(ChildProcess):
 
     log: Path
 
-    def __init__(self, name: str, role: str, command: Sequence[str], log: Path, cores: Sequence[int] = ()) -> None:
-        super().__init__(name, log)
+    def __init__(
+        self, name: str, role: str, command: Sequence[str], log: Path, cores: Sequence[int] = (), *, tied: bool = False
+    ) -> None:
+        super().__init__(name, log, tied=tied)
         self.role, self.command, self.cores = role, list(command), tuple(cores)
         self.address_file = log.with_suffix(".json")
         self.addresses: dict[str, str] = {}
@@ -104,7 +106,8 @@ class StackSettings:
     `*_flags` are handed to the processes as they are; `worker_flags` goes to both kinds of worker. `*_cores` pin a
     kind of worker to these cores. `places` says by name ("router", "router-1", "decode-0") which processes run
     elsewhere. `via` names the address under which routers reach a worker. `env` is added to this process's own. Logs go
-    to `log_dir`, or to a temporary folder that ends with the stack.
+    to `log_dir`, or to a temporary folder that ends with the stack. With `tied`, the processes die
+    if this one is killed; start and restart them from the main thread only.
     """
 
     prefill: int = 1
@@ -124,6 +127,7 @@ class StackSettings:
     via: Callable[[StackProcess], str] = _own_address
     env: Mapping[str, str] = field(default_factory=dict)
     log_dir: Path | None = None
+    tied: bool = False
     ready_timeout_s: float = READY_TIMEOUT_S
 
     @property
@@ -241,13 +245,13 @@ class Stack:
         if place.host != LOOPBACK:
             own += ["--host", place.host, "--allow-remote"]
         command = [*place.prefix, *_module(f"{role}_worker", (*own, *flags))]
-        return StackProcess(name, role, command, log, cores)
+        return StackProcess(name, role, command, log, cores, tied=self.settings.tied)
 
     def _router(self, index: int, flags: Sequence[str]) -> StackProcess:
         name = f"router-{index}" if index else "router"
         place, port = self.settings.places.get(name, Place()), free_port()
         command = [*place.prefix, *_module("router", ("--host", place.host, "--port", str(port), *flags))]
-        router = StackProcess(name, "router", command, self.log_dir / f"{name}.log")
+        router = StackProcess(name, "router", command, self.log_dir / f"{name}.log", tied=self.settings.tied)
         router.addresses = {"http": f"http://{place.host}:{port}"}
         return router
 

@@ -60,11 +60,12 @@ def planned(spec: PlanSpec, console: Console, *, jobs: int, exhaustive: bool, pr
 def measured(options: argparse.Namespace, console: Console) -> Mapping[str, Any]:
     """Profile workers behind a progress bar. Raises ConfigError, ModelError, ServerError and StackError."""
     from benchmarks.plan.profile import ProfileOptions, profile
+    from benchmarks.time_limit import time_limit
 
     made = ProfileOptions(
         options.profile, options.dtype, options.quantization, options.kv_memory_gib, options.profile_s
     )
-    with bar_of(console, shown=not options.no_progress) as bar:
+    with time_limit(0.0), bar_of(console, shown=not options.no_progress) as bar:  # SIGTERM also stops the workers
         task = bar.add_task("workers start", total=round(options.profile_s))
 
         def advance(seconds: float, text: str) -> None:

@@ -88,6 +88,7 @@ def profile(options: ProfileOptions, advance: Callable[[float, str], None]) -> d
             quantization=options.quantization,
             worker_flags=worker_flags,
             router_flags=("--local-prefill-threshold", str(EVERY_PROMPT)),
+            tied=True,
         )
     )
     with stack, httpx.Client(base_url=stack.url, timeout=10.0, trust_env=False) as asking:

@@ -25,6 +25,7 @@ from benchmarks.plan.outlook import Outlook
 from benchmarks.plan.spec import PlanSpec, merged, spec_of
 from benchmarks.plan.trials import Trials, run_trial
 from benchmarks.stack import StackError
+from benchmarks.time_limit import time_limit
 from benchmarks.tune.options import PROG, build_parser
 from benchmarks.tune.report import Tuning, as_json, changed_flags, chosen, print_tuning, render_config
 from benchmarks.tune.schedule import Schedule
@@ -229,8 +230,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, console = build_parser().parse_args(argv), open_console()
     began_at = time.monotonic()
     try:
-        check_writable(output=options.output, json=options.json)
-        tuning = tuned(options, console)
+        with time_limit(0.0):  # SIGTERM also stops the workers
+            check_writable(output=options.output, json=options.json)
+            tuning = tuned(options, console)
     except KeyboardInterrupt:
         console.print("interrupted: nothing is written")
         return INTERRUPTED

@@ -154,6 +154,7 @@ class ServiceOptions:
             router_flags=by_process["router"],
             prefill_flags=by_process["prefill_worker"],
             decode_flags=by_process["decode_worker"],
+            tied=True,
             ready_timeout_s=ready_timeout_s,
         )
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,19 +20,36 @@ POLL_INTERVAL_S = 0.05
 """Polling interval for readiness and exit, in seconds."""
 NUM_LOG_LINES = 30
 """Number of last log lines shown in an error."""
+_PR_SET_PDEATHSIG = 1
+"""Option of prctl on Linux."""
+
+
+def _die_with(parent: int) -> Callable[[], None]:
+    """Return a function for the forked child that kills it when `parent` dies. It does nothing outside Linux."""
+    if not sys.platform.startswith("linux"):
+        return lambda: None
+    prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up before the fork: the child must not import or allocate
+
+    def tie() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # the parent died before the call
+            os._exit(1)
+
+    return tie
 
 
 class ChildProcess:
     """A program that may be started repeatedly.
 
     Its output is appended to `log`, or goes to the parent's output. With `group`, the program runs in its own session,
-    and signals reach all processes that it started.
+    and signals reach all processes that it started. With `tied`, Linux kills the program when the thread that launched
+    it ends, also if the parent is killed.
     """
 
     spawn: ClassVar[Callable[..., Any]] = staticmethod(subprocess.Popen)
 
-    def __init__(self, name: str, log: Path | None = None, *, group: bool = False) -> None:
-        self.name, self.log, self.group = name, log, group
+    def __init__(self, name: str, log: Path | None = None, *, group: bool = False, tied: bool = False) -> None:
+        self.name, self.log, self.group, self.tied = name, log, group, tied
         self.started_at = 0.0
         self.forced = False  # the last `wait` had to use SIGKILL
         self._process: subprocess.Popen[bytes] | None = None
@@ -38,6 +57,8 @@ class ChildProcess:
     def launch(self, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> None:
         """Start the program. `options` are those of `subprocess.Popen`. Raises OSError."""
         options = {"start_new_session": self.group, "stdin": subprocess.DEVNULL, "env": env, **options}
+        if self.tied:
+            options["preexec_fn"] = _die_with(os.getpid())
         if self.log is None:
             self._process = self.spawn(command, **options)
         else:

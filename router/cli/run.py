@@ -27,7 +27,6 @@ from common.machine import ChildProcess, PrivateFolder
 from common.model_files import DEFAULT_MODEL, find_model, local_models, resolve_model
 from router.cli.client_flags import run_parser
 from router.cli.router_client import MAX_ANSWER_BYTES, LoadSource, error_message, source_of
-from router.cli.serve.child import die_with
 from router.request import CHAT_PATH, MODELS_PATH, OLLAMA_GENERATE_PATH
 
 PROG = "diptych run"
@@ -148,11 +147,11 @@ def start(service: Service, model: str, arguments: Sequence[str], folder: Path) 
     if source.tls or source.path or not _is_this_machine(source.host):
         raise RunError(f"no service answers at {source.url}")
     log = folder / "serve.log"
-    child = ChildProcess("diptych serve", log, group=True)
+    child = ChildProcess("diptych serve", log, group=True, tied=True)
     command = [sys.executable, "-P", "-m", "common.cli", "serve", *([model] if model else [])]
     command += ["--host", source.host, "--port", str(source.port), *arguments]
     environment = {**os.environ, "DIPTYCH_API_KEY": source.key} if source.key else None
-    child.launch(command, environment, preexec_fn=die_with(os.getpid()))
+    child.launch(command, environment)
     began, spinner = time.monotonic(), sys.stderr.isatty()
     try:
         while not service.is_ready():

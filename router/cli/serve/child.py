@@ -7,16 +7,13 @@ no other program can bind the address, and connections wait in the backlog.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import dataclasses
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -27,8 +24,6 @@ from common.machine import ChildProcess
 from common.wire import BACKLOG, CLIENTS_BACKLOG, listening
 from router.cli.serve.probe import Address
 
-_PR_SET_PDEATHSIG = 1
-"""Option of prctl on Linux."""
 LAST_LINE_S, MAX_LAST_CHARS = 0.2, 500
 """Maximum wait for the last line of a process that has exited, in seconds, and its maximum length."""
 MAX_PART_BYTES = 65_536
@@ -36,20 +31,6 @@ MAX_PART_BYTES = 65_536
 PATIENT_S = 1.0
 """Maximum restart delay, in seconds, for which an HTTP server's listener stays open. During longer delays, clients are
 rejected immediately."""
-
-
-def die_with(parent: int) -> Callable[[], None]:
-    """Return a function for the forked child that kills it when `parent` dies. It does nothing outside Linux."""
-    if not sys.platform.startswith("linux"):
-        return lambda: None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up before the fork: the child must not import or allocate
-
-    def tie() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # the parent died before the call
-            os._exit(1)
-
-    return tie
 
 
 def child_environment(config: Config) -> dict[str, str]:
@@ -66,7 +47,7 @@ class Child(ChildProcess):
     serves_tls = False
 
     def __init__(self, name: str, module: str, config: Config) -> None:
-        super().__init__(name)
+        super().__init__(name, tied=True)
         self.module, self.config = module, config
 
     def command(self) -> list[str]:
@@ -87,7 +68,6 @@ class Child(ChildProcess):
             self.command(),
             self.environment(),
             start_new_session=True,
-            preexec_fn=die_with(os.getpid()),
             **self.options(),
         )
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import socket
+import time
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,7 +23,7 @@ from benchmarks.plan.profile import Phase, drive
 from benchmarks.plan.spec import PlanSpec
 from benchmarks.plan.trials import Trials
 from benchmarks.simulator.world.scenario import Scenario
-from benchmarks.stack import StackError
+from benchmarks.stack import StackError, StackSettings
 from benchmarks.tune import __main__ as tune
 from benchmarks.tune import service
 from benchmarks.tune.__main__ import main
@@ -170,6 +173,37 @@ def test_too_little_time_for_the_defaults_is_refused(
     with pytest.raises(SystemExit) as end:
         main(["--ttft", "500", "--tpot", "30", "--no-progress", "--minutes", "1"])
     assert end.value.code == 2 and "no time left to start workers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM))
+def test_a_signal_ends_the_workers_before_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    stopped = []
+
+    class Interrupted:
+        """A stack of which no process is started, and whose service is asked for when the signal arrives."""
+
+        def __init__(self, settings: StackSettings) -> None:
+            assert settings.tied
+
+        def __enter__(self) -> Interrupted:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            stopped.append(True)
+
+        @property
+        def url(self) -> str:
+            os.kill(os.getpid(), number)
+            time.sleep(60)
+            raise AssertionError("not interrupted")
+
+    monkeypatch.setattr(service, "Stack", Interrupted)
+    before, output = signal.getsignal(number), tmp_path / "tuned.toml"
+    assert main(["--ttft", "500", "--tpot", "30", "--no-progress", "--output", str(output)]) == tune.INTERRUPTED
+    assert "interrupted: nothing is written" in capsys.readouterr().out
+    assert stopped and not output.exists() and signal.getsignal(number) is before
 
 
 @pytest.mark.parametrize("option", ("--output", "--json"))

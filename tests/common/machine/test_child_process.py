@@ -5,12 +5,21 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from common.machine.child_process import ChildProcess
 
 PARENT = """
 import subprocess, sys, time
 print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid, flush=True)
+time.sleep(600)
+"""
+TYING = """
+import sys, time
+from common.machine.child_process import ChildProcess
+child = ChildProcess("some", tied=True)
+child.launch([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
 time.sleep(600)
 """
 
@@ -37,8 +46,24 @@ def test_a_group_ends_with_all_that_it_started(tmp_path: Path) -> None:
     grandchild = psutil.Process(int(child.log_tail()))
     child.stop(60)
     assert child.returncode == -signal.SIGTERM
+    wait_for_end(grandchild)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
+def test_a_tied_process_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+    parent = ChildProcess("some", tmp_path / "log")
+    parent.launch([sys.executable, "-c", TYING])
+    while not parent.log_tail():
+        assert parent.alive
+        time.sleep(0.01)
+    tied = psutil.Process(int(parent.log_tail()))
+    parent.kill()
+    wait_for_end(tied)
+
+
+def wait_for_end(process: psutil.Process) -> None:
     deadline = time.monotonic() + 60
-    while not has_ended(grandchild):
+    while not has_ended(process):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
