@@ -160,7 +160,8 @@ soak: $(VENV)/.dev
 
 KERNELS ?= all
 wheel: $(VENV)/.dev
-	@DIPTYCH_KERNELS=$(KERNELS) $(BIN)/python -P -m build --no-isolation --outdir dist .
+	@echo "compiling CPU kernels: $(KERNELS); 'all' takes several minutes"
+	@DIPTYCH_KERNELS=$(KERNELS) $(BIN)/python -P -m build --quiet --no-isolation --outdir dist .
 
 # REGISTRY has no default: push images to your own registry.
 REGISTRY ?=

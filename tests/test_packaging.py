@@ -79,7 +79,6 @@ def test_the_list_of_packages_is_the_tree(project: dict[str, Any]) -> None:
     """A package within these is found by itself; that it is in the wheel is seen below."""
     found = project["tool"]["setuptools"]["packages"]["find"]
     assert found["include"] == [pattern for name in PACKAGES for pattern in (name, f"{name}.*")]
-    assert found["namespaces"] is False
 
 
 def test_every_tool_knows_the_packages(project: dict[str, Any]) -> None:
