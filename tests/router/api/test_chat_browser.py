@@ -344,7 +344,7 @@ async def test_conversations_are_searched_exported_and_imported(
 
 
 RICH = (
-    "# Title\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```python\nprint(1)  # one\n```\n\n$$x^2$$ [link](https://a.example)"
+    "# Title\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```python\nprint(10)  # ten\n```\n\n$$x^2$$ [link](https://a.example)"
 )
 
 
