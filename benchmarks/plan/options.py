@@ -122,9 +122,9 @@ def _add_workers(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--dtype", default="auto", metavar="TYPE", help="--dtype for --profile (default auto)")
     group.add_argument(
         "--quantization",
-        default="none",
+        default="auto",
         metavar="FORMAT",
-        help="--quantization for --profile (default none)",
+        help="--quantization for --profile (default auto)",
     )
     group.add_argument(
         "--kv-memory-gib",

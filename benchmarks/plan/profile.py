@@ -51,7 +51,7 @@ class ProfileOptions:
 
     model: str
     dtype: str = "auto"
-    quantization: str = "none"
+    quantization: str = "auto"
     kv_memory_gib: float = 1.0
     seconds: float = 120.0
 

@@ -161,7 +161,9 @@ def tuned(options: argparse.Namespace, console: Console) -> Tuning:
             limit.end_at = began_at + schedule.headroom_end_s
             headrooms = headrooms_of(pick, search)
             binding = search.binding(pick.candidate)
-    return Tuning(spec, made, ranked, measured, unconfirmed, pick, binding, headrooms, defaults.rate)
+    return Tuning(
+        spec, made, ranked, measured, unconfirmed, pick, binding, headrooms, service.load.rate or defaults.rate
+    )
 
 
 def confirm(
@@ -170,7 +172,7 @@ def confirm(
     """Measure settings on real workers, one after the other. Return the measured ones, and why others were not."""
     measured, unconfirmed = dict[Setting, Measured](), dict[Setting, str]()
     for number, setting in enumerate(best, 1):
-        service.advance = partial(steps.say, f"confirms {number} of {len(best)}")
+        service.advance = partial(steps.say, f"confirmation {number} of {len(best)}")
         num_left, needed_s = len(best) + 1 - number, service.needed_s(schedule.load_s)
         end_at = steps.began_at + schedule.confirmation_end_s(steps.passed_s, num_left, needed_s)
         changed = changed_flags(spec, setting)

@@ -95,7 +95,7 @@ def _add_service(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--dtype", default="auto", metavar="TYPE", help="--dtype of the workers (default auto)")
     group.add_argument(
-        "--quantization", default="none", metavar="FORMAT", help="--quantization of the workers (default none)"
+        "--quantization", default="auto", metavar="FORMAT", help="--quantization of the workers (default auto)"
     )
     group.add_argument(
         "--kv-memory-gib",

@@ -107,6 +107,8 @@ def conclusions(tuning: Tuning) -> list[str]:
         lines.append("The defaults are kept: no other measured setting was better by more than chance.")
     elif len(tuning.measured) == 1 and not tuning.options.url:
         lines.append("The defaults are kept: no other setting was measured.")
+    if tuning.attainment < (wanted := tuning.spec.goals.quantile):
+        lines.append(f"The goals are missed: {tuning.attainment:.1%} of the requests met both, {wanted:.0%} should.")
     for setting, reason in tuning.unconfirmed.items():
         lines.append(f"Not confirmed: {setting.candidate.shape} with {setting.changes(tuning.spec)} ({reason}).")
     lines.append(f"Binding resource: {resource}, used {share:.0%} by this load.")

@@ -125,7 +125,7 @@ class ServiceOptions:
     url: str = ""
     api_key: str = ""
     dtype: str = "auto"
-    quantization: str = "none"
+    quantization: str = "auto"
     kv_memory_gib: float = 1.0
 
     @property

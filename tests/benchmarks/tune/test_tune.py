@@ -32,6 +32,7 @@ from benchmarks.tune.report import Tuning, changed_flags, chosen, conclusions, r
 from benchmarks.tune.schedule import Schedule
 from benchmarks.tune.search import Headroom, Predicted, Setting, TuneSearch, refusing_spec
 from benchmarks.tune.service import Measured, Service, ServiceOptions, TuneLoad, is_decided
+from common.config import DecodeWorkerConfig
 from router.cli.serve.processes import read_plan
 
 from ..plan.conftest import Attained, Guesses, make_spec, make_values, trial_of
@@ -149,7 +150,7 @@ def test_settings_that_are_not_confirmed_are_not_picked(
     def measure(self: Service, setting: Setting, changed: Mapping[str, int], *_: float, fits: bool) -> Measured:
         if not fits:
             raise error
-        return replace(measured(80), workers=workers)
+        return replace(measured(80), rate=5.4, workers=workers)
 
     monkeypatch.setattr(Service, "measure", measure)
     monkeypatch.setattr(tune, "run_trial", lambda made, progress: simulate(made))
@@ -158,6 +159,8 @@ def test_settings_that_are_not_confirmed_are_not_picked(
     assert main(flags) == tune.NOT_MET
     said = capsys.readouterr()
     text = " ".join((said.out + said.err).split())
+    assert "at 5 requests/s" in text, "not the rate that happened to arrive"
+    assert "The goals are missed: 80.0% of the requests met both, 95% should." in text
     assert "default settings" in text and "The defaults are kept" in text
     assert text.count("Not confirmed: ") == 2 and f"--max-num-seqs 8 ({str(error).splitlines()[0]}" in text
     assert "max_num_seqs" not in tomllib.loads(toml.read_text()).get("decode_worker", {})
@@ -303,6 +306,15 @@ def test_bad_input_ends_with_2(capsys: pytest.CaptureFixture[str], flags: tuple[
         main([*flags, "--no-progress"])
     said = capsys.readouterr().err
     assert end.value.code == 2 and message in said
+
+
+def test_workers_hold_the_model_as_those_of_serve_do() -> None:
+    worker = DecodeWorkerConfig()
+    for options in (
+        build_parser().parse_args(["--ttft", "9", "--tpot", "9"]),
+        plan_options.build_parser().parse_args([]),
+    ):
+        assert (options.dtype, options.quantization) == (worker.dtype, worker.quantization)
 
 
 def test_the_api_key_may_be_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
