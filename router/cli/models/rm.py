@@ -31,6 +31,7 @@ def _agrees(model: LocalModel) -> bool:
     try:
         answer = input(f"Delete {model.name} ({in_bytes(model.num_bytes)}, {place})? [y/N] ")
     except EOFError:
+        print()  # ends the line of the question
         raise ModelError("cannot ask without a terminal: confirm with -y") from None
     return answer.strip().lower() in ("y", "yes")
 

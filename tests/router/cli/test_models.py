@@ -46,6 +46,10 @@ def test_a_model_is_listed_described_and_deleted(
     assert "capabilities  completion, chat\n" in shown and "0.8 MB weights + 0.5 kB per token = 2.9 MB" in shown
     monkeypatch.setattr(sys, "stdin", io.StringIO("n\n"))
     assert rm.main(["tiny-random"]) == 1 and "was not deleted" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert rm.main(["tiny-random"]) == 1
+    said = capsys.readouterr()
+    assert said.out.endswith("[y/N] \n") and said.err == "diptych rm: cannot ask without a terminal: confirm with -y\n"
     assert rm.main(["tiny-random", "absent"]) == 1  # nothing is deleted if a name is wrong
     assert "diptych rm: the model 'absent' is not on this machine" in capsys.readouterr().err
     assert rm.main(["tiny-random", "-y"]) == 0 and "deleted tiny-random: 0.8 MB" in capsys.readouterr().out
