@@ -315,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns exit status 0, 1 if there is no answer, 2 for invalid arguments, 130 after Ctrl-C."""
     given = list(sys.argv[1:] if argv is None else argv)
     own, serve = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
-    options = run_parser().parse_args(own)
+    options = run_parser().parse_intermixed_args(own)  # also options before the prompt
     source = source_of(options, PROG)
     if source is None:
         return 2

@@ -122,7 +122,7 @@ async def test_run_asks_a_service_that_runs(
     asked, models = list[Any](), run.Service.models
     monkeypatch.setattr(run.Service, "models", lambda self: asked.append(self) or models(self))
     monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
-    assert await asyncio.to_thread(run.main, ["--url", running.url, "--verbose", "tiny:random", "hi"]) == 0
+    assert await asyncio.to_thread(run.main, ["tiny:random", "--url", running.url, "say", "--verbose", "hi"]) == 0
     out, errors = capsys.readouterr()
     assert out.strip() and "prompt tokens, first token after" in errors
     assert len(asked) == 1
