@@ -75,9 +75,12 @@ def local_models(models_dir: Path | None = None) -> list[LocalModel]:
 
 
 def find_model(name: str, models: Sequence[LocalModel]) -> LocalModel:
-    """Return the model called `name`, or the only one whose name ends with it. Raises ModelError."""
+    """Return the model called `name`, or the only one whose name ends with it. Raises ModelError.
+
+    The name of a .gguf file does not have to include its suffix and part number.
+    """
     wanted = builtin_name(name)
-    ends = [model for model in models if model.name.rpartition("/")[2].lower() == wanted.lower()]
+    ends = [model for model in models if wanted.lower() in _last_parts(model.name.lower())]
     paths = {str(Path(name).expanduser().absolute()), str(Path(name).expanduser().resolve())}
     found = [model for model in models if model.name == wanted or model.name in paths] or ends
     if len(found) == 1:
@@ -87,6 +90,11 @@ def find_model(name: str, models: Sequence[LocalModel]) -> LocalModel:
     near = get_close_matches(name, [model.name for model in models], n=1)
     hint = f" Did you mean {near[0]}?" if near else " diptych ls lists the models."
     raise ModelError(f"the model {name!r} is not on this machine.{hint}")
+
+
+def _last_parts(name: str) -> set[str]:
+    last = name.rpartition("/")[2]
+    return {last, gguf_name(Path(last))} if last.endswith(".gguf") else {last}
 
 
 def remove_model(model: LocalModel) -> int:

@@ -186,7 +186,8 @@ def _described(
             files = _read_description(sidecar, stamps)
             if files is None:
                 size = in_bytes(sum(stamp.num_bytes for stamp in stamps))
-                log.info("model %s: new or changed, reading its vocabulary and hashing %s", sources[0].parent, size)
+                place = sources[0] if sources[0].suffix == ".gguf" else sources[0].parent
+                log.info("model %s: new or changed, reading its vocabulary and hashing %s", place, size)
                 files = describe()
                 _write_description(sidecar, stamps, files)
     return files

@@ -274,8 +274,7 @@ class Doctor:
         hosts = {urlsplit(str(one["address"])).hostname for one in load["workers"]}
         self.scrubber.hide("host", filter(None, hosts))
         self.files["load.json"] = json.dumps(load, indent=1)
-        ready = [one for one in load["workers"] if one["state"] == "ready"]
-        yield Finding(OK if ready else FAILURE, f"{len(ready)} of {len(load['workers'])} workers are ready.")
+        yield readiness(load)
         for one in [one for one in load["workers"] if one["state"] != "ready"][:MAX_LINES]:
             name = one["worker_id"] or one["address"]
             why = one["reason"] if one["reason"] not in ("", one["state"]) else "no reason is known"
@@ -283,6 +282,15 @@ class Doctor:
             yield Finding(WARNING, f"The {one['role']} worker {name} is {one['state']}: {why}. {advice}")
         for one in load.get("warnings", [])[:MAX_LINES]:
             yield Finding(WARNING, f"The router logged {one['age_s']:.0f} s ago: {one['text']}")
+
+
+def readiness(load: Mapping[str, Any]) -> Finding:
+    """Judge the number of ready workers. A service without any is well while all models can be loaded on demand."""
+    states = {one.get("state") for one in load["models"]}
+    if not load["workers"] and states == {"idle"}:
+        return Finding(OK, f"No model is loaded. {len(load['models'])} can be loaded on demand.")
+    num_ready = sum(one["state"] == "ready" for one in load["workers"])
+    return Finding(OK if num_ready else FAILURE, f"{num_ready} of {len(load['workers'])} workers are ready.")
 
 
 def _parsed(body: bytes) -> dict[str, Any]:

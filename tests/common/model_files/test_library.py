@@ -65,6 +65,7 @@ def test_models_of_every_place_are_listed(cache: Path, hub: Path, tmp_path: Path
     of_hub = ["org/chat", "org/chat-GGUF:Q4_K_M", "org/chat-GGUF:bf16", "org/chat-GGUF:q8_0"]
     assert list(found) == ["tiny-random", *of_hub, f"{own}/large", f"{own}/one.Q4_1.gguf"]
     assert [found[name].num_bytes for name in (of_hub[0], of_hub[1], f"{own}/large")] == [100, 1000, 11]
+    assert find_model("one.Q4_1", list(found.values())).name == f"{own}/one.Q4_1.gguf", "by the name for clients"
     with pytest.raises(ModelError, match="the models folder .* does not exist"):
         local_models(tmp_path / "absent")
 

@@ -343,9 +343,7 @@ async def test_conversations_are_searched_exported_and_imported(
     assert page.problems == []
 
 
-RICH = (
-    "# Title\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```python\nprint(10)  # ten\n```\n\n$$x^2$$ [link](https://a.example)"
-)
+RICH = "# Title\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```python\nprint(10)  # ten\n```\n\n$$x^2$$ [link](https://a.example)"
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, False), (390, True)])

@@ -92,6 +92,17 @@ def test_a_machine_without_a_service_is_well_and_a_named_one_must_answer(capsys:
     assert text in capsys.readouterr().out
 
 
+def test_no_workers_are_a_failure_unless_models_are_loaded_on_demand() -> None:
+    models = [{"id": "a", "state": "idle"}, {"id": "b", "state": "idle"}]
+    of_all = doctor.Finding(doctor.OK, "No model is loaded. 2 can be loaded on demand.")
+    assert doctor.readiness({"workers": [], "models": models}) == of_all
+    none = doctor.Finding(doctor.FAILURE, "0 of 0 workers are ready.")
+    for state in ("loading", None):
+        assert doctor.readiness({"workers": [], "models": [{"id": "a", "state": state}]}) == none
+    found = doctor.readiness({"workers": [{"state": "ready"}], "models": models})
+    assert found == doctor.Finding(doctor.OK, "1 of 1 workers are ready.")
+
+
 def test_invalid_settings_are_named(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "d.toml").write_text("prot = 1\n")
     assert main(["--config", str(tmp_path / "d.toml"), "--url", "http://127.0.0.1:1"]) == 1
