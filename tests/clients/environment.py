@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "clients"
 VERSIONS = Path(__file__).with_name("versions.toml")
 INSTALL_S = 1500.0
-PROBE_S = 60.0
+PROBE_S = 180.0
 TAIL_CHARS = 600
 
 

@@ -98,6 +98,17 @@ def test_litellm(scripted: Service, client_of: Callable[..., Client]) -> None:
     assert found["overflow"] == "ContextWindowExceededError"
 
 
+def test_the_huggingface_hub_client(scripted: Service, client_of: Callable[..., Client]) -> None:
+    client = client_of("huggingface-hub", HF_HUB_OFFLINE="0")  # which also forbids requests to a given address
+    found = client.ask("huggingface_hub_chat.py", scripted.url, scripted.model)
+    assert found["said"] == found["streamed"] == [GREETING, GREETING_TOKENS]
+    assert found["reasoning"] == "A greeting." and found["asynchronous"] == GREETING
+    assert (found["call"], found["answer"], found["asked"]) == (CALL, ANSWER, ["Paris"])
+    assert set(found["parsed"]) == {"city"}
+    assert [status for status, _ in found["refused"]] == [405, 404]
+    assert found["refused"][1][1].endswith("Did you mean /v1/completions?")
+
+
 def test_the_openai_agents_sdk(scripted: Service, client_of: Callable[..., Client]) -> None:
     """The items of a run are the thought, the call, the tool's output, the next thought and the answer."""
     found = client_of("openai-agents").ask("openai_agents_tools.py", scripted.url, scripted.model)
