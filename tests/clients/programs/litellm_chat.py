@@ -48,7 +48,7 @@ async def overflow() -> str:
             model=f"openai/{name}",
             api_base=f"{url}/v1",
             api_key="none",
-            messages=[{"role": "user", "content": "x" * 9000}],
+            messages=[{"role": "user", "content": "x" * 300_000}],
         )
     except litellm.exceptions.ContextWindowExceededError:
         return "ContextWindowExceededError"
