@@ -106,7 +106,7 @@ const Figures = (() => {
     const parts = [`at least ${ms(1000 * (model.fixed_s + model.floor_s))}`];
     if (model.token_s) parts.push(`${ms(1000 * model.token_s)} per prompt token`);
     if (model.row_s || model.context_s) parts.push(`${ms(1000 * (model.row_s + 1000 * model.context_s))} per sequence of 1,000 tokens`);
-    return `${parts.join(", ")} (± ${percent(model.error)})`;
+    return `${parts.join(", ")} (±\u00a0${percent(model.error).replace(" ", "\u00a0")})`;
   }
 
   const WORKER_COLUMNS = ["Worker", "Role", "State", "Requests", "Queued tokens", "Wait", "KV blocks in use", "Tokens/s", "Step limits", "Step time"];
@@ -212,13 +212,15 @@ const Figures = (() => {
   function line(points, pick, top, now, width, height, most = SPAN_MS) {
     const span = spanMs(points, now, most);
     const parts = [];
-    let before = -Infinity;
+    let before = -Infinity, gapMs = 0;
     for (const point of points) {
       const value = pick(point) ?? null;
       if (value === null) { before = -Infinity; continue; }
       const x = width * (1 - (now - point.at) / span), y = height * (1 - Math.min(1, value / (top || 1)));
-      parts.push(`${point.at - before > (point.gapMs ?? GAP_MS) ? "M" : "L"}${x.toFixed(1)} ${y.toFixed(1)}`);
+      const ownMs = point.gapMs ?? GAP_MS;
+      parts.push(`${point.at - before > Math.max(ownMs, gapMs) ? "M" : "L"}${x.toFixed(1)} ${y.toFixed(1)}`);
       before = point.at;
+      gapMs = ownMs;
     }
     return parts.join("");
   }

@@ -352,6 +352,16 @@ def test_the_history_of_the_router_fills_what_the_page_did_not_see() -> None:
     assert path.count("M") == 1 and path.count("L") == 59
 
 
+def test_the_first_points_of_a_page_continue_the_history_of_the_router() -> None:
+    """Up to two steps lie between them, because the page keeps no point of the router within a step of its own."""
+    wall, now = 1_800_000_000_000, 500_000
+    points = [{"at": wall / 1000 - at, "n": 1} for at in (40, 30)]
+    past = {"step_s": 10, "started_at": wall / 1000 - 99, "points": points}
+    own = f"[{{at: {now - 11_000}, n: 1}}, {{at: {now - 10_000}, n: 1}}]"
+    (path,) = figures(f"F.line(F.joined({own}, {json.dumps(past)}, {now}, {wall}), (p) => p.n, 5, {now}, 300, 100)")
+    assert path.count("M") == 1 and path.count("L") == 3
+
+
 def test_a_restart_of_the_router_is_a_gap() -> None:
     wall, now = 1_800_000_000_000, 500_000
     new = {"step_s": 10, "started_at": wall / 1000 - 12, "points": [{"at": wall / 1000 - 1, "n": 1}]}
