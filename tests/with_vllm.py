@@ -52,6 +52,11 @@ API = (
     "prompt_logprobs",
     "embeddings",
     "lora",
+    "call_forms",
+    "stored_responses",
+    "batches",
+    "request_classes",
+    "weight_updates",
 )
 """Names of end-to-end tests, tests/e2e/test_*.py, that run with vLLM as the engine."""
 RESTARTS = ("dies", "killed", "takeover", "after_the_start", "without_a_decode_worker", "(two and ranks)")

@@ -75,7 +75,10 @@ def search(system: Any, **body: Any) -> Any:
     return reply.json()
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.own_engine if name == "allowed_token_ids" else ()) for name in RULES],
+)
 def test_beams_are_those_of_a_plain_loop(system_of: Any, tiny_oracle: Any, random_prompts: Any, name: str) -> None:
     rule, banned, ends = RULES[name]
     prompts = random_prompts((5, 47), vocab_size=256, seed=12)

@@ -75,6 +75,7 @@ def hanging(system_of: Any, tmp_path: Path) -> Iterator[tuple[Any, Any, Path]]:
         yield system, victim, flag
 
 
+@pytest.mark.own_engine  # as are the faults
 @pytest.mark.timeout(400)
 def test_a_worker_whose_step_never_ends_loses_its_streams(hanging: tuple[Any, Any, Path], random_prompts: Any) -> None:
     system, victim, flag = hanging
@@ -107,6 +108,7 @@ def test_a_worker_that_wakes_up_drops_what_was_given_away(system_of: Any, random
     assert system.generate(prompts, max_tokens=NUM_TOKENS) == expected
 
 
+@pytest.mark.own_engine
 def test_a_first_step_beyond_the_longest_is_waited_for(system_of: Any, random_prompts: Any, tmp_path: Path) -> None:
     """A large model on a slow machine. How slow it is has shown while it warmed up. A minute is shortened here."""
     system, flag = system_of(1, 1, router_flags=FLAGS), tmp_path / "slow"

@@ -58,7 +58,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 REPORT_S = 0.1
 """Maximum time, in seconds, until a step that computed no prompt is reported to the worker."""
-SUCCESSES = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
 class DiptychConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLLM's types may not be installed
@@ -296,7 +295,7 @@ class SchedulerSide:
             self._orders.unneeded.append(tracked.key)
         if not tracked.is_open:
             return False
-        if request.status not in SUCCESSES:
+        if request.status is RequestStatus.FINISHED_ABORTED:  # after other ends the worker sends Done or Cancel
             self._orders.cancelled.append(tracked.key)
         self._orders.finished.append((request.request_id, tracked.key))
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from typing import TYPE_CHECKING
 
@@ -65,6 +66,13 @@ class _Offer:
         assert self._duty is not None  # the process begins the duty first
         return load_vllm(files, self._config, self._duty.parts, self._duty.block_log)
 
+    def free(self) -> None:
+        """Wait until vLLM's processes have ended, which frees their memory and ports."""
+        from common.engine.vllm.launch import end_processes, process_tree
+
+        end_processes(process_tree())
+        gc.collect()
+
     def abandon(self) -> None:
         """Kill vLLM's processes, which import modules for seconds before they notice the end of their parent."""
         from common.engine.vllm.launch import kill_processes, process_tree
@@ -75,4 +83,5 @@ class _Offer:
 def vllm_offer(role: Role, config: WorkerConfig) -> DutyOffer[VllmModel]:
     """Return the offer of a process to serve a role with vLLM."""
     offer = _Offer(role, config)
-    return DutyOffer(role, config, offer.load, offer.begin, offer.abandon)
+    free = offer.free if config.rank_hosts == 1 else None
+    return DutyOffer(role, config, offer.load, offer.begin, offer.abandon, free=free)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import logging.config
 import multiprocessing
 import os
 import re
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -84,10 +86,12 @@ class CoreFiles:
 def prepare_files(level: str, files: CoreFiles) -> None:
     """Set the variables for the log, the sockets and the temporary files of vLLM's processes.
 
-    Must precede the first import of vLLM. vLLM does not remove its sockets and temporary files, so they are created in
-    our folder. The cache of compiled code has to outlive it.
+    The first call must precede the first import of vLLM. vLLM does not remove its sockets and temporary files, so they
+    are created in our folder. The cache of compiled code has to outlive it.
     """
     write_logging_config(files.logging, files.errors, files.loaded, level)
+    if "vllm" in sys.modules:  # after a sleep: vLLM configures logging at its first import only
+        logging.config.dictConfig(json.loads(files.logging.read_text()))
     os.environ.setdefault(INDUCTOR_CACHE, f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
     folder = str(files.folder)
     paths = {"VLLM_LOGGING_CONFIG_PATH": str(files.logging), "VLLM_RPC_BASE_PATH": folder, "TMPDIR": folder}

@@ -151,7 +151,6 @@ class VllmModel:
         files: CoreFiles,
         folder: PrivateFolder,
         *,
-        drafts: DraftCounter,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         pooling: Pooling,
@@ -161,7 +160,7 @@ class VllmModel:
     ) -> None:
         self.thread, self.link, self.cached = thread, link, cached
         self.client = VllmClient(llm)
-        self._llm, self._drafts = llm, drafts
+        self._llm = llm
         self.facts, self.vocab_size, self.eos_token_ids, self.pooling = facts, vocab_size, eos_token_ids, pooling
         self.kv_address, self.adapters, self._hosts = kv_address, adapters, hosts
         self.on_event: Callable[[int, LinkEvent], None] = lambda rank, event: None
@@ -199,7 +198,6 @@ class VllmModel:
 
     def register_metrics(self, metrics: WorkerMetrics) -> None:
         metrics.register(VllmCollector)
-        self._drafts.metrics = metrics.drafts
 
     def close(self) -> None:
         """End vLLM's processes and the engine thread. Does not wait until killed processes have freed their memory."""
@@ -281,6 +279,7 @@ def _load(
     except CoreDied as error:
         raise ModelError(start_problem(error, core_files)) from error
     core_files.loaded.touch()
+    drafts.metrics = parts.metrics.drafts
     facts = facts_of(files, vllm_config, weights, ready[0].layout)
     cached = CachedBlocks(facts.block_size, block_log)
     adapters = VllmAdapters(llm, thread.loop, config.lora_places) if config.lora_places else None
@@ -292,7 +291,6 @@ def _load(
         facts,
         core_files,
         folder,
-        drafts=drafts,
         vocab_size=int(vllm_config.model_config.get_vocab_size()),
         eos_token_ids=ends,
         pooling=task.pooling,

@@ -648,7 +648,7 @@ class RankTransfers:
         if incoming.has_arrived or (event.by_peer and event.peer != pair.peer):
             return
         pair.peer = b""  # the sender knows
-        self._lose(incoming, f"KV transfer failed: {event.reason}", phase=event.phase)
+        self._lose(incoming, event.reason, phase=event.phase)
 
     def _find(self, name: str, attempt: int) -> tuple[_Incoming, _Pair] | None:
         try:

@@ -180,11 +180,12 @@ class Duties:
         await self._end_engine()
         await self._free_model()
 
-    async def reload(self, model: ServedModel, control: ControlServer) -> None:
-        """Serve with a model that was loaded after `unload`. Frees it if that fails."""
-        self.model = model
+    async def reload(self, load: Callable[[], ServedModel], control: ControlServer) -> None:
+        """Load the model after `unload`, and serve it in the same role with a new epoch. Frees it if that fails."""
+        begun = self._begun(self.role)
+        self.model = await asyncio.to_thread(load)
         try:
-            await self._take_up(self.role, control)
+            await self._enter(*begun, control)
         except Exception:
             await self._free_model()
             raise
@@ -262,10 +263,15 @@ class Duties:
 
     async def _take_up(self, role: Role, control: ControlServer) -> None:
         """Start a role with a new epoch. Releases everything if it raises."""
+        await self._enter(*self._begun(role), control)
+
+    def _begun(self, role: Role) -> tuple[WorkerIdentity, Duty[Any]]:
         identity = self.identity.renewed(role)
-        duty = self._new(role, identity)
+        return identity, self._new(role, identity)
+
+    async def _enter(self, identity: WorkerIdentity, duty: Duty[Any], control: ControlServer) -> None:
         await _bind_again(duty.bind)
-        self._metrics.change_role(role)
+        self._metrics.change_role(duty.role)
         try:
             engine = self._start_engine(duty, control)
         except BaseException:

@@ -100,6 +100,8 @@ class WorkerProcess:
             for task in (serving, watch):
                 if task.done():
                     task.result()
+            if self.serving.is_waking:
+                self._abandon_loading(serving)
             await self.serving.close()
             await self.duties.settle()
             await self._drain(control, serving)
@@ -162,7 +164,7 @@ class WorkerProcess:
             self.context.destroy(linger=LAST_WORDS_MS)
 
     def _abandon_loading(self, serving: asyncio.Task[None]) -> NoReturn:
-        """Exit immediately: the thread that loads weights cannot be interrupted, and nothing else has started."""
+        """Exit immediately: the thread that loads weights cannot be interrupted, and no request has been accepted."""
         log.info("stopping while the model is loading")
         self._abandon_load()
         end_process(1 if serving.done() else 0)

@@ -58,6 +58,8 @@ class WorkerServing:
         self._number, self.weight_version = 0, ""
         self._staged: tuple[int, Exchange] | None = None
         self._is_asleep = self._is_closing = False
+        self.is_waking = False
+        """Whether a thread loads the model after a sleep. It cannot be interrupted."""
         self._task: asyncio.Task[None] | None = None
         self._lease: asyncio.TimerHandle | None = None
         self._receiver = WeightsReceiver()
@@ -218,9 +220,13 @@ class WorkerServing:
     async def _wake(self, order: SetServing, control: ControlServer) -> None:
         began = time.monotonic()
         number = order.weights_number
-        model = await asyncio.to_thread(self._load, await self._files(order.weights, number, order, control))
+        files = await self._files(order.weights, number, order, control)
+        self.is_waking = True
+        try:
+            await self._duties.reload(lambda: self._load(files), control)
+        finally:
+            self.is_waking = False
         self._number, self.weight_version = number, order.weight_version
-        await self._duties.reload(model, control)
         self._is_asleep = False
         control.broadcast_hello()
         log.info("awake: loaded the model in %.1f s", time.monotonic() - began)
@@ -244,7 +250,8 @@ class WorkerServing:
         """Raise ModelError if the worker cannot free its model."""
         config = self._duties.config
         if not self._duties.can_unload:
-            raise ModelError(f"--engine {config.engine} cannot sleep: use level 0, or scale the pool to zero")
+            on_hosts = " with --rank-hosts" if config.rank_hosts > 1 else ""
+            raise ModelError(f"--engine {config.engine}{on_hosts} cannot sleep: use level 0, or scale the pool to zero")
         if config.lora_places:
             raise ModelError("a worker with --max-loras cannot sleep, because it would lose its adapters")
 

@@ -247,8 +247,9 @@ def remark_rules(spell: Spell, *, only_thoughts: bool) -> str:
 
 
 def json_type_of(spell: Spell) -> str:
-    """Return the right side of a rule for the optional content type of a message."""
-    return f"({literal(' ')}? {spell(CONSTRAIN)}? {literal('json')})?"
+    """Return the right side of a rule for the optional content type of a message, apart from the name before it."""
+    blank, constrain = literal(" "), spell(CONSTRAIN)
+    return f"(({blank} {constrain}? | {constrain}) {literal('json')})?"
 
 
 def called_rules(wanted: Wanted) -> str:

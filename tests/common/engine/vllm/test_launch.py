@@ -157,11 +157,14 @@ KILLER = """
 import multiprocessing.resource_tracker, os, subprocess
 from common.engine.vllm.launch import kill_processes, process_tree
 multiprocessing.resource_tracker.ensure_running()
+tracker = multiprocessing.resource_tracker._resource_tracker._pid
+while b"import main" not in open(f"/proc/{tracker}/cmdline", "rb").read():
+    pass  # a process that starts has no command line yet
 parent = subprocess.Popen(["sh", "-c", "sleep 600 & wait"])
 while len(process_tree()) < 2:
     pass
 kill_processes(process_tree())
-print(parent.wait(), os.waitpid(multiprocessing.resource_tracker._resource_tracker._pid, os.WNOHANG)[0])
+print(parent.wait(), os.waitpid(tracker, os.WNOHANG)[0])
 """
 
 

@@ -161,7 +161,7 @@ def test_processes_that_are_left_at_the_end_are_killed_at_once(tmp_path: Path) -
         nothing: Any = None
         model = VllmModel(
             CoreThread(), llm, nothing, nothing, nothing, CoreFiles(tmp_path), PrivateFolder("test"),
-            drafts=DraftCounter(), vocab_size=9, eos_token_ids=(), pooling="", kv_address="", adapters=None, hosts=None,
+            vocab_size=9, eos_token_ids=(), pooling="", kv_address="", adapters=None, hosts=None,
         )  # fmt: skip
         model._processes = frozenset({left.pid})
         model.close()

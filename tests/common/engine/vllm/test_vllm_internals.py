@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from common.wire.messages import KVTarget
 
 pytestmark = [
     pytest.mark.vllm,
@@ -142,6 +145,23 @@ def test_the_scheduler_calls_in_the_order_that_the_connector_needs() -> None:
     assert "preempted_req_ids=self.reset_preempted_req_ids" in schedule
     assert "len(self.requests) > (num_running + num_waiting)" in source(Scheduler.has_finished_requests)
     assert "self.recompute_kv_load_failures" in source(Scheduler._handle_failed_recving)
+
+
+@pytest.mark.parametrize("status", ["FINISHED_LENGTH_CAPPED", "FINISHED_ERROR", "FINISHED_ABORTED"])
+def test_ranks_cancel_by_themselves_only_what_was_aborted(status: str) -> None:
+    """The worker gets all other ends, and only it knows whether the router may retry the request."""
+    from vllm.v1.request import RequestStatus
+
+    from common.engine.vllm.connector import SchedulerSide, StepOrders, TrackedRequest
+    from common.engine.vllm.link import Send, TransferParams
+
+    request: Any = SimpleNamespace(request_id="a/1", status=RequestStatus[status])
+    send = Send(request_id="a", attempt=1, target=KVTarget("d", 1, "tcp://127.0.0.1:7"))
+    side = SchedulerSide.__new__(SchedulerSide)
+    side._orders = StepOrders()
+    side._requests = {"a/1": TrackedRequest(request, TransferParams(send=send), is_open=True)}
+    assert side.finished(request) and side._orders.finished == [("a/1", ("a", 1))]
+    assert side._orders.cancelled == ([("a", 1)] if status == "FINISHED_ABORTED" else [])
 
 
 def test_both_model_runners_call_the_connector_around_each_step() -> None:

@@ -161,7 +161,6 @@ async def test_drafts_are_counted_and_change_no_token(tmp_path: Path, worker: Wo
     drafting = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
     speculating = Worker(write_llama(tmp_path), engine_args=("--speculative-config", json.dumps(drafting)))
     metrics = speculating.metrics
-    speculating.model.register_metrics(metrics)  # as the worker process does
     try:
         assert await speculating.ask(PROMPT) == await worker.ask(PROMPT)
         timeline = speculating.deltas("r1")[-1].timeline

@@ -290,7 +290,7 @@ async def test_a_model_that_cannot_be_served_after_a_sleep_is_freed(make: Callab
     await rig.duties.unload()
     rank.is_closed, rig.fails = False, {"decode": OSError("no room")}
     with pytest.raises(OSError, match="no room"):
-        await rig.duties.reload(rig.model, rig.control)  # type: ignore[arg-type]
+        await rig.duties.reload(lambda: rig.model, rig.control)  # type: ignore[arg-type]
     assert rank.is_closed and rig.duties.model is None
 
 

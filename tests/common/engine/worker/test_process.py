@@ -232,6 +232,20 @@ async def test_what_a_load_has_started_ends_with_the_process(monkeypatch: pytest
     worker.context.destroy(linger=0)
 
 
+async def test_a_worker_that_loads_its_model_after_a_sleep_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its supervisor would kill it while it waits for the thread that loads."""
+    worker = process_of(ForeignModel())
+    abandoned: list[object] = []
+    monkeypatch.setattr(worker, "_abandon_loading", abandoned.append)
+    running = asyncio.create_task(worker.run())
+    await until(lambda: worker.duties.engine is not None or running.done())
+    worker.serving.is_waking = True
+    os.kill(os.getpid(), signal.SIGTERM)
+    async with asyncio.timeout(WAIT_S):
+        await running
+    assert len(abandoned) == 1
+
+
 async def test_an_adapter_of_a_flag_that_cannot_be_loaded_closes_the_model() -> None:
     model = ForeignModel()
     process = process_of(model, max_loras=2, lora=("x=/elsewhere",))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +46,9 @@ class Worker:
     has_renew: bool = True
     model: Any = "model"
     facts: Any = field(default_factory=lambda: SimpleNamespace(model_id="m"))
-    config: Any = field(default_factory=lambda: SimpleNamespace(model="own", engine="other", lora_places=0))
+    config: Any = field(
+        default_factory=lambda: SimpleNamespace(model="own", engine="other", lora_places=0, rank_hosts=1)
+    )
     staged: list[str] = field(default_factory=list)
     hellos: list[str] = field(default_factory=list)
 
@@ -69,7 +73,8 @@ class Worker:
             raise RuntimeError(self.fails)
         self.serves = ""
 
-    async def reload(self, model: Any, control: Any) -> None:
+    async def reload(self, load: Callable[[], Any], control: Any) -> None:
+        model = await asyncio.to_thread(load)
         self.engine, self.serves = Engine(), model.path
 
     def broadcast_hello(self) -> None:
@@ -85,10 +90,12 @@ class Files(msgspec.Struct, frozen=True):
 @dataclass
 class Rig:
     worker: Worker = field(default_factory=Worker)
+    may_load: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
+        self.may_load.set()
         resolve: Any = Files
-        load: Any = lambda files: files  # noqa: E731
+        load: Any = lambda files: (self.may_load.wait(5), files)[1]  # noqa: E731
         self.serving = WorkerServing(self.worker, load, lambda: None, resolve)  # type: ignore[arg-type]
 
     def order(self, version: int, **fields: Any) -> None:
@@ -173,7 +180,13 @@ async def test_a_sleeping_worker_wakes_up_with_the_ordered_weights() -> None:
     rig = Rig()
     await rig.done(1, mode="sleep", **NEW)
     assert rig.worker.engine is None and rig.worker.is_draining and rig.serving.condition == "asleep"
+    rig.may_load.clear()
+    rig.order(2, **NEW)
+    await until(lambda: rig.serving.is_waking)
+    assert rig.serving.condition == "asleep"
+    rig.may_load.set()
     awake = await rig.done(2, **NEW)
+    assert not rig.serving.is_waking
     assert rig.worker.serves == "/new" and awake.active_number == 1 and not rig.worker.is_draining
     assert rig.serving.condition == ""
 

@@ -288,6 +288,8 @@ def test_channels(vocabulary: Vocabulary) -> None:
             assert not accepts(form.written(calls))
         assert accepts(" to=functions.now<|channel|>commentary json<|message|>{}")
         assert accepts("<|channel|>commentary to=functions.now<|message|>{}")
+        assert accepts("<|channel|>commentary to=functions.now<|constrain|>json<|message|>{}")
+        assert not accepts("<|channel|>commentary to=functions.nowjson<|message|>{}"), "this calls nowjson"
         assert not accepts(THOUGHT) and not accepts("Hi")
     answers = [(f"{before}{FINAL}{text}", text) for before in ("", THOUGHT) for text in ("", "Hi", '{"a": 1}')]
     for answer, text in answers:
