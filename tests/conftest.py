@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 BEGAN = pytest.StashKey[float]()
 FORGES = pytest.StashKey[SharedForges]()
+NUM_THREADS = pytest.StashKey[int]()
 LONG_S = 360
 """A deadline is against what hangs: real processes start, and state machines run, at the pace of the machine."""
 STATE_MACHINE = "runTest"
@@ -172,8 +173,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Modules that were imported to collect the tests stay: no search for garbage sees them, not even one here."""
+    if (torch := sys.modules.get("torch")) is not None:
+        session.config.stash[NUM_THREADS] = torch.get_num_threads()
     gc.freeze()
     gc.enable()
 
@@ -191,6 +194,18 @@ def no_settings_from_outside(request: pytest.FixtureRequest, monkeypatch: pytest
     for name in list(os.environ):
         if name.startswith("DIPTYCH_") and name not in kept:
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def same_number_of_threads(pytestconfig: pytest.Config) -> None:
+    """Undo what earlier tests and fixtures set: loading a model as a worker does sets torch's threads to all cores.
+
+    On cores that other tests use, each parallel loop of a tiny model then takes many times as long.
+    """
+    if (torch := sys.modules.get("torch")) is not None:
+        before = pytestconfig.stash.setdefault(NUM_THREADS, torch.get_num_threads())
+        if torch.get_num_threads() != before:
+            torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session", autouse=True)
