@@ -152,7 +152,7 @@ def test_round_trip_covers_the_union() -> None:
     assert {type(message) for message in MESSAGES} == set(typing.get_args(AnyMessage))
 
 
-@pytest.mark.slow_cases("PooledOutput")
+@pytest.mark.slow_cases("PooledOutput", "WeightsPart")  # whose data is long
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
 def test_every_truncation_is_refused(message: Message) -> None:
     data = encode(message)
