@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -18,6 +19,7 @@ def page(repository: Path) -> str:
     return (repository / "tests" / "failure_modes.md").read_text(encoding="utf-8")
 
 
+@functools.cache
 def names_in(file: Path) -> set[str]:
     """Functions and classes of a module, and what it assigns."""
     names: set[str] = set()
