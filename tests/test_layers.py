@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,10 +57,10 @@ def modules_of(repository: Path, package: str) -> list[str]:
     return names
 
 
-def run(program: str) -> str:
+def run(program: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done
 
 
 def public_names(repository: Path, *tops: str) -> str:
@@ -76,7 +78,7 @@ def public_names(repository: Path, *tops: str) -> str:
 
 CHILDREN = f"""
 import gc, os, sys, traceback
-def fails_anew(names):
+def fails_anew(names, take=take):
     if not (child := os.fork()):
         try:
             for name in [name for name in sys.modules if name.partition(".")[0] in {PACKAGES!r}]: del sys.modules[name]
@@ -91,39 +93,49 @@ gc.freeze()
 """`fails_anew` takes names in a child that has all other projects' modules, and imports ours as a new process does."""
 
 
-def test_the_router_never_imports_torch(repository: Path) -> None:
-    """Whichever of its modules and public names is imported."""
-    program = public_names(repository, "router") + (
-        "import sys\n"
-        f"for name in {modules_of(repository, 'router')!r}: importlib.import_module(name)\n"
-        f"print([name for name in {HEAVY!r} if name in sys.modules])\n"
-    )
-    assert run(program).strip() == "[]"
-
-
 BARE = ("chip", "engine", "attention", "node.graphs", "node.invariance", "node.families", "node.boxes")
 """Modules of `make gpu` that run where only torch and Triton are installed."""
 ABSENT = ("msgspec", "msgpack", "zmq", "xxhash", "llguidance", "tokenizers", "orjson", "gguf", "jinja2", "safetensors")
 
 
-def test_kernels_are_measured_with_torch_and_triton_only() -> None:
-    program = (
-        "import importlib, sys\n"
+@pytest.fixture(scope="module")
+def imported() -> dict[str, Any]:
+    """What one process finds that imports the router, then everything: to import torch and others takes seconds."""
+    root = Path(__file__).parents[1]
+    program = public_names(root, "router") + (
+        "import json, sys\n"
+        f"for name in {modules_of(root, 'router')!r}: importlib.import_module(name)\n"
+        f"heavy = [name for name in {HEAVY!r} if name in sys.modules]\n"
+    ) + public_names(root, *PACKAGES) + CHILDREN + (
+        "reversed_fails = fails_anew(reversed(names))\n"
         f"sys.modules.update(dict.fromkeys({ABSENT!r}))\n"  # None: an import fails
-        f"for name in {BARE!r}: importlib.import_module('benchmarks.gpu.' + name)\n"
-    )
-    run(program)
+        f"bare = ['benchmarks.gpu.' + name for name in {BARE!r}]\n"
+        "bare_fails, absent_fails = (fails_anew(some, importlib.import_module) for some in (bare, ['msgspec']))\n"
+        "found = {'heavy': heavy, 'reversed': reversed_fails, 'bare': bare_fails, 'absent': absent_fails}\n"
+        "print(json.dumps(found))\n"
+    )  # fmt: skip
+    done = run(program)
+    return json.loads(done.stdout) | {"tracebacks": done.stderr}
 
 
-def test_every_public_name_exists(repository: Path) -> None:
+def test_the_router_never_imports_torch(imported: dict[str, Any]) -> None:
+    """Whichever of its modules and public names is imported."""
+    assert imported["heavy"] == []
+
+
+def test_every_public_name_exists(imported: dict[str, Any]) -> None:
     """In both orders: a package that needs another imported before it fails in one of them."""
-    run(public_names(repository, *PACKAGES) + CHILDREN + "sys.exit(fails_anew(reversed(names)))\n")
+    assert not imported["reversed"], imported["tracebacks"]
+
+
+def test_kernels_are_measured_with_torch_and_triton_only(imported: dict[str, Any]) -> None:
+    assert imported["absent"] and not imported["bare"], imported["tracebacks"]
 
 
 @pytest.mark.slow
 def test_every_package_may_be_the_first_that_is_imported(repository: Path) -> None:
     program = public_names(repository, *PACKAGES) + CHILDREN + "print([name for name in names if fails_anew([name])])\n"
-    assert run(program).strip() == "[]"
+    assert run(program).stdout.strip() == "[]"
 
 
 def test_one_file_chooses_backends_and_one_pins_memory(repository: Path) -> None:
