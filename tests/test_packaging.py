@@ -179,6 +179,18 @@ def test_one_line_leads_from_the_wheel_to_an_answer(
     assert done.stdout.strip()
 
 
+def test_the_command_of_the_wheel_runs_without_its_dependencies(wheel: Path, tmp_path: Path) -> None:
+    """As a program that pip writes for it calls it, in a Python that sees no other packages."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+        (scripts,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
+        module, function = re.findall(r"^diptych = (\S+):(\S+)$", archive.read(scripts).decode(), re.MULTILINE)[0]
+    program = f"import sys; from {module} import {function}; sys.exit({function}())"
+    shown = run(sys.executable, "-P", "-S", "-c", program, "--version", PYTHONPATH=str(tmp_path / "site"))
+    assert shown == f"diptych {__version__}\n"
+
+
+@pytest.mark.slow
 def test_the_installed_wheel_runs_without_its_dependencies(wheel: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "venv", with_pip=False)
     pip = (sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "--python", str(tmp_path / "venv"))
