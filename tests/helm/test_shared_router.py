@@ -294,7 +294,7 @@ def test_the_rendered_router_serves_all_models_and_takes_a_changed_file(cluster:
 LORAS: dict[str, Any] = {"workers": {"settings": {"max_loras": 2}}}
 
 
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("shared", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_router_follows_the_adapters_of_its_models(helm4: Path, shared: bool) -> None:
     adapters = {"sql": {"path": "/models/sql", "revision": "2"}, "Poems": {"path": "/models/poems"}, "gone": None}
     models = model("small", adapters=adapters, servedName="fast"), model("large")
@@ -319,6 +319,7 @@ def test_a_change_of_adapters_restarts_no_router(helm4: Path) -> None:
     assert "adapters.toml" not in render(helm4, over=values(model("small"))).named("ConfigMap", NAME)["data"]
 
 
+@pytest.mark.slow_except("adapters0-*", "adapters3-*")
 @pytest.mark.parametrize(
     ("adapters", "message"),
     [

@@ -62,6 +62,7 @@ def test_a_model_from_the_hub_is_fetched_for_vllm(helm4: Path) -> None:
     assert fetch["args"] == ["org/one", "--engine", "vllm"]
 
 
+@pytest.mark.slow_except("workers0-*", "workers5-*")
 @pytest.mark.parametrize(
     ("workers", "says"),
     [
