@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from ...examples import examples
 from .test_known_fields import APIS, Api, known, named
 
-NUM_EXAMPLES = 150
+NUM_EXAMPLES = examples(150)
 """For each API."""
 JSON = {"content-type": "application/json"}
 LEAVES = (

@@ -101,6 +101,7 @@ def test_a_grammar_that_cannot_be_written_is_the_problem(checks: GrammarChecks) 
     assert f"the maximum is {MAX_GRAMMAR_CHARS:,}" in found.problem and not found.grammar
 
 
+@pytest.mark.slow_except("line breaks", "a pattern of repetitions", "a deep schema")
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_texts_end_in_a_verdict(checks: GrammarChecks, name: str) -> None:
     verdict(checks, RegexDemand("a"))

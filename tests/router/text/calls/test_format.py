@@ -106,7 +106,7 @@ def check_of(vocabulary: Vocabulary, form: CallFormat, **wanted: Any) -> Check:
     return lambda text: vocabulary.accepts(grammar, text)
 
 
-@pytest.mark.quick_cover(2)
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize(
     "wanted",
     [{"required": True}, {"required": True, "several": False}, {}, {"several": False}, {"answer": {"type": "object"}}],

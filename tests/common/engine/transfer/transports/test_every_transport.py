@@ -150,7 +150,7 @@ def make_pair(make_rig: Callable[..., Rig], request: pytest.FixtureRequest) -> I
         assert {event.transport for event in pair.ended.values() if not event.reason} <= {request.param.split()[0]}
 
 
-@pytest.mark.quick_cover(2)
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize("num_streams", [1, 3])
 @pytest.mark.parametrize("block_bytes", [64, 2**20])
 def test_transfers_side_by_side_land_intact(make_pair: Callable[..., Pair], block_bytes: int, num_streams: int) -> None:
