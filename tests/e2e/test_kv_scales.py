@@ -22,6 +22,7 @@ from .test_failures import ALL_REMOTE
 from .test_small_cache import metrics_of, unpaired
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.e2e,
     pytest.mark.skipif(os.environ.get("DIPTYCH_DEVICE", "cpu") != "cpu", reason="the plain loop is a CPU's"),
 ]
@@ -44,7 +45,7 @@ def plain_answer(prompt: list[int], count: int, **cache: Any) -> list[int]:
     return generate(model(), prompt, params, **cache)
 
 
-@pytest.mark.parametrize("transport", ["tcp", pytest.param("shm", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_the_same_answer_everywhere(system_of: Any, random_prompts: Any, scaled: Path, transport: str) -> None:
     """Computed in one pool, shipped, and gone on with in the other; alone and at once, from caches too."""
     prompts = random_prompts(LENGTHS, vocab_size=256, seed=41)
@@ -58,7 +59,6 @@ def test_the_same_answer_everywhere(system_of: Any, random_prompts: Any, scaled:
     assert 'cache_dtype="fp8"' in metrics_of(system, "prefill")
 
 
-@pytest.mark.slow
 def test_a_pool_with_other_scales_is_not_paired(
     system_of: Any, random_prompts: Any, scaled: Path, tmp_path: Path
 ) -> None:

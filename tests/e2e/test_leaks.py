@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 MORE = [((2, 2), "shm"), ((0, 1), "auto")]
 
 NUM_REQUESTS = 60
@@ -41,10 +41,9 @@ async def _load(url: str, prompts: list[list[int]]) -> tuple[int, int]:
     return counts["finished"], counts["aborted"]
 
 
-@pytest.mark.slow_cases("shape1-tcp")
 @pytest.mark.parametrize(
     ("shape", "transport"),
-    [((1, 1), "shm"), ((2, 2), "tcp"), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
+    [((1, 1), "shm"), ((2, 2), "tcp"), *MORE],
 )
 def test_nothing_leaks_when_a_third_is_aborted(
     system_of: Any, random_prompts: Any, shape: tuple[int, int], transport: str

@@ -18,7 +18,7 @@ from benchmarks.stack import StackProcess, StackSettings
 from ..paced import Coefficients, PacedStack, answer
 from ..rig import READY_S, System, samples, wait_until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 PACE = Coefficients(
     prefill=StepCoefficients(fixed_s=0.004, token_s=1e-3), decode=StepCoefficients(fixed_s=0.004, token_s=1e-3)
 )
@@ -101,7 +101,6 @@ def workers(system: System) -> list[StackProcess]:
     return system.stack.workers("prefill")
 
 
-@pytest.mark.slow_cases("tcp")
 def test_a_busy_holder_lends(system: System) -> None:
     """It would take seconds for all; the other worker has nothing, and would take 320 ms more for each prefix."""
     prefix = prompt(LONG, 1)
@@ -114,7 +113,6 @@ def test_a_busy_holder_lends(system: System) -> None:
     system.settle()
 
 
-@pytest.mark.slow
 def test_an_answer_comes_back_to_a_prefill_worker(system: System) -> None:
     """Only the decode worker computed it, and here decode workers compute no prompts."""
     turn = prompt(64, 4)
@@ -128,7 +126,6 @@ def test_an_answer_comes_back_to_a_prefill_worker(system: System) -> None:
     system.settle()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL], ids=["frozen", "dead"])
 def test_a_holder_that_freezes_or_dies_costs_time_alone(system: System, fault: signal.Signals) -> None:
     prefix = prompt(LONG, 6 + fault)

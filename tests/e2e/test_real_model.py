@@ -21,7 +21,7 @@ from common.model_files.tokenizer import Tokenizer
 from ..rig import System
 from .conftest import prompts_of
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
 MODEL = "smollm2-135m"
 GREEDY = {"temperature": 0}  # newer versions of Anthropic's client have no such argument
@@ -59,7 +59,6 @@ def test_the_tokens_are_those_of_transformers(system: System) -> None:
     assert system.generate(PROMPTS, max_tokens=len(GREEDY_TOKENS[0])) == GREEDY_TOKENS
 
 
-@pytest.mark.slow
 def test_transformers_gives_the_tokens_that_are_written_down(real_oracle: Any) -> None:
     assert [real_oracle(MODEL).greedy(prompt, len(GREEDY_TOKENS[0])) for prompt in PROMPTS] == GREEDY_TOKENS
 
@@ -82,7 +81,6 @@ TOOL = {
 ASK: Any = [{"role": "user", "content": "What is the weather in Paris? Use the function."}]
 
 
-@pytest.mark.slow
 def test_the_sdk_calls_a_function_and_hands_back_its_result(sdk: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": MODEL, "tools": [TOOL], "temperature": 0, "max_tokens": 120}
     answer = sdk.chat.completions.create(messages=ASK, tool_choice="required", parallel_tool_calls=False, **asked)
@@ -103,7 +101,6 @@ def test_the_sdk_calls_a_function_and_hands_back_its_result(sdk: openai.OpenAI) 
     assert after.choices[0].message.content or after.choices[0].message.tool_calls
 
 
-@pytest.mark.slow
 def test_arguments_have_no_members_that_are_not_named(sdk: openai.OpenAI) -> None:
     """A small model invents some where it may, at this temperature in most answers."""
     tool: Any = json.loads(json.dumps(TOOL))
@@ -122,7 +119,6 @@ def test_arguments_have_no_members_that_are_not_named(sdk: openai.OpenAI) -> Non
         assert call.type == "function" and json.loads(call.function.arguments).keys() <= {"city", "unit"}
 
 
-@pytest.mark.slow
 def test_a_call_is_streamed_part_by_part_and_cut_off_anywhere(sdk: openai.OpenAI) -> None:
     """With the tokens of a real model, of which several make up a mark."""
     asked: Any = {"model": MODEL, "messages": ASK, "tools": [TOOL], "temperature": 0, "stream": True}
@@ -154,7 +150,6 @@ def test_the_sdk_parses_an_answer_of_a_schema(sdk: openai.OpenAI) -> None:
 # ---------------------------------------------------------------- OpenAI's responses
 
 
-@pytest.mark.slow
 def test_the_clients_own_parser_gets_what_it_asks_for(sdk: openai.OpenAI) -> None:
     asked: Any = {"model": MODEL, "input": "The weather in Paris?", "temperature": 0, "max_output_tokens": 60}
     parsed = sdk.responses.parse(text_format=Weather, **asked)
@@ -165,7 +160,6 @@ def test_the_clients_own_parser_gets_what_it_asks_for(sdk: openai.OpenAI) -> Non
         assert stream.get_final_response().output_parsed == parsed.output_parsed
 
 
-@pytest.mark.slow
 def test_responses_with_a_tool(sdk: openai.OpenAI) -> None:
     tool: Any = openai.pydantic_function_tool(Weather, name="get_weather")
     function = tool["function"]
@@ -180,7 +174,6 @@ def test_responses_with_a_tool(sdk: openai.OpenAI) -> None:
     assert answer.output_text
 
 
-@pytest.mark.slow
 def test_responses_are_those_of_the_other_api(system: System, sdk: openai.OpenAI) -> None:
     text = "Name three colours."
     response = sdk.responses.create(model=MODEL, input=text, temperature=0, max_output_tokens=24)
@@ -194,7 +187,6 @@ def test_responses_are_those_of_the_other_api(system: System, sdk: openai.OpenAI
 CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
 
 
-@pytest.mark.slow
 def test_messages_with_a_tool(claude: anthropic.Anthropic) -> None:
     asked: Any = {
         "model": MODEL,
@@ -219,7 +211,6 @@ def test_messages_with_a_tool(claude: anthropic.Anthropic) -> None:
     assert answer.content and answer.usage.output_tokens > 0
 
 
-@pytest.mark.slow
 def test_messages_are_those_of_the_other_api(system: System, claude: anthropic.Anthropic) -> None:
     turns: Any = [{"role": "user", "content": "Name three colours."}]
     asked: Any = {"model": MODEL, "max_tokens": 24}

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
 SAMPLED = {"temperature": 1.0, "top_p": 0.95, "max_tokens": 30, "ignore_eos": True}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 1), (0, 1)])
 def test_same_seed_same_text_alone_and_in_a_batch(system_of: Any, random_prompts: Any, shape: tuple[int, int]) -> None:
     system = system_of(*shape, router_flags=("--local-prefill-threshold", "0"))

@@ -85,6 +85,7 @@ def test_a_rank_without_room_is_named(folder: Path, devices: Callable[[float, fl
         pass
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_load_ends_the_wait_to_measure(
     folder: Path, devices: Callable[[float, float], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
