@@ -17,6 +17,7 @@ PACKAGES = ("kernels", "common", "prefill_worker", "decode_worker", "router", "b
 HEAVY = ("torch", "triton", "transformers", "safetensors")
 
 
+@pytest.mark.slow  # `make lint` runs it
 def test_the_contracts_of_imports_hold(repository: Path) -> None:
     done = subprocess.run(
         [Path(sys.executable).with_name("lint-imports"), "--no-cache"],

@@ -185,7 +185,7 @@ PVC = {"claimName": "c", "path": "snapshot"}
 PLANNED = {"autoscaling": {"type": "planner"}}
 
 
-@pytest.mark.slow_except("over0-*", "over5-*", "over6-*", "over7-*", "over9-*", "over12-*")
+@pytest.mark.slow_except("over0-*", "over5-*", "over9-*")
 @pytest.mark.parametrize(
     ("over", "message"),
     (

@@ -101,6 +101,7 @@ def test_no_service_leads_to_the_job(helm4: Path) -> None:
         assert not service["spec"]["selector"].items() <= labels.items()
 
 
+@pytest.mark.slow_except("source0-*", "source2-*")
 @pytest.mark.parametrize(
     ("source", "said"),
     (

@@ -134,7 +134,7 @@ def test_bad_values_are_refused_by_the_schema() -> None:
         assert any(re.search(message, each) for each in said), (message, said)
 
 
-@pytest.mark.slow_except(*(f"{helm}-over{i}-{BAD[i][1]}" for helm in ("helm3", "helm4") for i in (0, 1, 10)))
+@pytest.mark.slow_except(*(f"{helm}-over0-{BAD[0][1]}" for helm in ("helm3", "helm4")))
 @pytest.mark.parametrize(("over", "message"), BAD)
 def test_bad_values_are_refused_by_both_helms(either_helm: Path, over: dict[str, Any], message: str) -> None:
     with pytest.raises(Refused, match=message):

@@ -184,6 +184,7 @@ def values_of_nobody(
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, which the interpreter computes with: NaN is the point
+@pytest.mark.slow_cases("beside")
 @pytest.mark.parametrize("broken", [None, beside, values_of_nobody])
 def test_the_check_of_a_start_is_of_the_form_that_is_used(
     monkeypatch: pytest.MonkeyPatch, made: list[bool], broken: Any

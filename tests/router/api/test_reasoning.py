@@ -412,7 +412,7 @@ async def test_a_thought_alone_is_a_response(start: Any, tools: Any, num_tokens:
 THOUGHT_TOKENS = ANSWER.index("</think>") + len("</think>")  # the tiny tokenizer has a token for each byte
 
 
-@pytest.mark.quick_cover(2)
+@pytest.mark.quick_cover(1)
 @pytest.mark.parametrize("per_event", [1, 7, 1000])
 @pytest.mark.parametrize(
     ("answer", "limit", "counted"),
