@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from common.config import CONFIG_CLASSES, RouterConfig
 from common.config.field import fields_of
@@ -29,8 +32,20 @@ from .chart import (
 
 pytestmark = pytest.mark.helm
 
+GOLDEN = Path(__file__).with_name("golden")
 SAFE_VOLUMES = {"configMap", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
 MARGIN_S = 15
+
+
+def test_golden(rendered: Rendered, request: pytest.FixtureRequest) -> None:
+    """UPDATE_GOLDEN=1 pytest tests/helm/test_objects.py writes them anew; the diff is what a release changes."""
+    kept = [item for item in rendered.objects if not item["metadata"]["name"].startswith("demo-diptych-dashboard-")]
+    text = yaml.dump_all(kept, Dumper=yaml.CSafeDumper, sort_keys=True, width=120)
+    file = GOLDEN / f"{request.node.callspec.id}.yaml"
+    if os.environ.get("UPDATE_GOLDEN"):
+        file.write_text(text, encoding="utf-8")
+    lines = difflib.unified_diff(file.read_text(encoding="utf-8").splitlines(), text.splitlines(), lineterm="", n=2)
+    assert not (changed := list(lines)), "\n".join(changed[:60])
 
 
 @pytest.mark.slow_cases("default")

@@ -17,7 +17,8 @@ from common.config.sources import Sources
 
 from .chart import KUBERNETES, OPERATORS, Object, Refused, Rendered, containers, ports_of, render
 from .test_network_policies import allowed
-from .test_render import GOLDEN, check_schemas
+from .test_objects import GOLDEN
+from .test_render import check_schemas
 
 pytestmark = pytest.mark.helm
 
@@ -265,7 +266,7 @@ def test_a_prefill_pool_is_spread_too(helm4: Path, tmp_path: Path) -> None:
 
 
 def test_golden(helm4: Path) -> None:
-    """Written anew as the others are: see `test_render.test_golden`."""
+    """Written anew as the others are: see `test_objects.test_golden`."""
     rendered = render(helm4, "several-hosts", apis=APIS)
     kept = [item for item in rendered.objects if not item["metadata"]["name"].startswith("demo-diptych-dashboard-")]
     text = yaml.dump_all(kept, Dumper=yaml.CSafeDumper, sort_keys=True, width=120)
