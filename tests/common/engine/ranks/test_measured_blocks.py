@@ -78,6 +78,7 @@ def test_the_smallest_rank_decides_and_answers_are_the_models(
         assert go_on(loaded, [*tokens, run(loaded, tokens, 0, table)], 7, table) == expected[1:]
 
 
+@pytest.mark.slow
 def test_a_rank_without_room_is_named(folder: Path, devices: Callable[[float, float], Path]) -> None:
     devices(0.01, 1e-9)
     refused = pytest.raises(ConfigError, match="fewer than 2 KV blocks fit on another rank")

@@ -38,13 +38,15 @@ class PretendedMemory:
         return self._peak
 
 
-def found(tiny: Any, config: WorkerConfig, *, free: float = 7.0, used: float = 1.0, step: int = GIB // 2) -> float:
+def found(
+    tiny: Any, config: WorkerConfig, *, free: float = 7.0, used: float = 1.0, step: int = GIB // 2, **options: Any
+) -> float:
     """GiB of the blocks that fit."""
     model, _ = tiny
     per_block = block_bytes(model.config, config.block_tokens, "float32")
     tried = -(-model.config.max_model_len // config.block_tokens)
     memory = PretendedMemory(free, used, step, tried * per_block)
-    count = blocks_left(model, config, "float32", memory)
+    count = blocks_left(model, config, "float32", memory, **options)
     assert memory.num_runs == 1
     return count * per_block / GIB
 
@@ -85,6 +87,20 @@ def test_no_room_is_refused_with_the_numbers(tiny: Any) -> None:
     )
     with pytest.raises(ConfigError, match=words):
         found(tiny, PrefillWorkerConfig(**SMALL, max_num_batched_tokens=40), used=3.9)
+
+
+def test_no_room_on_another_rank_is_refused_with_the_blocks_of_this_one(tiny: Any) -> None:
+    def least(own: int) -> int:
+        """Of the blocks to try, then of those that fit: 1 on the other rank."""
+        asked.append(own)
+        return own if len(asked) == 1 else 1
+
+    asked: list[int] = []
+    with pytest.raises(
+        ConfigError, match=r"fewer than 2 KV blocks fit on another rank, \d+ fit on this one"
+    ) as refused:
+        found(tiny, PrefillWorkerConfig(**SMALL, max_num_batched_tokens=40), least=least)
+    assert f" {asked[1]} fit on this one" in str(refused.value)
 
 
 def test_steps_beyond_the_memory_are_refused_with_the_numbers(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
