@@ -49,9 +49,10 @@ def test_every_job_says_what_it_may(workflow: dict[str, Any]) -> None:
             assert "${{" not in step.get("run", ""), f"pass values to this step of {name} in `env`: {step['run']}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("registry", "said"),
-    (("", "REGISTRY: it is not set"), pytest.param("acme", "REGISTRY: 'acme' names no host", marks=pytest.mark.slow)),
+    (("", "REGISTRY: it is not set"), ("acme", "REGISTRY: 'acme' names no host")),
 )
 def test_make_says_what_has_to_be_set(registry: str, said: str, repository: Path) -> None:
     command = ("make", "--no-print-directory", "images", f"PYTHON={sys.executable}", f"REGISTRY={registry}")

@@ -191,6 +191,7 @@ def num_queued(system: Any) -> int:
     return int(stages["queue"])
 
 
+@pytest.mark.slow
 def test_without_prefill_workers_decode_serves_alone_and_goes_back(system_of: Any, random_prompts: Any) -> None:
     system = system_of(router_flags=ALL_REMOTE + PATIENT, worker_flags=HASTY_DRAIN)
     prompts = random_prompts((300, 500), vocab_size=256, seed=3)

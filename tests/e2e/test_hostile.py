@@ -24,7 +24,7 @@ from common.wire.messages import RouterHello
 from ..hostile import forged, garbage
 from ..rig import wait_until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
 MAX_KNOCKS = 20
 """Rounds of connections that are kept open until the end: descriptors are not endless, however long this takes."""
@@ -80,7 +80,6 @@ def addresses(system: Any) -> list[str]:
     return [address for address in found if address]
 
 
-@pytest.mark.slow
 def test_the_answer_is_the_same(system: Any, prompts: list[list[int]], tiny_oracle: Any) -> None:
     assert system.generate(prompts, max_tokens=20) == [tiny_oracle.greedy(prompt, 20) for prompt in prompts]
     assert system.transfers("tcp") >= len(prompts)
@@ -88,7 +87,6 @@ def test_the_answer_is_the_same(system: Any, prompts: list[list[int]], tiny_orac
     assert "secret" not in log.lower()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "why"), [("", "it requires CURVE"), ("stranger", "every handshake fails")])
 def test_another_router_is_told_why_it_gets_no_worker(
     system: Any, keys: Keys, tmp_path: Path, name: str, why: str
@@ -200,7 +198,6 @@ def test_a_bombardment_changes_no_answer(system: Any, keys: Keys, prompts: list[
     assert system.generate(prompts, max_tokens=60) == expected
 
 
-@pytest.mark.slow
 def test_a_worker_without_descriptors_comes_back(system: Any, prompts: list[list[int]]) -> None:
     """Connections that say nothing until none is left to give: the worker lives, and serves once they are gone."""
     expected = system.generate(prompts, max_tokens=10)

@@ -118,6 +118,7 @@ def test_prefix_on_the_prefill_worker_only(system_of: Any, tiny_oracle: Any, ran
     assert system.metric("vllm:prefix_cache_hits", "prefill") - hits == 16 + 16 + 96 + 144
 
 
+@pytest.mark.slow
 def test_prefix_on_the_decode_worker_only(system_of: Any, tiny_oracle: Any, random_prompts: Any) -> None:
     system = system_of(router_flags=("--local-prefill-threshold", "64"))
     heads = random_prompts((48, 63, 64), vocab_size=256, seed=3)

@@ -319,6 +319,7 @@ GROWING = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_except("doubling", "lines", "nullable parts")
 @pytest.mark.parametrize("name", GROWING)
 def test_the_time_is_linear(name: str) -> None:
     """Four times the text takes far less than sixteen times the time."""

@@ -30,7 +30,7 @@ from .quantised_weights import KINDS, held_on, weight_of
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
-@pytest.mark.slow_except("int4-dtype0", "fp8 by row-dtype0")
+@pytest.mark.slow_except("fp8 by row-dtype0")
 @pytest.mark.interpret
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("kind", KINDS)

@@ -68,9 +68,10 @@ def test_the_oracles_tokens(tmp_path: Path, calls: Counter[str], architecture: L
     assert set(calls) == set(OPERATIONS)
 
 
+@pytest.mark.slow
 @pytest.mark.interpret
 @pytest.mark.skipif(ON_GPU, reason="the tensors are the CPU's")
-@pytest.mark.parametrize("name", [pytest.param("deepseek-v2", marks=pytest.mark.slow), "deepseek-v3"])
+@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3"])
 def test_latents(tmp_path: Path, calls: Counter[str], name: str) -> None:
     """The tokens of transformers: a prompt in chunks, then single rows."""
     family, options = CASES[name]
