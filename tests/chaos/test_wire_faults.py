@@ -108,6 +108,7 @@ async def test_lost_grant(rig: Rig) -> None:
     assert rule.struck
 
 
+@pytest.mark.slow
 @only_tcp
 async def test_late_frames_after_their_blocks_went_to_another_request(rig: Rig) -> None:
     """Blocks are sent again and again to a pool that is nearly full of others by then."""
