@@ -74,7 +74,7 @@ def test_experts(device: torch.device, rows: int, count: int, per_token: int, dt
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantised_experts_are_those_of_their_floats(device: torch.device, kind: str, dtype: torch.dtype) -> None:
     """Outputs that fill no tile; small tiles of rows, and large ones."""
-    hidden, inner, count = 100, 128, 2
+    hidden, inner, count = 100, 256, 2
     gate_up = [weight_of(kind, 2 * inner, 256, seed) for seed in range(count)]
     down = [weight_of(kind, hidden, inner, 10 + seed) for seed in range(count)]
     stacks = [HeldWeight.stacked([one.map(lambda t: t.to(device)) for one in made]) for made in (gate_up, down)]
