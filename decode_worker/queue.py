@@ -5,8 +5,10 @@ priority counts as some seconds of age. Younger requests may overtake one that d
 many blocks as it needs.
 
 With a goal for the time per token, a request whose KV another worker sends must join the batch soon, because its client
-has the first token. One that has waited for longer than its answer can spare will miss the goal, and yields to those
-that can still meet it. Otherwise all answers would wait equally long in an overload, and all would miss the goal.
+has the first token. One that has waited for longer than its answer can spare will miss the goal, as will one whose
+first token was late. These yield to those that can still meet their goals: otherwise all answers would wait equally
+long in an overload, and all would miss the goal. Among the others the smallest comes first, which maximises the number
+in time. Some admissions go to the oldest request once it has waited for long.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from common.engine.sequences import Scheduler, TokenGoal
 from decode_worker.sequence import DecodeSequence, RequestStatus
 
 PATIENCE = 8
-"""Maximum wait of a request for the batch, in multiples of the goal for the time per token. Its client usually reads
-already, so the wait counts for its tokens: an answer of 180 tokens, at 0.95 of the goal each, can spare 9 times the
-goal."""
+"""Wait for the batch that each request can spare, in multiples of the goal for the time per token. Its client usually
+reads already, so the wait counts for its tokens: an answer of 180 tokens, at 0.95 of the goal each, can spare 9 times
+the goal. Where steps take less of the goal, answers can spare more."""
 YIELD_S = 10.0
-"""Age of the oldest request, in seconds, from which it gets some of the admissions although it yields."""
+"""Wait of the oldest request, in seconds, from which it gets some of the admissions out of turn."""
 ADMISSIONS_PER_OLDEST = 8
 """One of this many admissions goes to such a request, so that none starves."""
 MUCH_ERROR = 0.25
@@ -71,6 +73,7 @@ class DecodeQueue(Scheduler[DecodeSequence]):
         self.queue: list[DecodeSequence] = []
         self.num_transferring = self.num_leaving = 0
         self._now = 0.0
+        self._patience_s = PATIENCE * goal.goal_s
         self._model_error = 0.0
         self._num_since_oldest = 0  # admissions since the oldest request was admitted
 
@@ -136,27 +139,35 @@ class DecodeQueue(Scheduler[DecodeSequence]):
         return None
 
     def _in_turn(self) -> list[DecodeSequence]:
-        """Return the waiting requests in the order in which they are tried: those that will miss the goal last.
+        """Return the waiting requests in the order in which they are tried: those that will miss a goal last.
 
         Determined once per step, because the queue may be long. Empty if no request can be admitted.
         """
         if self._is_full:
             return []
-        late = [sequence for sequence in self.queue if self._is_late(sequence)] if self.goal.is_set else []
-        yielding = set(late)
-        return [*(sequence for sequence in self.queue if sequence not in yielding), *late]
+        return sorted(self.queue, key=self._turn) if self.goal.is_set else list(self.queue)
+
+    def _turn(self, sequence: DecodeSequence) -> tuple[bool, bool, int, int]:
+        """Sort key of a waiting request with a goal. Equal requests keep their order in the queue."""
+        is_preempted = sequence.status is RequestStatus.PREEMPTED
+        return self._is_late(sequence), not is_preempted, -sequence.priority, sequence.num_room_tokens
 
     @property
     def _is_oldest_due(self) -> bool:
-        """Whether the oldest request gets the next admission, although it yields."""
+        """Whether the oldest request gets the next admission, although others come before it."""
         if self._num_since_oldest < ADMISSIONS_PER_OLDEST - 1 or not self.queue:
             return False
-        return self._is_late(self.queue[0]) and self._now - self._waits_since(self.queue[0]) > YIELD_S
+        return self._now - self._waits_since(self.queue[0]) > YIELD_S
 
     def _is_late(self, sequence: DecodeSequence) -> bool:
-        """Return whether a request whose first token was sent waits for longer than its answer can spare."""
+        """Return whether a request will miss a goal.
+
+        Its first token is late, or it waits for the batch for longer than its answer can spare.
+        """
         is_opened = sequence.status is RequestStatus.OPENED
-        return is_opened and self._now - self._waits_since(sequence) > PATIENCE * self.goal.goal_s
+        if not sequence.has_output and sequence.due_at < (sequence.opened_at if is_opened else self._now):
+            return True
+        return is_opened and self._now - self._waits_since(sequence) > self._patience_s
 
     @staticmethod
     def _waits_since(sequence: DecodeSequence) -> float:

@@ -21,7 +21,7 @@ from common.engine.sequences import TokenGoal, batch_cap, local_chunk, prompt_or
 from common.errors import BlockError
 from common.latency import StepModel, StepShape
 from decode_worker.drafting.draft_tokens import NOTHING, Draft
-from decode_worker.queue import DecodeQueue
+from decode_worker.queue import PATIENCE, DecodeQueue
 from decode_worker.sequence import DecodeSequence, RequestStatus
 
 
@@ -212,6 +212,8 @@ class DecodeScheduler(DecodeQueue):
         is computed here; none of it is computed while its `read` is in progress.
         """
         self._now, self._model_error = now, model.error
+        step_s = model.seconds(StepShape.of_rows(len(self.running), self.num_context_tokens))
+        self._patience_s = max(PATIENCE * self.goal.goal_s, self.goal.spare_s(step_s))
         self.batch_cap = batch_cap(model, self._mean_context, self.goal, self.max_num_seqs, self._usual_num_seqs)
         preempted = self._make_room(withdraw)
         granted = self._admit(now, restore)

@@ -183,9 +183,10 @@ def _decode_place(worker: Worker, shape: RequestShape) -> Candidate:
 def _local_place(place: Candidate, shape: RequestShape, now: float, first: Worker | None = None) -> Candidate:
     """Evaluate the same worker if it computes the prompt instead of the prefill worker `first`.
 
-    If it caches more of the prompt, it is considered even if it has not computed a prompt yet.
+    It is considered even if it has not computed a prompt yet, if it caches more of the prompt, or there is a goal for
+    tokens, which limits the chunks that it would compute.
     """
-    like = first if first is not None and _holds_more(place, first, shape) else None
+    like = first if first is not None and (shape.tpot_s or _holds_more(place, first, shape)) else None
     forecast = forecast_local(place.worker, shape, place.forecast, now, like)
     return Candidate(place.worker, place.inputs, forecast, place.rank, _decode_cost_s(forecast, shape), place.hits)
 

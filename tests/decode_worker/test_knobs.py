@@ -97,6 +97,56 @@ def test_answers_that_miss_the_goal_anyway_yield_to_others_but_do_not_starve() -
     assert order.index("q3") == ADMISSIONS_PER_OLDEST - 1 and order[0] == "q20"
 
 
+def opened(plan: DecodeScheduler, name: str, num_tokens: int, **fields: Any) -> DecodeSequence:
+    """Announce the KV of a prompt to a worker."""
+    one = sequence(name, num_tokens)
+    one.status = RequestStatus.EXPECTING
+    for field, value in fields.items():
+        setattr(one, field, value)
+    plan.add(one)
+    plan.open(one)
+    return one
+
+
+def in_turn(plan: DecodeScheduler, now: float) -> list[str]:
+    """Announced requests in the order in which a full worker gives them places."""
+    order = []
+    while any(one.status is RequestStatus.OPENED for one in plan.queue):
+        plan.remove(plan.running[0])
+        order += [one.request_id for one in plan.schedule(now, MODEL).granted]
+    return order
+
+
+def test_an_answer_whose_first_token_was_late_yields() -> None:
+    plan = scheduler()
+    decoding(plan, 15)
+    opened(plan, "late", 4, opened_at=0.3, due_at=0.2)
+    opened(plan, "in time", 4, opened_at=0.3, due_at=0.4)
+    assert in_turn(plan, 0.35) == ["in time", "late"]
+
+
+def test_small_requests_come_first_but_the_oldest_does_not_starve() -> None:
+    plan = scheduler()
+    decoding(plan, 15)
+    opened(plan, "large", 12)
+    for number in range(10):
+        opened(plan, f"small {number}", 4, accepted_at=YIELD_S)
+    order = in_turn(plan, YIELD_S + 0.1)
+    assert order.index("large") == ADMISSIONS_PER_OLDEST - 1 and order[0] == "small 0"
+
+
+def test_long_answers_whose_steps_take_little_of_the_goal_may_wait_longer() -> None:
+    orders = []
+    for num_tokens in (8, 101):  # of 40 ms, so that 100 of them spare a second
+        plan = scheduler()
+        decoding(plan, 15)
+        plan.goal.answered(num_tokens)
+        opened(plan, "first", 4, opened_at=0.1)
+        opened(plan, "second", 4, opened_at=0.9)
+        orders.append(in_turn(plan, 1.0))
+    assert orders == [["second", "first"], ["first", "second"]]
+
+
 def test_a_step_judges_each_waiting_request_once(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = scheduler()
     for number in range(40):

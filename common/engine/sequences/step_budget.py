@@ -45,7 +45,7 @@ was launched ahead, and about half a step for the transfer."""
 LEAST_LEFT_SHARE = 0.75
 """Minimum share of the goal available for steps, however short answers are."""
 LENGTH_SMOOTHING = 0.05
-"""Weight of the latest answer in the average share of the goal that joining the batch takes."""
+"""Weight of the latest answer in the averages of its length and of the share of the goal that joining takes."""
 MOST_LATE = PERIOD - math.ceil(QUANTILE * PERIOD)
 """Maximum number of stretches in a period that may exceed the goal."""
 LEAST_CHUNK = 16
@@ -86,6 +86,7 @@ class TokenGoal:
     def __init__(self, goal_s: float = 0.0) -> None:
         self.goal_s, self.share = goal_s, START
         self._left = Ewma(LENGTH_SMOOTHING, start=1.0)
+        self._length = Ewma(LENGTH_SMOOTHING)
         self._sum_s, self._num_gaps = 0.0, 0
         self._means: list[float] = []
 
@@ -103,6 +104,11 @@ class TokenGoal:
         if num_tokens > 1:
             num_gaps = num_tokens - 1
             self._left.observe(num_gaps / (num_gaps + JOIN_STEPS))
+            self._length.observe(num_gaps)
+
+    def spare_s(self, step_s: float) -> float:
+        """Return how long an answer of average length may wait and meet the goal, if its steps take `step_s`."""
+        return self._length.value * max(0.0, self.goal_s - step_s)
 
     def observe(self, gap_s: float, predicted_s: float) -> None:
         """Record a token that arrived `gap_s` after the previous one, from a step predicted to take `predicted_s`.

@@ -392,6 +392,10 @@ def test_a_late_prompt_goes_to_a_decode_worker_that_has_computed_none_yet():
     registry = reported(p0=busy, p1=busy, d0=rows_only, d1=rows_only)
     assert names(choose_for(registry)) == (None, "d0")
     assert choose_for(registry, num_tokens=5000).prefill is not None, "1 s there, 0.95 s with its wait here"
+    few = rows_only | {"num_free_blocks": 400}
+    registry = reported(p0={"waiting_s": 5.0}, p1={"waiting_s": 5.0}, d0=few, d1=few)
+    assert names(choose_for(registry)) == (None, "d0"), "it costs less there, although few blocks are spare"
+    assert choose_for(registry, tpot_s=0.0).prefill is not None, "nothing limits its chunks"
 
 
 def test_a_short_prompt_does_not_wait_for_a_place_in_a_full_batch():
