@@ -24,7 +24,7 @@ from router.dispatch.load import DispatchCounters
 from router.dispatch.placement import Placement
 from router.dispatch.recovery import Recovery
 from router.dispatch.request_state import RequestState, Stage
-from router.dispatch.waiting import HeldPrompts, WaitingRequests, lacks_room, misses_goal
+from router.dispatch.waiting import HeldPrompts, WaitingRequests, misses_goal
 from router.dispatch.waits import waits_of
 from router.fleet import Worker, WorkerRegistry
 from router.policy import Choice, RequestShape
@@ -149,7 +149,7 @@ class RequestScheduler:
         for state in self._waiting.in_order(now):
             if is_full and self._waiting.num_held == len(self._waiting):
                 break
-            is_late = state.held_s is not None and misses_goal(state, now) and not self._waiting.is_owed(state, now)
+            is_late = state.held_s is not None and misses_goal(state, now)
             if state.held_s is not None and (is_full or (is_late and is_full_for_late)):
                 continue
             if self.try_place(state, now):
@@ -225,23 +225,21 @@ class RequestScheduler:
         )
 
     def _holds(self, state: RequestState, choice: Choice, now: float) -> bool:
-        """Return whether the request stays held: workers have enough prompts, or it is late and they lack room."""
-        begins_at = now + choice.forecast.prompt_s if state.held_s is None else now
-        is_late = misses_goal(state, begins_at) and not self._waiting.is_owed(state, now)
+        """Return whether the request stays held, because all workers like the chosen one have enough prompts."""
+        if not self._held.concerns(choice):
+            return False
+        is_late = misses_goal(state, now + choice.forecast.prompt_s if state.held_s is None else now)
         room_in_s = self._held.room_in_s(choice, state.request.priority, now, is_late=is_late)
         if room_in_s <= 0:
             return False
-        self._hold(state, choice, now, is_late=is_late)
+        self._hold(state, choice, now)
         self._serve_in(max(LEAST_PAUSE_S, room_in_s), now)
         return True
 
-    def _hold(self, state: RequestState, choice: Choice, now: float, *, is_late: bool = False) -> None:
+    def _hold(self, state: RequestState, choice: Choice, now: float) -> None:
         if state.held_s is None:
             state.forecast = choice.forecast
-            why = f"each prefill worker has {self._held.held_s:.2f} s of prompts queued"
-            if is_late and lacks_room(choice):
-                why = "it will miss its goal, and its decode worker has no free slot or too few blocks"
-            state.note(now, "held", why)
+            state.note(now, "held", f"each prefill worker has {self._held.held_s:.2f} s of prompts queued")
         self._waiting.hold(state, choice.forecast.prompt_s)
 
     def _serve_in(self, pause_s: float, now: float) -> None:

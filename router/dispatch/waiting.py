@@ -236,17 +236,15 @@ class WaitingRequests:
     def _overdue_oldest(self, now: float, seen: set[str]) -> Iterator[RequestState]:
         """Yield the oldest request if one of its extra placements is due."""
         oldest = next(iter(self._states.values()), None)
-        if oldest is None or not self.is_owed(oldest, now):
+        if (
+            oldest is None
+            or self._num_since_oldest < PLACEMENTS_PER_OLDEST - 1
+            or now - oldest.times.queued_at <= AGE_CAP_S
+        ):
             return
         if oldest.request.request_id not in seen:
             seen.add(oldest.request.request_id)
             yield oldest
-
-    def is_owed(self, state: RequestState, now: float) -> bool:
-        """Return whether the request is the oldest, and one of its extra placements is due."""
-        is_oldest = state is next(iter(self._states.values()), None)
-        is_due = self._num_since_oldest >= PLACEMENTS_PER_OLDEST - 1
-        return is_oldest and is_due and now - state.times.queued_at > AGE_CAP_S
 
     def _insert(self, state: RequestState) -> None:
         request, lane = state.request, self._lane(state)
@@ -290,12 +288,6 @@ def misses_goal(state: RequestState, now: float) -> bool:
     return _begin_at(state) < now
 
 
-def lacks_room(choice: Choice) -> bool:
-    """Return whether an answer would take a batch slot or blocks from others on its decode worker."""
-    others = choice.decode is not None and choice.decode.load.num_requests > 0
-    return others and (choice.forecast.place_s > 0.0 or choice.forecast.stall_s > 0.0)
-
-
 MARGIN_SHARE = 1 / 3
 """Maximum margin for the prompts on a worker, as a share of the goal."""
 HOLD_STEPS, HOLD_S = 3, 0.1
@@ -327,13 +319,10 @@ class HeldPrompts:
     def room_in_s(self, choice: Choice, priority: int, now: float, *, is_late: bool = False) -> float:
         """Return the seconds until a worker like the chosen one needs prompts of at least `priority`; <= 0: now.
 
-        A prompt that `is_late` leaves room for others, which pass it on the worker. It also waits until the decode
-        worker has a free slot and enough blocks, or no request: waiting there, it would occupy blocks of both workers.
+        A prompt that `is_late` leaves room for others, which pass it on the worker.
         """
-        if is_late and lacks_room(choice):
-            return HOLD_S
         first = choice.prefill or choice.decode
-        if first is None or not self.concerns(choice):
+        if first is None:
             return 0.0
         if not first.life.suspect and (span_s := _room_in_s(first, priority, now, is_late)) <= 0.0:
             return span_s  # the common case: skip the others, of which there may be hundreds

@@ -166,7 +166,8 @@ def test_models_can_be_fitted_as_in_life(scenario: Callable[..., Scenario]) -> N
 def test_a_goal_bounds_waiting(scenario: Callable[..., Scenario]) -> None:
     """Ten times what the workers can do: those that are served meet the goal, the others hear so at once."""
     load = {"rate": 300.0, "input_len": "1500"}
-    made = scenario(load=load, goals={"ttft_ms": 500.0}, duration_s=3.0, warm=True)
+    refuse = {"slo_refuse": "predicted"}
+    made = scenario(load=load, goals={"ttft_ms": 500.0}, settings=refuse, duration_s=3.0, warm=True)
     found = Findings.of(simulate(made))
     assert found.num_refused > found.num_ok > 20
     assert found.ttft_ms.p90 < 500.0

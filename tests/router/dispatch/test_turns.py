@@ -233,40 +233,6 @@ def test_prompts_that_miss_their_goal_leave_room_for_those_that_may_meet_it() ->
     assert len(rig.placed) == num_placed + 2, "a worker never idles for that"
 
 
-def test_a_prompt_that_misses_its_goal_waits_until_its_decode_worker_has_room() -> None:
-    rig = Rig(request_class=(), slo_ttft_ms=400.0, queue_timeout_s=100.0)
-    for i in range(5):
-        rig.ask(f"r{i}", 200)
-    rig.run(0.35)
-    late = rig.held
-    full = {"num_running": 2, "num_context_tokens": 400, "num_waiting": 1, "num_free_blocks": 0}
-    rig.beat("tcp://d:1", **full)
-    rig.beat(rig.addresses[0])
-    rig.core.on_tick(rig.now)
-    assert len(late) > 1 and rig.held == late, "a prefill worker has time for it, but its answer would wait for blocks"
-    rig.ask("new", 100)
-    rig.run(rig.now + 0.01)
-    assert rig.placed[-1] == "new", "it may still be in time"
-    rig.beat("tcp://d:1")
-    rig.core.on_tick(rig.now)
-    assert rig.placed[-1] == late[0]
-    rig.beat("tcp://d:1", **full)
-    rig.run(11.0)
-    for i in range(8):
-        rig.beat(rig.addresses[0])
-        rig.ask(f"n{i}", 100)
-        rig.run(rig.now + 0.2)
-    assert late[1] in rig.placed, "the oldest gets one of eight placements"
-
-
-def test_a_prompt_that_misses_its_goal_does_not_wait_for_an_idle_worker() -> None:
-    """Its answer is expected to need more blocks than there are."""
-    rig = Rig(request_class=(), slo_ttft_ms=50.0)
-    rig.beat("tcp://d:1", num_free_blocks=1)
-    rig.ask("r", 200)
-    assert rig.placed == ["r"]
-
-
 def test_draft_tokens_count_for_a_goal() -> None:
     rig = Rig(request_class=("name=fast,tpot_ms=20,refuse=predicted",))
     rig.beat("tcp://d:1", num_running=30, num_context_tokens=3000)
