@@ -21,7 +21,7 @@ from prefill_worker.scheduler import PrefillChunk, PrefillScheduler, PrefillSequ
 class FixedPrefillScheduler(PrefillScheduler):
     """Production's scheduler, whose steps are as large as the flag allows."""
 
-    def _size_of_step(self, prompts: Sequence[PrefillSequence], model: StepModel) -> Knob:
+    def _step_size(self, prompts: Sequence[PrefillSequence], model: StepModel) -> Knob:
         return Knob(self.most_step_tokens, "bound")
 
 

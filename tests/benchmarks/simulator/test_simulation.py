@@ -9,9 +9,15 @@ import pytest
 
 from benchmarks.simulator.report import Findings
 from benchmarks.simulator.simulation import Run, Simulation
+from benchmarks.simulator.workers.prefill import FixedPrefillScheduler
 from benchmarks.simulator.world.scenario import Scenario
+from common.engine.kv.block_pool import BlockPool
+from common.latency import StepModel
 from common.wire.messages import WorkerHeartbeat
+from prefill_worker.scheduler import PrefillScheduler
 from router.policy import POLICIES
+
+from ...prefill_worker.test_scheduler import prompt
 
 
 def simulate(scenario: Scenario) -> Run:
@@ -200,3 +206,13 @@ def test_a_worker_with_nothing_to_do_ends_once_it_is_told_to(scenario: Callable[
     simulation = Simulation(made)
     run = simulation.run()
     assert 3.0 < simulation.processes["prefill-2"].up_s < 5.0 < run.seconds
+
+
+def test_steps_of_a_fixed_pool_stay_at_their_largest_size() -> None:
+    """Production's are smaller while prompts have goals."""
+    model, sizes = StepModel(fixed_s=1e-2, token_s=1e-3, num_steps=16), list[int]()
+    for kind in (PrefillScheduler, FixedPrefillScheduler):
+        plan = kind(BlockPool(512, 4), max_num_batched_tokens=512, max_num_seqs=4)
+        plan.add(prompt("a", list(range(1000)), ttft_s=3.0))
+        sizes.append(sum(chunk.num_tokens for chunk in plan.schedule(0.0, model).chunks))
+    assert sizes[0] < sizes[1] == 512
