@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("common", "router", "prefill_worker", "decode_worker", "kernels", "docs", "helm")
 NONE_IN = ("README.md", "CONTRIBUTING.md", "docs/quickstart.md", "docs/index.md", "common/config", "router/cli")
-MOST = 15
+MOST = 12
 KINDS = {".py", ".md", ".h", ".cpp", ".yaml", ".js", ".html"}
 PHRASES = re.compile(
     r"\bbehind (?!an? |the (?:proxy|load balancer|ingress|firewall)|NAT)|\bbesides?\b|\b(?:so|as) many\b"

@@ -17,7 +17,7 @@ PROTOCOL_VERSION = 13
 The first change of a message after a release increases it. Each release also speaks the version of the release before,
 so that processes can be upgraded one by one:
 
-- A new field stands at the end of its struct, is marked with `since`, and its default keeps the former behaviour.
+- A new field is the last of its struct, is marked with `since`, and its default keeps the former behaviour.
   Receivers ignore further fields at the end, and use the default of a missing one.
 - A new message, a new value of an existing field or a wider limit is sent only to peers that speak its version. The
   same holds for a field that an older peer must not ignore, such as a sampling parameter: the router must choose a

@@ -3,7 +3,7 @@
 Commands and all state belong to the engine thread, whose event loop also runs vLLM's client and the link to its ranks.
 
     prefill   accept ─> vLLM (one token; ranks send its KV) ─> report, Done ─> Sent by all ranks
-    decode    accept ─> Expect ─> Arrived at all ranks ─> vLLM (prompt and first token; ranks load KV) ─> report ...
+    decode    accept ─> Expect ─> Arrived at each rank ─> vLLM (prompt and first token; ranks load KV) ─> report ...
 """
 
 from __future__ import annotations
