@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import logging
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -90,17 +91,17 @@ class WeightsReceiver:
         return self._folder.path / f"{weights.sha256}.safetensors"
 
     async def _pull(self, weights: ReceivedWeights, control: ControlServer, check: Callable[[], None]) -> Path:
-        path = Path()
         try:
             path = self._own_path(weights)
-            with path.open("wb") as file:
-                await self._receive(weights, file, control, check)
+            try:
+                with path.open("wb") as file:
+                    await self._receive(weights, file, control, check)
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
         except OSError as error:
-            path.unlink(missing_ok=True)
-            raise ModelError(write_failure(error.filename or path, error, weights.num_bytes)) from error
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
+            place = error.filename or tempfile.gettempdir()
+            raise ModelError(write_failure(place, error, weights.num_bytes)) from error
         finally:
             self._awaited = None
         return path

@@ -47,6 +47,15 @@ class Routers:
         return await self.receiver.fetch(weights, control, check)
 
 
+async def test_a_full_temporary_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(received_weights, "PrivateFolder", full)
+    with pytest.raises(ModelError, match="no space is left on the disk"):
+        await Routers().fetch()
+
+
 async def test_the_router_that_has_a_file_sends_it_once() -> None:
     routers = Routers()
     path = await routers.fetch()
