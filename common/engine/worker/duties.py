@@ -183,8 +183,8 @@ class Duties:
     async def reload(self, load: Callable[[], ServedModel], control: ControlServer) -> None:
         """Load the model after `unload`, and serve it in the same role with a new epoch. Frees it if that fails."""
         begun = self._begun(self.role)
-        self.model = await asyncio.to_thread(load)
         try:
+            self.model = await asyncio.to_thread(load)
             await self._enter(*begun, control)
         except Exception:
             await self._free_model()

@@ -24,7 +24,7 @@ from common.engine.worker.loop_model import LoopModel
 from common.engine.worker.metrics import WorkerMetrics
 from common.engine.worker.step_times import StepTimes
 from common.engine.worker.vitals import WorkerIdentity
-from common.errors import RankLost
+from common.errors import ModelError, RankLost
 from common.wire.messages import ChangeRole
 
 WAIT_S = 60.0
@@ -292,6 +292,19 @@ async def test_a_model_that_cannot_be_served_after_a_sleep_is_freed(make: Callab
     with pytest.raises(OSError, match="no room"):
         await rig.duties.reload(lambda: rig.model, rig.control)  # type: ignore[arg-type]
     assert rank.is_closed and rig.duties.model is None
+
+
+async def test_what_a_failed_load_after_a_sleep_has_taken_is_freed(make: Callable[..., Rig]) -> None:
+    rig, freed = make(), list[str]()
+    rig.duties._home = replace(rig.duties._home, free=lambda: freed.append("memory"))
+    await rig.duties.unload()
+
+    def load() -> Any:
+        raise ModelError("no room")
+
+    with pytest.raises(ModelError, match="no room"):
+        await rig.duties.reload(load, rig.control)  # type: ignore[arg-type]
+    assert freed == ["memory"] * 2
 
 
 async def test_a_port_that_is_released_late_is_bound_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
