@@ -11,6 +11,7 @@ from common.model_files.library import (
     hold_model,
     hub_cache,
     local_models,
+    release_models,
     remove_model,
 )
 from common.model_files.model_cache import cache_folder
@@ -70,6 +71,7 @@ __all__ = [
     "read_json",
     "read_kv_scheme",
     "read_weight_scheme",
+    "release_models",
     "remove_model",
     "resolve_model",
     "served_task",

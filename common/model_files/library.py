@@ -139,7 +139,7 @@ def usage_file(weights: Path) -> Path:
 
 
 def hold_model(weights: Sequence[Path]) -> None:
-    """Record that this process uses a model, until the process ends. Without effect in a cache that is read-only.
+    """Record that this process uses a model, until it ends or calls `release_models`. No effect in a read-only cache.
 
     Waits while the model is being deleted, for at most `HOLD_S`.
     """
@@ -151,6 +151,13 @@ def hold_model(weights: Sequence[Path]) -> None:
                 HELD[usage] = usage.open("ab")
             _lock(HELD[usage], fcntl.LOCK_SH, HOLD_S)
             os.utime(usage)
+
+
+def release_models(kept: Iterable[Path]) -> None:
+    """Release the models that this process holds, except those whose first weight file is in `kept`."""
+    usages = set(map(usage_file, kept))
+    for usage in HELD.keys() - usages:
+        HELD.pop(usage).close()
 
 
 def is_in_use(weights: Path) -> bool:

@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -36,7 +36,7 @@ from common.engine.worker.serving import WorkerServing
 from common.engine.worker.vitals import WorkerIdentity, heartbeat_of, hello_of, probe_of
 from common.errors import ConfigError, DiptychError, ModelError
 from common.machine import NO_ROOM, keep_large_buffers, raise_file_limit, remove_private_folders, write_failure
-from common.model_files import ModelFiles, hold_model, resolve_model
+from common.model_files import ModelFiles, hold_model, release_models, resolve_model
 from common.wire import Curve, Gatekeeper, in_url, warn_if_readable
 from common.wire.messages import (
     AnyMessage,
@@ -78,7 +78,8 @@ class WorkerProcess:
         self.adapters = WorkerAdapters(self._notify_routers)
         self.metrics.register(lambda labels: AdapterCollector(self.adapters, self._status, labels, config.lora_places))
         self.duties = Duties(home, other, self.blocking_context, self.curve, self.metrics, identity)
-        self.serving = WorkerServing(self.duties, self._load_model, self._notify_routers, self._resolve)
+        self.serving = WorkerServing(self.duties, self._load_model, self._notify_routers, self._resolve, self._release)
+        self._held: dict[str, Path] = {}
 
     async def run(self) -> None:
         """Run until SIGTERM or SIGINT. Raises the error that stopped the engine."""
@@ -207,7 +208,13 @@ class WorkerProcess:
         """Return the files of a model, and record that this process uses them. Raises ModelError."""
         files = resolve_model(name, progress=False, supported=self.config.engine == "diptych")
         hold_model(files.weights)
+        self._held[name] = files.weights[0]
         return files
+
+    def _release(self, kept: Collection[str]) -> None:
+        """Release the weights of earlier orders. The worker's own model stays in use."""
+        self._held = {name: path for name, path in self._held.items() if name in {*kept, self.config.model}}
+        release_models(self._held.values())
 
     async def _watch_engine(self) -> None:
         """Raise the error when the engine, the gatekeeper or a role change fails.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from hashlib import blake2b
 
 import msgspec
@@ -50,8 +50,10 @@ class WorkerServing:
         load: Callable[[ModelFiles], ServedModel],
         on_change: Callable[[], None],
         resolve: Callable[[str], ModelFiles],
+        release: Callable[[Collection[str]], None],
     ) -> None:
         self._duties, self._load, self._on_change, self._resolve = duties, load, on_change, resolve
+        self._release = release
         self._order = SetServing(version=0)
         self._status: ServingStatus = "done"
         self._message = ""
@@ -182,6 +184,7 @@ class WorkerServing:
         elif order.mode in ("run", "pause") and self._is_asleep:
             await self._wake(order, control)
         await self._receiver.keep(order.weights, order.staged)
+        self._release((order.weights, order.staged))
         if order.mode == "run" and order.weights_number == self._number:
             duties.is_draining = False
             control.broadcast_hello()

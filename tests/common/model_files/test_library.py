@@ -12,7 +12,15 @@ import pytest
 from common.errors import ModelError
 from common.model_files import library
 from common.model_files.builtin import builtin_name
-from common.model_files.library import find_model, hold_model, is_in_use, local_models, remove_model, tiny_folder
+from common.model_files.library import (
+    find_model,
+    hold_model,
+    is_in_use,
+    local_models,
+    release_models,
+    remove_model,
+    tiny_folder,
+)
 from common.model_files.resolve import resolve_model
 from common.model_files.summary import summary_of
 
@@ -102,6 +110,15 @@ def test_a_model_in_use_is_not_deleted_and_remembers_its_use(cache: Path) -> Non
         remove_model(model)
     library.HELD.popitem()[1].close()  # as when the process ends
     assert not model.in_use and remove_model(model) == model.num_bytes and local_models() == []
+
+
+def test_models_are_in_use_until_they_are_released(cache: Path) -> None:
+    (first,) = resolve_model("tiny-random").weights
+    hold_model([first])
+    release_models([first])
+    assert is_in_use(first)
+    release_models([])
+    assert not is_in_use(first) and not library.HELD
 
 
 def test_a_lock_for_an_instant_is_waited_for(cache: Path) -> None:

@@ -20,6 +20,7 @@ from common.config import DecodeWorkerConfig
 from common.engine.worker import process
 from common.engine.worker.process import WorkerProcess
 from common.errors import ConfigError, ModelError, RankLost
+from common.model_files import resolve_model
 from common.wire import decode, encode
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import (
@@ -213,11 +214,17 @@ async def test_an_engine_may_refuse_to_load(error: Exception, monkeypatch: pytes
 
 async def test_weights_of_an_order_are_protected_like_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[object] = []
+    kept: list[list[Path]] = []
     monkeypatch.setattr("common.engine.worker.process.hold_model", held.append)
+    monkeypatch.setattr("common.engine.worker.process.release_models", lambda paths: kept.append([*paths]))
     worker = process_of(ForeignModel())
     control: Any = None
-    files = await worker.serving._files("tiny-random", 1, SetServing(version=1), control)
+    weights = str(resolve_model("tiny-random").weights[0].parent)
+    files = await worker.serving._files(weights, 1, SetServing(version=1), control)
     assert held == [files.weights]
+    worker._release((weights, ""))
+    worker._release(("/other",))
+    assert kept == [[files.weights[0]], []]
     worker.context.destroy(linger=0)
 
 

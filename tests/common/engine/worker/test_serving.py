@@ -96,7 +96,7 @@ class Rig:
         self.may_load.set()
         resolve: Any = Files
         load: Any = lambda files: (self.may_load.wait(5), files)[1]  # noqa: E731
-        self.serving = WorkerServing(self.worker, load, lambda: None, resolve)  # type: ignore[arg-type]
+        self.serving = WorkerServing(self.worker, load, lambda: None, resolve, lambda kept: None)  # type: ignore[arg-type]
 
     def order(self, version: int, **fields: Any) -> None:
         self.serving.order(SetServing(version=version, **fields), self.worker)  # type: ignore[arg-type]
