@@ -102,8 +102,8 @@ class ServingOrders:
             received = await files.receive(body(self._most_bytes()), sha256)
             return await self.update(str(received), weight_version, **options, param="tensors")
         finally:
-            await files.keep(self._serving.newest.weights)
             self._is_receiving = False
+            await files.keep(self._serving.newest.weights)
 
     async def update(
         self, path: str, weight_version: str, *, aborts: bool, keep_pause: bool, param: str = "model_path"
