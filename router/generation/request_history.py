@@ -74,10 +74,13 @@ class RequestHistoryEntry(msgspec.Struct, frozen=True):
 class EndedRequest(msgspec.Struct, frozen=True):
     """What is kept of a request at its end. Its description is made when it is asked for.
 
-    `record` has no error, whose name and text are kept instead. `trails` are those of the first `MAX_CHOICES` choices.
+    `record` has no error, whose name and text are kept instead, and only the first `MAX_CHOICES` choices. `trails`
+    are theirs.
     """
 
     record: RequestRecord
+    num_choices: int
+    num_output_tokens: int
     error: str
     reason: str
     ttft_s: float
@@ -90,11 +93,12 @@ class EndedRequest(msgspec.Struct, frozen=True):
         first, error, reason = log.choices[0].request if log.choices else None, "", ""
         if record.error is not None:
             error, reason = record.error_name, loggable(record.error)[:MAX_ERROR_CHARS]
-            record = replace(record, error=None)
         ttft_s, tpot_s = (first.ttft_s, first.tpot_s) if first is not None else (0.0, 0.0)
-        return cls(
-            record, error, reason, ttft_s, tpot_s, tuple([one.request.trail for one in log.choices[:MAX_CHOICES]])
-        )
+        num_choices, num_output_tokens = len(record.choices), record.num_output_tokens
+        if error or num_choices > MAX_CHOICES:
+            record = replace(record, error=None, choices=record.choices[:MAX_CHOICES])
+        trails = tuple([one.request.trail for one in log.choices[:MAX_CHOICES]])
+        return cls(record, num_choices, num_output_tokens, error, reason, ttft_s, tpot_s, trails)
 
     @property
     def num_bytes(self) -> int:
@@ -128,8 +132,8 @@ class EndedRequest(msgspec.Struct, frozen=True):
             record.client_left,
             record.num_prompt_tokens,
             record.num_cached_tokens,
-            record.num_output_tokens,
-            len(record.choices),
+            self.num_output_tokens,
+            self.num_choices,
             tuple(
                 ChoiceHistory(
                     one.index,

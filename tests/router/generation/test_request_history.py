@@ -11,7 +11,7 @@ from router.access.keys import ANONYMOUS
 from router.dispatch import GenerationRequest, Step, Trail
 from router.dispatch.trail import MAX_STEPS
 from router.generation.choice import AnswerChoice
-from router.generation.request_history import MAX_AGE_S, REQUEST_BYTES, RequestHistory
+from router.generation.request_history import MAX_AGE_S, MAX_CHOICES, REQUEST_BYTES, RequestHistory
 from router.generation.request_log import RequestLog
 from router.observe import RouterMetrics
 
@@ -49,6 +49,16 @@ def test_the_oldest_go_when_memory_or_time_is_over() -> None:
     assert not list(history.find("4"))
     end(history, log_of(history, "new"), clock.now)
     assert len(history) == 1
+
+
+def test_only_some_choices_are_kept_and_all_are_counted() -> None:
+    history = RequestHistory(clock=Clock())
+    log = log_of(history, "many")
+    log.choices *= 100
+    end(history, log, 1000.0)
+    (entry,) = history.find("many")
+    assert (entry.num_choices, len(entry.choices)) == (100, MAX_CHOICES)
+    assert len(history._ended[0][0].record.choices) == MAX_CHOICES
 
 
 def test_an_abandoned_request_does_not_stay() -> None:
