@@ -27,6 +27,7 @@ def time_limit(seconds: float, grace_s: float = GRACE_S) -> Iterator[None]:
     def stop(number: int, _: FrameType | None) -> None:
         for other in numbers:
             signal.signal(other, signal.SIG_IGN)
+        faulthandler.dump_traceback_later(grace_s, exit=True)
         raise TimeOver(f"the limit of {seconds:g} s" if number == signal.SIGALRM else "told to end")
 
     before = {number: signal.signal(number, stop) for number in numbers}
@@ -36,8 +37,7 @@ def time_limit(seconds: float, grace_s: float = GRACE_S) -> Iterator[None]:
     try:
         yield
     finally:
-        if seconds:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        faulthandler.cancel_dump_traceback_later()
         for number, handler in before.items():
             signal.signal(number, handler)
