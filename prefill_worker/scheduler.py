@@ -194,10 +194,11 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         if order.num_on_time:
             self._on_time_at = now
         self.late_tokens = self.max_step_tokens
-        late = [*islice(filter(order.is_late, prompts), MAX_TRIES)] if order.late else []
-        if late and now - self._on_time_at <= ON_TIME_S:
-            slack_s = min(self._slack_s(prompt, model) for prompt in late)
-            self.late_tokens = late_step(model, self._start, self.max_step_tokens, slack_s)
+        if order.late and now - self._on_time_at <= ON_TIME_S:
+            late = islice(filter(order.is_late, prompts), MAX_TRIES)
+            slack_s = min((self._slack_s(prompt, model) for prompt in late), default=None)
+            if slack_s is not None:
+                self.late_tokens = late_step(model, self._start, self.max_step_tokens, slack_s)
         admitted = self._admit(order, now, restore)
         ready = [sequence for sequence in order.prompts if sequence.blocks and self._is_ready(sequence)]
         chunks = [
