@@ -6,9 +6,9 @@ many blocks as it needs.
 
 With a goal for the time per token, a request whose KV another worker sends must join the batch soon, because its client
 has the first token. One that has waited for longer than its answer can spare will miss the goal, as will one whose
-first token was late. These yield to those that can still meet their goals: otherwise all answers would wait equally
-long in an overload, and all would miss the goal. Among the others the smallest comes first, which maximises the number
-in time. Some admissions go to the oldest request once it has waited for long.
+first token was late. These yield to those of their priority that can still meet their goals: otherwise all answers
+would wait equally long in an overload, and all would miss the goal. Among the others the smallest comes first, which
+maximises the number in time. Some admissions go to the oldest request once it has waited for long.
 """
 
 from __future__ import annotations
@@ -143,14 +143,15 @@ class DecodeQueue(Scheduler[DecodeSequence]):
 
         Determined once per step, because the queue may be long. Empty if no request can be admitted.
         """
-        if self._is_full:
+        if self._is_full or self._num_available(()) < self._headroom:
             return []
         return sorted(self.queue, key=self._turn) if self.goal.is_set else list(self.queue)
 
-    def _turn(self, sequence: DecodeSequence) -> tuple[bool, bool, int, int]:
+    def _turn(self, sequence: DecodeSequence) -> tuple[bool, int, bool, int]:
         """Sort key of a waiting request with a goal. Equal requests keep their order in the queue."""
         is_preempted = sequence.status is RequestStatus.PREEMPTED
-        return self._is_late(sequence), not is_preempted, -sequence.priority, sequence.num_room_tokens
+        is_late = not is_preempted and self._is_late(sequence)
+        return not is_preempted, -sequence.priority, is_late, sequence.num_room_tokens
 
     @property
     def _is_oldest_due(self) -> bool:

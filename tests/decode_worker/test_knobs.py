@@ -33,10 +33,10 @@ def scheduler(**options: Any) -> DecodeScheduler:
     return plan
 
 
-def sequence(name: str, num_tokens: int, now: float = 0.0) -> DecodeSequence:
+def sequence(name: str, num_tokens: int, now: float = 0.0, priority: int = 0) -> DecodeSequence:
     tokens = [hash((name, place)) % 250 for place in range(num_tokens)]
     params = SamplingParams(max_tokens=8, temperature=0.0)
-    request = DecodeRequest(request_id=name, attempt=0, prompt=pack_tokens(tokens), params=params)
+    request = DecodeRequest(request_id=name, attempt=0, prompt=pack_tokens(tokens), params=params, priority=priority)
     return DecodeSequence(b"r", request, tokens, BlockHasher(4, ""), now, 1e9, status=RequestStatus.WAITING)
 
 
@@ -97,9 +97,9 @@ def test_answers_that_miss_the_goal_anyway_yield_to_others_but_do_not_starve() -
     assert order.index("q3") == ADMISSIONS_PER_OLDEST - 1 and order[0] == "q20"
 
 
-def opened(plan: DecodeScheduler, name: str, num_tokens: int, **fields: Any) -> DecodeSequence:
+def opened(plan: DecodeScheduler, name: str, num_tokens: int, priority: int = 0, **fields: Any) -> DecodeSequence:
     """Announce the KV of a prompt to a worker."""
-    one = sequence(name, num_tokens)
+    one = sequence(name, num_tokens, priority=priority)
     one.status = RequestStatus.EXPECTING
     for field, value in fields.items():
         setattr(one, field, value)
@@ -133,6 +133,15 @@ def test_small_requests_come_first_but_the_oldest_does_not_starve() -> None:
         opened(plan, f"small {number}", 4, accepted_at=YIELD_S)
     order = in_turn(plan, YIELD_S + 0.1)
     assert order.index("large") == ADMISSIONS_PER_OLDEST - 1 and order[0] == "small 0"
+
+
+def test_a_late_answer_of_higher_priority_yields_only_to_its_own_priority() -> None:
+    plan = scheduler()
+    decoding(plan, 15)
+    opened(plan, "late", 4, opened_at=0.3, due_at=0.2, priority=5)
+    opened(plan, "low", 4, opened_at=0.3, due_at=0.4)
+    opened(plan, "in time", 4, opened_at=0.3, due_at=0.4, priority=5)
+    assert in_turn(plan, 0.35) == ["in time", "late", "low"]
 
 
 def test_long_answers_whose_steps_take_little_of_the_goal_may_wait_longer() -> None:
