@@ -223,7 +223,7 @@ def test_an_adapter_that_does_not_fit_is_refused_and_changes_nothing(
 ) -> None:
     wide = make_adapter(tmp_path / "wide", tiny_folder, rank=65)
     answer = load(two_decode_workers, "wide", wide)
-    assert answer.status_code == 400 and "--max-lora-rank" in answer.json()["error"]["message"]
+    assert answer.status_code == 400 and "max_lora_rank" in answer.json()["error"]["message"].replace("-", "_")
     assert post(two_decode_workers, "completions", model="wide", prompt="hi").status_code == 404
     missing = load(two_decode_workers, "missing", tmp_path / "nowhere")
     assert missing.status_code == 400 and "cannot read" in missing.json()["error"]["message"]

@@ -117,6 +117,8 @@ def engine_arguments(config: WorkerConfig, files: ModelFiles, task: ServedTask =
         *("--scheduling-policy", "priority"),
         *("--structured-outputs-config", '{"backend": "guidance"}'),
     ]
+    # vLLM's kernels for CPUs apply the last place to requests without an adapter, so that place stays empty.
+    num_empty = 1 if config.lora_places and not config.on_gpu else 0
     values: Mapping[str, object] = {
         "--tensor-parallel-size": config.tensor_parallel_size if config.tensor_parallel_size > 1 else 0,
         "--max-model-len": config.max_model_len,
@@ -125,7 +127,7 @@ def engine_arguments(config: WorkerConfig, files: ModelFiles, task: ServedTask =
         "--num-gpu-blocks-override": config.num_blocks,
         "--max-num-seqs": getattr(config, "max_num_seqs", 0),
         "--max-num-batched-tokens": getattr(config, "max_num_batched_tokens", 0),
-        "--max-loras": config.lora_places,
+        "--max-loras": config.lora_places + num_empty,
         "--max-lora-rank": config.max_lora_rank if config.lora_places else 0,
     }
     for name, value in values.items():

@@ -77,6 +77,12 @@ def test_settings_that_both_have_reach_vllm() -> None:
     assert {"--enable-lora", "--no-enable-prefix-caching"} <= set(found)
 
 
+def test_the_last_place_of_adapters_stays_empty_on_cpus() -> None:
+    """There vLLM would add the adapter in it to the base model's answers."""
+    found = given(DecodeWorkerConfig(engine="vllm", device="cpu", max_loras=3))
+    assert found["--max-loras"] == "4"
+
+
 def test_what_is_not_set_is_left_to_vllm() -> None:
     found = given(DecodeWorkerConfig(engine="vllm", device="cpu"))
     assert not {"--dtype", "--max-model-len", "--max-num-seqs", "--block-size", "--gpu-memory-utilization"} & set(found)
