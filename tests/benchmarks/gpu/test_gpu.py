@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import signal
 import time
 
@@ -23,6 +25,15 @@ def test_a_limit_comes_and_goes_with_its_block() -> None:
     with pytest.raises(TimeOver, match="the limit of 0.01 s"), time_limit(0.01):
         time.sleep(60)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_sigterm_starts_the_deadline_of_the_clean_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    deadlines: list[float] = []
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda seconds, exit: deadlines.append(seconds))
+    with pytest.raises(TimeOver, match="told to end"), time_limit(0.0, grace_s=7.0):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    assert deadlines == [7.0]
 
 
 def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
