@@ -43,7 +43,7 @@ class VllmAdapters:
 
     def __init__(self, llm: AsyncLLM, loop: asyncio.AbstractEventLoop, num_places: int) -> None:
         self._llm, self._loop, self._num_places = llm, loop, num_places
-        self._lock = threading.Lock()
+        self._loading, self._lock = threading.Lock(), threading.Lock()
         self._held: dict[str, VllmAdapter] = {}
         self._retired: set[str] = set()
         self._numbers = itertools.count(1)
@@ -61,14 +61,17 @@ class VllmAdapters:
         """Load the adapter in folder `path`. Blocks. Raises ModelError."""
         began = time.monotonic()
         digest, rank, num_bytes = describe_adapter(Path(path))
-        with self._lock:
-            self._retired.discard(digest)
-            if (known := self._held.get(digest)) is not None:
-                return known
-            if len(self._held) >= self._num_places:
-                raise ModelError(f"all {self._num_places} adapter slots are in use: raise --max-loras")
+        with self._loading:
+            with self._lock:
+                self._retired.discard(digest)
+                if (known := self._held.get(digest)) is not None:
+                    return known
+                if len(self._held) >= self._num_places:
+                    raise ModelError(f"all {self._num_places} adapter slots are in use: raise --max-loras")
+            # Without the lock: the engine thread, which loads it, takes the lock in `free`.
             adapter = VllmAdapter(digest, name, rank, num_bytes, self._added(digest, path))
-            self._held[digest] = adapter
+            with self._lock:
+                self._held[digest] = adapter
         log.info("adapter %s: loaded from %s in %.2f s: rank %d", name, path, time.monotonic() - began, rank)
         return adapter
 
@@ -121,5 +124,7 @@ def describe_adapter(folder: Path) -> tuple[str, int, int]:
             while chunk := file.read(CHUNK_BYTES):
                 digest.update(chunk)
         return digest.hexdigest(), int(settings.get("r", 0)), weights.stat().st_size
-    except (OSError, ValueError, AttributeError) as error:
+    except OSError as error:
+        raise ModelError(f"{folder} is not an adapter: cannot read {error.filename} ({error.strerror})") from error
+    except (ValueError, AttributeError) as error:
         raise ModelError(f"{folder} is not an adapter in PEFT format: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import signal
@@ -241,3 +242,31 @@ async def test_adapters_take_places_until_no_request_uses_them(tmp_path: Path, m
     adapters.free(frozenset())
     await asyncio.sleep(0)
     assert removed == [1] and adapters.request(held.digest) is None
+
+
+async def test_an_adapter_is_freed_while_another_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine thread frees adapters, and is also what loads them: it must not wait for the end of a load."""
+    adapters: VllmAdapters
+    loaded: list[bool] = []
+
+    def load(digest: str, path: str) -> Any:
+        async def free() -> None:
+            adapters.free(frozenset())
+
+        freed = asyncio.run_coroutine_threadsafe(free(), thread.loop)
+        with contextlib.suppress(TimeoutError):
+            freed.result(2.0)
+        loaded.append(freed.done())
+        return SimpleNamespace(lora_int_id=len(loaded))
+
+    async def remove_lora(number: int) -> None:
+        """Takes no time."""
+
+    thread, client = CoreThread(), SimpleNamespace(remove_lora=remove_lora)
+    adapters = VllmAdapters(client, thread.loop, 3)  # type: ignore[arg-type]
+    monkeypatch.setattr(adapters, "_added", load)
+    for name in ("a", "b"):
+        held = await asyncio.to_thread(adapters.load, name, str(adapter(tmp_path / name, weights=name.encode())))
+        adapters.retire(held.digest)
+    thread.close()
+    assert loaded == [True, True] and len(adapters) == 1
