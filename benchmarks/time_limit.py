@@ -10,6 +10,8 @@ from types import FrameType
 
 GRACE_S = 30.0
 """Seconds for the clean-up. Then faulthandler ends the process, because no exception interrupts a hanging driver."""
+STDERR = 2
+"""File descriptor for the traceback of that end: `sys.stderr` may be an object without one."""
 
 
 class TimeOver(KeyboardInterrupt):
@@ -27,13 +29,13 @@ def time_limit(seconds: float, grace_s: float = GRACE_S) -> Iterator[None]:
     def stop(number: int, _: FrameType | None) -> None:
         for other in numbers:
             signal.signal(other, signal.SIG_IGN)
-        faulthandler.dump_traceback_later(grace_s, exit=True)
+        faulthandler.dump_traceback_later(grace_s, exit=True, file=STDERR)
         raise TimeOver(f"the limit of {seconds:g} s" if number == signal.SIGALRM else "told to end")
 
     before = {number: signal.signal(number, stop) for number in numbers}
     if seconds:
         signal.setitimer(signal.ITIMER_REAL, seconds)
-        faulthandler.dump_traceback_later(seconds + grace_s, exit=True)
+        faulthandler.dump_traceback_later(seconds + grace_s, exit=True, file=STDERR)
     try:
         yield
     finally:

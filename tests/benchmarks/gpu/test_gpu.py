@@ -29,7 +29,7 @@ def test_a_limit_comes_and_goes_with_its_block() -> None:
 
 def test_sigterm_starts_the_deadline_of_the_clean_up(monkeypatch: pytest.MonkeyPatch) -> None:
     deadlines: list[float] = []
-    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda seconds, exit: deadlines.append(seconds))
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda seconds, exit, file: deadlines.append(seconds))
     with pytest.raises(TimeOver, match="told to end"), time_limit(0.0, grace_s=7.0):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
