@@ -20,6 +20,8 @@ const Cards = (() => {
     };
   }
 
+  // No recent answer met or missed a goal: the shares are 1 then.
+  const isQuiet = (load, met) => !load.traffic.ttft.num && Math.min(...met) === 1;
   const goalOf = (load, name) => load.classes.find((one) => one.name === "default")?.[name] || 0;
 
   // A one-line summary: the state of each pool, and current problems.
@@ -30,7 +32,7 @@ const Cards = (() => {
       return { text: pool.length ? `${F.whole(ready)} of ${F.whole(pool.length)} ${role} workers ready` : `no ${role} workers`, level };
     });
     const met = [F.worst(load, "ttft"), F.worst(load, "tpot")].filter((share) => share !== null);
-    if (met.length) {
+    if (met.length && !isQuiet(load, met)) {
       const isMissed = Math.min(...met) < (load.plan?.quantile ?? 0.95);
       parts.push({ text: isMissed ? "goals are missed" : "goals are met", level: isMissed ? "bad" : "good" });
     }
@@ -42,6 +44,7 @@ const Cards = (() => {
   function all(load) {
     const { rates, transfer, exposed_transfer: exposed } = load.traffic, point = F.sample(load);
     const met = [point.ttftMet, point.tpotMet].filter((one) => one !== null), quantile = load.plan?.quantile ?? 0.95;
+    const quiet = isQuiet(load, met), attained = (one) => share(quiet ? null : one);
     const kv = [point.decodeKv, point.prefillKv].filter((one) => one !== null);
     const cached = rates.prompt_tokens_per_s ? rates.cached_tokens_per_s / rates.prompt_tokens_per_s : null;
     return [
@@ -58,9 +61,10 @@ const Cards = (() => {
         details: [{ text: "output", line: "first" }, { text: `prompt ${perSecond(rates.prompt_tokens_per_s)}`, line: "second" }, ...(cached === null ? [] : [{ text: `${F.percent(cached)} cached` }])],
       },
       {
-        key: "goals", name: "Goals met", none: !met.length, value: met.length ? F.percent(Math.min(...met)) : "no goals set",
+        key: "goals", name: "Goals met", none: !met.length || quiet,
+        value: !met.length ? "no goals set" : quiet ? "no recent answers" : F.percent(Math.min(...met)),
         level: met.length && Math.min(...met) < quantile ? "bad" : "", lines: ["ttftMet", "tpotMet"], least: LEAST_TOP.share, scale: F.percent,
-        details: [{ text: `TTFT ${share(point.ttftMet)}`, line: "first" }, { text: `TPOT ${share(point.tpotMet)}`, line: "second" }, { text: "last minute" }],
+        details: [{ text: `TTFT ${attained(point.ttftMet)}`, line: "first" }, { text: `TPOT ${attained(point.tpotMet)}`, line: "second" }, { text: "last minute" }],
       },
       times("ttft", "First token (TTFT)", load, "ttft_ms"),
       times("tpot", "Later token (TPOT)", load, "tpot_ms"),

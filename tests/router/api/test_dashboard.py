@@ -209,6 +209,19 @@ def test_the_summary_says_how_it_stands_and_what_is_wrong() -> None:
     ]  # fmt: skip
 
 
+def test_goals_are_met_or_missed_only_by_answers() -> None:
+    quiet = {**TRAFFIC, "ttft": NO_TIMES}
+    met = {"name": "default", "ttft_ms": 400, "tpot_ms": 0, "attainment": {"ttft": 1.0}}
+    missed = met | {"attainment": {"ttft": 0.0}}
+    found = [cards(traffic=quiet, classes=[one])["goals"]["value"] for one in (met, missed)] + [
+        cards(classes=[met])["goals"]["value"]
+    ]
+    assert found == ["no recent answers", "0 %", "100 %"], "a refused request misses its goal"
+    loads = (LOAD | {"traffic": quiet, "classes": [one]} for one in (met, missed))
+    summaries = figures(*(f"C.summary({json.dumps(load)}).map((one) => one.text)" for load in loads))
+    assert [[text for text in texts if "goals" in text] for texts in summaries] == [[], ["goals are missed"]]
+
+
 def test_a_service_without_goals_and_workers_says_so() -> None:
     found = cards()
     assert (found["goals"]["value"], found["kv"]["value"]) == ("no goals set", "no ready workers")
