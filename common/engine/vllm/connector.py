@@ -42,9 +42,10 @@ from vllm.v1.request import RequestStatus
 from common.engine.vllm.layout import KVGroup, KVLayout
 from common.engine.vllm.link import SCHEDULER, ConnectorSettings, StepsDone, TransferParams, WorkerLink
 from common.engine.vllm.rank_transfers import Computed, Key, LoadOrder, Open, RankTransfers, StepOrders
-from common.engine.vllm.staging import RankCache
+from common.engine.vllm.staging import RankCache, staging_bytes
 from common.errors import ConfigError
 from common.latency import NOTHING, StepShape
+from common.machine import host_memory
 from common.wire import Curve, Gatekeeper
 
 if TYPE_CHECKING:
@@ -390,6 +391,12 @@ class RankSide:
         link = self._link = WorkerLink(self._context, settings, rank, lambda message: transfers.order(message))
         cache = RankCache(layout, groups, self.kv_cache_config.num_blocks)
         world_size = layout.size * layout.num_stages
+        if not settings.staging_bytes:
+            longest = self.vllm_config.model_config.max_model_len if settings.receives else 0
+            memory, num_here = host_memory(), self.vllm_config.parallel_config.local_world_size
+            memory_bytes = memory.num_bytes / num_here if memory is not None else math.inf
+            size = staging_bytes(cache, longest, memory_bytes)
+            settings = msgspec.structs.replace(settings, staging_bytes=size)
         transfers = RankTransfers(self._context, settings, cache, link.send, world_size=world_size, curve=curve)
         self._transfers = transfers
         link.start()

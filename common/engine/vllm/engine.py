@@ -105,6 +105,7 @@ class VllmEngine:
         self._serials: Mapping[bytes, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticking: asyncio.Task[None] | None = None
+        self._has_told_too_long = False
         self._flush_is_due = self._is_stopped = self._reset_is_due = self._has_changed = False
         self._rate, self._step_fit = StepRate(), StepFit()
         self._step_times = StepTimes(fixed_s=stall_timeout_s, floor_s=FLOOR_S)
@@ -224,23 +225,38 @@ class VllmEngine:
             return
         now = time.monotonic()
         hasher = BlockHasher(self._model.facts.block_size, request.cache_salt, request.adapter)
+        num_hits = self._model.cached.num_leading(hasher.extend(token_ids))
+        first_block = self._model.num_skipped(num_hits)
         is_incoming = isinstance(request, DecodeRequest) and bool(request.prefill_worker)
+        if is_incoming and not self._model.fits(len(token_ids), first_block):
+            self._tell_too_long(len(token_ids))
+            self._tell_ranks(Forget(request_id=request.request_id, attempt=request.attempt))
+            is_incoming = False
         phase = Phase.EXPECTING if is_incoming else Phase.WAITING
         sequence = VllmSequence(router, request, token_ids, hasher, now, now + request.deadline_s, phase)
-        num_hits = self._model.cached.num_leading(hasher.extend(token_ids))
-        sequence.num_expected_hits = num_hits * self._model.facts.block_size
+        sequence.num_expected_hits, sequence.is_incoming = num_hits * self._model.facts.block_size, is_incoming
         self._sequences[sequence.request_id] = sequence
         if is_incoming:
-            sequence.first_block, sequence.waits_for = num_hits, set(range(self._model.world_size))
+            sequence.first_block, sequence.waits_for = first_block, set(range(self._model.world_size))
             expected = Expect(
                 request_id=request.request_id,
                 attempt=request.attempt,
                 num_tokens=len(token_ids),
-                first_block=num_hits,
+                first_block=first_block,
             )
             self._tell_ranks(expected)
         else:
             self._add(sequence)
+
+    def _tell_too_long(self, num_tokens: int) -> None:
+        """Log once that prompts are computed here because their KV cannot arrive."""
+        if not self._has_told_too_long:
+            self._has_told_too_long = True
+            log.warning(
+                "a prompt of %d tokens is computed here: its KV does not fit into the staging memory, which the host's "
+                "free memory limited at the start; later ones are not logged",
+                num_tokens,
+            )
 
     def _checked(self, request: PrefillRequest | DecodeRequest) -> tuple[str, bool, list[int]]:
         """Return why a request must be rejected, or "", whether that is retryable, and the tokens of its prompt."""
@@ -335,7 +351,7 @@ class VllmEngine:
             sequence.is_lent, sequence.waits_for = True, set(range(self._model.world_size))
             send = SendKV(request_id=key[0], attempt=key[1], target=request.decode)
             return TransferParams(send=send, earlier=earlier)
-        if isinstance(request, DecodeRequest) and request.prefill_worker:
+        if sequence.is_incoming:
             load = Load(
                 request_id=key[0],
                 attempt=key[1],
@@ -583,7 +599,7 @@ class VllmEngine:
         if sequence.is_lent:
             sequence.is_lent = False
             self._tell_ranks(Cancel(request_id=request.request_id, attempt=request.attempt, reason=reason, phase=phase))
-        elif isinstance(request, DecodeRequest) and request.prefill_worker:
+        elif sequence.is_incoming:
             self._forget(sequence, reason)
         self._remove(sequence)
         self._abort_soon(sequence)

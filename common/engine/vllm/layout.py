@@ -65,6 +65,16 @@ def units_of(groups: tuple[KVGroup, ...], num_tokens: int) -> tuple[Unit, ...]:
     return (*((number, index) for _, number, index in sorted(full)), *windows, *states)
 
 
+def num_units(groups: tuple[KVGroup, ...], num_tokens: int) -> int:
+    """Return the number of `units_of` these tokens."""
+    return sum(
+        1
+        if group.kind == "state"
+        else _num_blocks(group, num_tokens) - (first_in_window(group, num_tokens) if group.kind == "window" else 0)
+        for group in groups
+    )
+
+
 def num_ready(
     groups: tuple[KVGroup, ...], units: Sequence[Unit], num_tokens: int, num_computed: int, start: int
 ) -> int:

@@ -32,6 +32,7 @@ import zmq.asyncio
 
 from common.engine.transfer import KVConnection, Mailbox
 from common.engine.vllm.core_log import started_by
+from common.engine.vllm.layout import KVGroup, num_units
 from common.errors import ConfigError, WireError
 from common.latency import StepShape
 from common.machine import PrivateFolder
@@ -58,7 +59,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     `weights` identifies the model and its weights: ranks exchange KV only if it and the layout are equal. Rank `r`
     listens for KV on `kv_port + r`, or on a free port if `kv_port` is 0. `kv_transport` is the worker's setting of that
-    name. `staging_bytes` is the host memory of each rank for KV that arrives before its request is scheduled.
+    name. `receives`: whether prompts arrive from other workers. `staging_bytes` is the host memory of each rank for KV
+    that arrives before its request is scheduled; 0 for what the longest prompt needs.
     `grant_timeout_s`, `transfer_timeout_s`: maximum time that announced KV waits for staging memory, and that a
     transfer makes no progress.
     """
@@ -76,7 +78,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     lease_s: float = 10.0
     grant_timeout_s: float = 30.0
     transfer_timeout_s: float = 30.0
-    staging_bytes: int = 1 << 30
+    receives: bool = True
+    staging_bytes: int = 0
     curve_key: str = ""
     curve_authorized: str = ""
 
@@ -154,14 +157,20 @@ class RankReady(LinkMessage, frozen=True, tag=20):
     """The rank has allocated its KV cache and listens at `kv_address`. `rank` is the sender's.
 
     `layout` describes the KV of the whole model, independent of the number of ranks. Workers exchange KV only if it is
-    equal. `num_slots` is the number of blocks that may arrive before their requests are scheduled.
+    equal. `groups` are the KV cache groups of this rank's layers. `num_slots` is the number of blocks that may arrive
+    before their requests are scheduled.
     """
 
     rank: int
     world_size: int
     kv_address: str
     layout: str
+    groups: tuple[KVGroup, ...]
     num_slots: int
+
+    def fits(self, num_tokens: int, first_block: int) -> bool:
+        """Whether staging memory can store the KV of a prompt without its first blocks."""
+        return num_units(self.groups, num_tokens) - first_block <= self.num_slots
 
 
 class Arrived(RequestMessage, frozen=True, tag=21):

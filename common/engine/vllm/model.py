@@ -45,6 +45,7 @@ from common.engine.vllm.launch import (
     start_core,
     start_problem,
 )
+from common.engine.vllm.layout import can_skip_blocks
 from common.engine.vllm.link import (
     SCHEDULER,
     Arrived,
@@ -157,12 +158,14 @@ class VllmModel:
         kv_address: str,
         adapters: VllmAdapters | None,
         hosts: EngineHosts | None,
+        ranks: Sequence[RankReady],
     ) -> None:
         self.thread, self.link, self.cached = thread, link, cached
         self.client = VllmClient(llm)
         self._llm = llm
         self.facts, self.vocab_size, self.eos_token_ids, self.pooling = facts, vocab_size, eos_token_ids, pooling
         self.kv_address, self.adapters, self._hosts = kv_address, adapters, hosts
+        self._rooms = {(one.groups, one.num_slots): one for one in ranks}.values()
         self.on_event: Callable[[int, LinkEvent], None] = lambda rank, event: None
         """Receives the events of ranks and scheduler, on the engine thread. Set by the engine."""
         self._files, self._folder = files, folder
@@ -180,6 +183,22 @@ class VllmModel:
     @property
     def world_size(self) -> int:
         return int(self._llm.vllm_config.parallel_config.world_size)
+
+    def fits(self, num_tokens: int, first_block: int) -> bool:
+        """Whether the staging memory of all ranks can store the KV of a prompt without its first blocks."""
+        return all(room.fits(num_tokens, first_block) for room in self._rooms)
+
+    def num_skipped(self, num_cached: int) -> int:
+        """Return how many of the cached blocks at the beginning of a prompt need not be received.
+
+        Those that vLLM will use whatever else it has cached: none if it needs another group's KV at the same place, and
+        not the last one if a draft model computes it again.
+        """
+        if not all(can_skip_blocks(room.groups) for room in self._rooms):
+            return 0
+        speculation = self._llm.vllm_config.speculative_config
+        drops_last = speculation is not None and speculation.use_eagle_block_drop()
+        return max(0, num_cached - 1) if drops_last else num_cached
 
     @property
     def failure(self) -> str:
@@ -297,6 +316,7 @@ def _load(
         kv_address=advertised([one.kv_address for one in ready], shown),
         adapters=adapters,
         hosts=hosts,
+        ranks=ready,
     )
     ranks.forward = lambda rank, event: model.on_event(rank, event)
     if config.enable_prefix_caching:
@@ -322,6 +342,7 @@ def connector_settings(
         weights="",
         kv_host=config.host,
         kv_transport=config.kv_transport,
+        receives=parts.identity.role == "decode",
         curve_key=config.curve_key,
         curve_authorized=config.curve_authorized,
         **of_role,

@@ -256,6 +256,7 @@ class RankTransfers:
                 world_size=self._world_size,
                 kv_address=self._receiver.address,
                 layout=self.layout.describe(),
+                groups=self.layout.groups,
                 num_slots=self.slots.num_slots,
             )
         )

@@ -35,7 +35,8 @@ class Phase(Enum):
 class VllmSequence:
     """A request on a worker. `token_ids`: prompt, which may end with earlier output, and output.
 
-    `num_expected_hits` tokens were in the prefix cache when it arrived. `waits_for`: ranks that have not reported the
+    `num_expected_hits` tokens were in the prefix cache when it arrived. `is_incoming`: a prefill worker's KV is used.
+    `waits_for`: ranks that have not reported the
     end of its transfer. `is_lent`: its blocks may be read by a transfer. `answer`: the request in vLLM, once added,
     whose outputs `task` reads. `num_reported` output tokens were reported, including those of earlier attempts.
     `allowed`: the only tokens that the answer may contain; empty for all. Times are monotonic.
@@ -54,6 +55,7 @@ class VllmSequence:
     num_expected_hits: int = 0
     waits_for: set[int] = field(default_factory=set)
     first_block: int = 0
+    is_incoming: bool = False
     is_lent: bool = False
     is_dropped: bool = False
     answer: Answer | None = None

@@ -15,10 +15,14 @@ from torch import Tensor
 
 from common.engine.kv import CopyStream, LentBuffers, checksum
 from common.engine.transfer import blocks_in_queues
-from common.engine.vllm.layout import HeadRange, KVLayout
+from common.engine.vllm.layout import HeadRange, KVLayout, num_units
 from common.errors import ConfigError
 from kernels.interface import pinned
 
+LEAST_STAGING_BYTES = 1 << 30
+"""Minimum size of staging memory, if the host has that much to give."""
+HOST_SHARE = 0.25
+"""Maximum fraction of the host's available memory that all its ranks together use as staging memory."""
 UNIT_ALIGN_BYTES = 8
 """Alignment of units in host memory: the size of the largest words in which they are copied."""
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -209,6 +213,18 @@ class RankBlocks(LentBuffers):
 
     def _gather(self, copies: Sequence[tuple[int, Tensor]]) -> None:
         self._cache.gather([(*self.numbers.of(index), place) for index, place in copies])
+
+
+def staging_bytes(cache: RankCache, longest: int, memory_bytes: float) -> int:
+    """Return the size of staging memory that stores any prompt of up to `longest` tokens, in bytes.
+
+    It is at least `LEAST_STAGING_BYTES`. `memory_bytes`: available memory for each rank of this host, of which it takes
+    `HOST_SHARE`, but one slot at least. A rank that receives nothing needs one: `longest` is 0.
+    """
+    if not longest:
+        return cache.unit_bytes
+    wanted = max(LEAST_STAGING_BYTES, num_units(cache.layout.groups, longest) * cache.unit_bytes)
+    return max(cache.unit_bytes, int(min(wanted, HOST_SHARE * memory_bytes)))
 
 
 class StagingSlots:

@@ -91,6 +91,7 @@ class PretendedVllm:
     speculates, failure, is_leaving, adapters, vocab_size, pooling = False, "", False, None, 256, ""
     eos_token_ids = (0,)
     has_first_runner = False
+    max_incoming = 10**6
     num_preemptions, drafts = 0, Drafts()
     kv_address = "tcp://127.0.0.1:7,8"
 
@@ -116,6 +117,12 @@ class PretendedVllm:
     def event(self, rank: int, event: LinkEvent) -> None:
         """Deliver an event of a rank."""
         self.thread.loop.call_soon_threadsafe(self.on_event, rank, event)
+
+    def fits(self, num_tokens: int, first_block: int) -> bool:
+        return num_tokens - first_block * self.facts.block_size <= self.max_incoming
+
+    def num_skipped(self, num_cached: int) -> int:
+        return num_cached
 
     def core_problem(self) -> str:
         return "vLLM has failed"

@@ -298,6 +298,37 @@ async def test_cached_blocks_are_not_sent_again(decode: Rig) -> None:
     assert expect.first_block == len(PROMPT) // decode.model.facts.block_size > 0
 
 
+async def test_cached_blocks_that_vllm_cannot_use_alone_are_received(
+    decode: Rig, model: PretendedVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a draft model, or several groups, vLLM has fewer blocks cached than group 0 has."""
+    monkeypatch.setattr(model, "num_skipped", lambda num_cached: 0)
+    decode.decode("first", prefill_worker="")
+    await until(lambda: any(delta.finish_reason for delta in decode.deltas("first")))
+    decode.decode()
+    (expect,) = await decode.orders(Expect)
+    num_added = len(model.all_added)
+    for rank in (0, 1):
+        model.event(rank, arrived(7))
+    await until(lambda: len(model.all_added) > num_added)
+    load = model.all_added[-1].transfer.load
+    assert load is not None and (expect.first_block, load.first_block) == (0, 0)
+
+
+async def test_kv_that_cannot_arrive_is_computed_here(
+    decode: Rig, model: PretendedVllm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(model, "max_incoming", len(PROMPT) - 1)
+    for name in ("a", "b"):
+        decode.decode(name)
+        await until(lambda name=name: any(delta.finish_reason for delta in decode.deltas(name)))
+    assert [(each.key, each.reason) for each in model.link.take()] == [(("a", 1), ""), (("b", 1), "")]
+    assert model.all_added[-1].transfer.load is None and not decode.failures()
+    assert [token for delta in decode.deltas() for token in delta.token_ids][0] == FIRST
+    (told,) = [one.message for one in caplog.records if "staging memory" in one.message]
+    assert f"{len(PROMPT)} tokens" in told
+
+
 async def test_a_first_token_may_be_the_last(decode: Rig, model: PretendedVllm) -> None:
     decode.decode(num_tokens=1)
     await decode.orders(Expect)

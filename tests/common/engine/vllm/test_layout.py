@@ -15,6 +15,7 @@ from common.engine.vllm.layout import (
     can_skip_blocks,
     heads_of,
     num_ready,
+    num_units,
     pairs,
     transfer_name,
     units_of,
@@ -82,7 +83,7 @@ def test_ranks_that_share_no_heads_exchange_nothing() -> None:
 @given(groups=GROUPS, num_tokens=st.integers(1, 200))
 def test_units_cover_what_the_next_token_needs(groups: tuple[KVGroup, ...], num_tokens: int) -> None:
     units = units_of(groups, num_tokens)
-    assert len(set(units)) == len(units)
+    assert len(set(units)) == len(units) == num_units(groups, num_tokens)
     for number, group in enumerate(groups):
         blocks = sorted(index for each, index in units if each == number)
         if group.kind == "state":

@@ -12,6 +12,7 @@ import zmq.asyncio
 from msgspec.structs import replace
 
 from common.engine.vllm import link as links
+from common.engine.vllm.layout import KVGroup
 from common.engine.vllm.link import (
     SCHEDULER,
     Arrived,
@@ -42,7 +43,8 @@ from common.wire.messages import KVDone, KVTarget
 from ....waiting import until
 
 DONE = KVDone(request_id="a", attempt=1, first_token=7)
-READY = RankReady(rank=0, world_size=1, kv_address="tcp://h:1", layout="l", num_slots=4)
+GROUPS = (KVGroup("full", 16, 2, 100), KVGroup("window", 16, 2, 100, window=64))
+READY = RankReady(rank=0, world_size=1, kv_address="tcp://h:1", layout="l", groups=GROUPS, num_slots=4)
 STEP = StepsDone(
     steps=((StepShape(1, 1, 0, 0), 0.1),), num_running=1, num_waiting=0, num_waiting_tokens=0,
     num_context_tokens=0, num_free_blocks=1, num_total_blocks=2,

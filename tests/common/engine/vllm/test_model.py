@@ -25,6 +25,8 @@ from common.engine.vllm import model as model_module
 from common.engine.vllm.adapters import VllmAdapters, describe_adapter
 from common.engine.vllm.client import DraftCounter, Drafts, Output, pooled_output
 from common.engine.vllm.launch import CoreFiles
+from common.engine.vllm.layout import KVGroup
+from common.engine.vllm.link import RankReady
 from common.engine.vllm.model import (
     COMMON_SERIES,
     CoreThread,
@@ -111,13 +113,55 @@ def test_a_pooled_prompt_has_a_vector_of_float32(vector: list[float], error: str
 
 def test_timeouts_and_streams_reach_the_connectors() -> None:
     link = "ipc:///x", b"key"
-    parts: Any = SimpleNamespace(identity=SimpleNamespace(worker_id="w", epoch=1))
+    parts: Any = SimpleNamespace(identity=SimpleNamespace(worker_id="w", epoch=1, role="decode"))
     decode = DecodeWorkerConfig(engine="vllm", grant_timeout_s=7.0, transfer_timeout_s=8.0, kv_port=9)
     found = connector_settings(decode, parts, *link)
     assert (found.grant_timeout_s, found.transfer_timeout_s, found.kv_port) == (7, 8, 9)
     prefill = PrefillWorkerConfig(engine="vllm", kv_lease_s=3.0, kv_streams=2)
     found = connector_settings(prefill, parts, *link)
     assert (found.lease_s, found.num_streams, found.kv_port) == (3, 2, 0)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_only_decode_workers_have_memory_for_kv_that_arrives(role: str) -> None:
+    parts: Any = SimpleNamespace(identity=SimpleNamespace(worker_id="w", epoch=1, role=role))
+    assert connector_settings(DecodeWorkerConfig(engine="vllm"), parts, "ipc:///x", b"").receives is (role == "decode")
+
+
+FULL, WINDOW = KVGroup("full", 16, 2, 100), KVGroup("window", 16, 2, 100, window=64)
+
+
+@pytest.mark.parametrize(
+    ("groups", "drops_last", "expected"),
+    [
+        ([(FULL,)], False, 5),
+        ([(FULL,), (FULL,)], True, 4),
+        ([(FULL, WINDOW)], False, 0),
+        ([(FULL,), (FULL, WINDOW)], False, 0),
+    ],
+)
+def test_cached_blocks_need_not_be_received_if_vllm_uses_them(
+    groups: list[tuple[KVGroup, ...]], drops_last: bool, expected: int
+) -> None:
+    speculation = SimpleNamespace(use_eagle_block_drop=lambda: True) if drops_last else None
+    model = VllmModel.__new__(VllmModel)
+    model._llm = SimpleNamespace(vllm_config=SimpleNamespace(speculative_config=speculation))
+    model._rooms = [room(one, 10) for one in groups]
+    assert model.num_skipped(5) == expected and model.num_skipped(0) == 0
+
+
+def test_kv_of_a_prompt_must_fit_into_the_memory_of_every_rank() -> None:
+    model = VllmModel.__new__(VllmModel)
+    model._rooms = [room((FULL,), 10), room((FULL, WINDOW), 14)]
+    assert model.fits(160, 0) and not model.fits(161, 0)
+    model._rooms = [room((FULL,), 10), room((FULL, WINDOW), 13)]
+    assert not model.fits(160, 0)
+    model._rooms = [room((FULL,), 10)]
+    assert model.fits(176, 1) and not model.fits(177, 1)
+
+
+def room(groups: tuple[KVGroup, ...], num_slots: int) -> RankReady:
+    return RankReady(rank=0, world_size=1, kv_address="", layout="", groups=groups, num_slots=num_slots)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +206,7 @@ def test_processes_that_are_left_at_the_end_are_killed_at_once(tmp_path: Path) -
         nothing: Any = None
         model = VllmModel(
             CoreThread(), llm, nothing, nothing, nothing, CoreFiles(tmp_path), PrivateFolder("test"),
-            vocab_size=9, eos_token_ids=(), pooling="", kv_address="", adapters=None, hosts=None,
+            vocab_size=9, eos_token_ids=(), pooling="", kv_address="", adapters=None, hosts=None, ranks=(),
         )  # fmt: skip
         model._processes = frozenset({left.pid})
         model.close()

@@ -1,12 +1,21 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
 from common.engine.kv import checksum
 from common.engine.vllm.layout import HeadRange, KVGroup, KVLayout
-from common.engine.vllm.staging import PlaceNumbers, RankBlocks, RankCache, StagingSlots
+from common.engine.vllm.staging import (
+    LEAST_STAGING_BYTES,
+    PlaceNumbers,
+    RankBlocks,
+    RankCache,
+    StagingSlots,
+    staging_bytes,
+)
 from common.errors import ConfigError
 
 BLOCKS, HEADS, TOKENS, LAYERS = 6, 4, 8, 3
@@ -108,6 +117,20 @@ def test_slots_are_lent_once_and_views_are_their_heads() -> None:
     assert bytes(slots.unit(taken[0], 24).numpy()[12:]) == b"x" * 12
     slots.give(taken)
     assert slots.problems([]) == []
+
+
+@pytest.mark.parametrize(
+    ("longest", "memory_bytes", "expected"),
+    [
+        (0, math.inf, 24),  # receives nothing
+        (100, math.inf, LEAST_STAGING_BYTES),
+        (10**9, math.inf, 10**9 * 24),
+        (10**9, 4000, 1000),
+        (100, 40, 24),
+    ],
+)
+def test_staging_memory_is_for_the_longest_prompt(longest: int, memory_bytes: float, expected: int) -> None:
+    assert staging_bytes(tiny_cache(), longest, memory_bytes) == expected
 
 
 def test_staging_memory_smaller_than_a_block_is_refused() -> None:
