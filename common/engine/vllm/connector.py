@@ -41,7 +41,7 @@ from vllm.v1.request import RequestStatus
 
 from common.engine.vllm.layout import KVGroup, KVLayout
 from common.engine.vllm.link import SCHEDULER, ConnectorSettings, StepsDone, TransferParams, WorkerLink
-from common.engine.vllm.rank_transfers import Computed, Key, LoadOrder, Open, RankTransfers, StepOrders
+from common.engine.vllm.rank_transfers import Computed, Key, LoadOrder, Open, RankTransfers, StepOrders, Tables
 from common.engine.vllm.staging import RankCache, staging_bytes
 from common.errors import ConfigError
 from common.latency import NOTHING, StepShape
@@ -193,6 +193,7 @@ class SchedulerSide:
         self._link.start()
         groups = [_spec_of(group.kv_cache_spec) for group in kv_cache_config.transfer_groups]
         self._block_size = int(groups[0].block_size)
+        self._num_scratch = [num_scratch_blocks(spec) for spec in groups]
         self._select = kv_cache_config.select_transfer_block_ids
         self._requests: dict[str, TrackedRequest] = {}
         self._orders = StepOrders()
@@ -232,7 +233,7 @@ class SchedulerSide:
             tracked.is_load_decided = True
             if num_loaded:
                 num_cached = load.num_tokens - num_loaded
-                chosen = tuple(self._select(tables))
+                chosen = self._transferred(tables)
                 order = LoadOrder(request.request_id, tracked.key, load.num_tokens, num_cached, chosen)
                 self._orders.loads.append(order)
             else:
@@ -310,8 +311,13 @@ class SchedulerSide:
             tracked.is_open = True
             orders.opens.append(Open(request.request_id, send, request.num_prompt_tokens))
         tracked.num_sent = min(request.num_prompt_tokens, request.num_computed_tokens + num_tokens)
-        tables = tuple(tuple(table) for table in self._select(manager.get_block_ids(request.request_id)))
+        tables = self._transferred(manager.get_block_ids(request.request_id))
         orders.computed.append(Computed(tracked.key, tables, tracked.num_sent))
+
+    def _transferred(self, tables: Sequence[Sequence[int]]) -> Tables:
+        """Return the block tables of the groups that are transferred, without blocks for the states of drafts."""
+        chosen = zip(self._select(tables), self._num_scratch, strict=True)
+        return tuple(tuple(table[: max(1, len(table) - num_scratch)]) for table, num_scratch in chosen)
 
     def _advance_grammar(self, tracked: TrackedRequest) -> None:
         """Advance the request's grammar over the output at the end of its prompt, once."""
@@ -445,6 +451,11 @@ def describe(
     dtype = "/".join(dtypes)
     stage, num_stages = pipeline.rank_in_group, pipeline.world_size
     return KVLayout(tuple(groups), dtype, tensor.world_size, tensor.rank_in_group, num_stages, stage), layers
+
+
+def num_scratch_blocks(spec: KVCacheSpec) -> int:
+    """Return the number of blocks at the end of a request's table that hold its states after each token of a draft."""
+    return int(spec.num_speculative_blocks) if isinstance(spec, MambaSpec) else 0
 
 
 def _spec_of(spec: KVCacheSpec) -> KVCacheSpec:

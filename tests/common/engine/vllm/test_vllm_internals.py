@@ -218,3 +218,37 @@ def test_drafts_are_in_statistics_of_steps_and_requests() -> None:
     assert "per_request_spec_decode_metrics" in fields(ObservabilityConfig)
     assert "spec_decode_metrics" in fields(CompletionOutput)
     assert fields(RequestSpecDecodeMetrics) >= {"histogram", "num_draft_tokens"}
+
+
+@pytest.mark.parametrize(("mode", "block_size"), [("none", 8192), ("align", 16)])
+@pytest.mark.parametrize("num_drafted", [0, 2])
+def test_the_state_of_a_prompt_is_before_those_of_drafts(mode: str, block_size: int, num_drafted: int) -> None:
+    import torch
+    from vllm import SamplingParams
+    from vllm.distributed.kv_transfer.kv_connector.utils import clip_ssm_state_blocks
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
+    from vllm.v1.request import Request
+
+    from common.engine.vllm.connector import SchedulerSide, num_scratch_blocks
+
+    spec = MambaSpec(
+        block_size=block_size, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode=mode,
+        num_speculative_blocks=num_drafted,
+    )  # fmt: skip
+    config = KVCacheConfig(num_blocks=50, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["a"], spec)])
+    manager = KVCacheManager(
+        config, max_model_len=8192, scheduler_block_size=block_size,
+        hash_block_size=block_size, enable_caching=False,
+    )  # fmt: skip
+    prompt = list(range(40))
+    request = Request(
+        request_id="a", prompt_token_ids=prompt, sampling_params=SamplingParams(max_tokens=8), pooling_params=None
+    )
+    manager.allocate_slots(request, len(prompt))
+    (table,) = manager.get_block_ids("a")
+    side = SchedulerSide.__new__(SchedulerSide)
+    side._select, side._num_scratch = config.select_transfer_block_ids, [num_scratch_blocks(spec)]
+    (chosen,) = side._transferred([table])
+    assert chosen[-1:] == tuple(clip_ssm_state_blocks(table, num_drafted)) == (table[len(table) - num_drafted - 1],)
+    assert len(chosen) == len(table) - num_drafted
