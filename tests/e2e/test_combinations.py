@@ -13,6 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
+from common.wire import LOGPROB_FLOOR
+
 from ..rig import IS_OWN_ENGINE
 from .test_thoughts import changed
 from .test_token_rules import ALL_REMOTE, ALLOWED
@@ -120,6 +122,10 @@ def ask(client: httpx.Client, number: int) -> Answer:
 def plain(value: Any) -> Any:
     """An answer without what differs between any two."""
     if isinstance(value, dict):
+        if not IS_OWN_ENGINE:  # the order in which vLLM finds tokens that a format forbids is not defined
+            if value.get("logprob") == LOGPROB_FLOOR:
+                return {}
+            value = {key: inner for key, inner in value.items() if inner != LOGPROB_FLOOR}
         return {key: plain(inner) for key, inner in value.items() if key not in OWN}
     return [plain(inner) for inner in value] if isinstance(value, list) else value
 
@@ -219,3 +225,4 @@ def test_they_are_the_same_after_transfers_preemptions_and_takeovers(system_of: 
     check(answers(system, numbers, kill))
     for victim in victims:
         system.stack.restart(victim)
+    system.wait_for_workers()
