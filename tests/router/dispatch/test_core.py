@@ -13,6 +13,8 @@ from common.wire.messages import (
     AbortRequest,
     DecodeRequest,
     Message,
+    ServingMode,
+    SetServing,
     Timeline,
     TokenDelta,
     TokenOutput,
@@ -26,6 +28,7 @@ from router.dispatch.silence import silence_reason
 from router.dispatch.trail import Trail
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
+from router.fleet.serving import FleetServing
 from router.fleet.worker import WorkerState
 
 from ...fake_worker import heartbeat_of, hello_of
@@ -167,6 +170,28 @@ def test_a_wait_for_a_worker_ends_with_the_reason() -> None:
     assert state not in rig.core.waiting and rig.woken == ["a"]
     with pytest.raises(Unavailable, match="waited 2.1 s for a worker: no decode worker is ready"):
         state.take_event()
+
+
+@pytest.mark.parametrize("mode", ["pause", "hold"])
+def test_a_request_waits_for_the_end_of_a_pause_up_to_its_deadline(mode: ServingMode) -> None:
+    rig = Rig(queue_timeout_s=2.0)
+    rig.greet()
+    serving = FleetServing(rig.registry)
+    serving.order(SetServing(version=1, mode=mode))
+    rig.registry.on_heartbeat(D, heartbeat_of("d", draining=True, num_running=1), 0.0)
+    states = [rig.core.submit(request(name, deadline_s=600.0), 0.0) for name in ("a", "b")]
+    rig.core.on_tick(599.0)
+    assert [*rig.core.waiting] == states
+    (_, expire), _ = rig.later
+    expire(600.0)
+    with pytest.raises(DeadlineExceeded, match="deadline of 600 s in its queue phase"):
+        states[0].take_event()
+    serving.order(SetServing(version=2))
+    rig.core.on_tick(600.5)  # before a worker reports that it serves again
+    assert [*rig.core.waiting] == states[1:]
+    rig.core.on_tick(601.5)
+    with pytest.raises(Unavailable, match="waited 601.5 s for a worker"):
+        states[1].take_event()
 
 
 def test_an_answer_that_has_begun_waits_while_a_decode_worker_loads_its_model() -> None:
