@@ -370,11 +370,13 @@ class DispatchCore:
         self._decoding.discard(state)
         self._silence.discard(state)
         self._placement.settle(state)
-        self._roles.ended(len(state.request.prompt_token_ids), len(state.stream.token_ids))
+        if state.request.is_representative:
+            self._roles.ended(len(state.request.prompt_token_ids), len(state.stream.token_ids))
         self._scheduler.room_expected(now)
         decode = state.attempts.decode
         if last is decode:
             self._placement.remember(state, last, now)
+        if last is decode and state.request.is_representative:
             num_later, predicted_s = len(state.stream.token_ids) - 1, state.forecast.model_token_s
             self._registry.on_request_finished(
                 last.address, last.timeline.decode_s, 0 if state.attempts.num_failures else num_later, predicted_s

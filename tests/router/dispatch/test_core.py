@@ -247,6 +247,21 @@ def test_a_first_step_needs_room_for_the_later_ones_which_are_not_refused() -> N
         rig.core.submit(request("new"), 0.0)
 
 
+def test_answers_of_one_token_do_not_predict_others() -> None:
+    """A beam search consists of hundreds of them."""
+    rig = Rig()
+    rig.greet()
+    rig.core.submit(request("long"), 0.0)
+    rig.tokens("long", 0, 7, 8, 9, reason="stop", timeline=Timeline(decode_s=4.0))
+    lengths, estimates = rig.core._placement.lengths, rig.registry.workers[D].estimates
+    expected = lengths.expected_more("default", 0, 1000)
+    for step in range(50):
+        one = GenerationRequest(f"s{step}", [1, 2, 3], SamplingParams(max_tokens=1), continues=step > 0)
+        rig.core.submit(one, 1.0)
+        rig.tokens(one.request_id, 0, 7, reason="length", timeline=Timeline())
+    assert lengths.expected_more("default", 0, 1000) == expected and estimates.service_s.value == 4.0
+
+
 def test_closing_fails_what_runs() -> None:
     rig = Rig()
     rig.greet()
