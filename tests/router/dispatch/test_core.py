@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import pytest
 
 from common.config import RouterConfig
 from common.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from common.latency.step_model import StepModel
 from common.wire.messages import (
     AbortRequest,
     DecodeRequest,
@@ -33,7 +34,7 @@ from router.fleet.worker import WorkerState
 
 from ...fake_worker import heartbeat_of, hello_of
 
-D = "tcp://d:1"
+D, E = "tcp://d:1", "tcp://e:1"
 
 
 class Rig:
@@ -260,6 +261,32 @@ def test_answers_of_one_token_do_not_predict_others() -> None:
         rig.core.submit(one, 1.0)
         rig.tokens(one.request_id, 0, 7, reason="length", timeline=Timeline())
     assert lengths.expected_more("default", 0, 1000) == expected and estimates.service_s.value == 4.0
+
+
+def test_an_answer_that_has_moved_teaches_no_pace() -> None:
+    """Its last worker reports the time of its own tokens, which are few."""
+    registry = WorkerRegistry((), (D, E), worker_timeout_s=1.0)
+    actions = Actions(lambda *_: True, lambda *_: None, lambda *_: lambda: None, lambda _: None)
+    core = DispatchCore(RouterConfig(decode=(D, E)), registry, PrefixIndex(), actions)
+    model = StepModel(fixed_s=0.02, num_steps=100)
+    for address in (D, E):
+        registry.on_hello(address, hello_of(address, max_model_len=1000), 0.0)
+        registry.on_heartbeat(address, heartbeat_of(address, step_model=model), 0.0)
+    state = core.submit(GenerationRequest("a", [1, 2, 3], SamplingParams(max_tokens=100)), 0.0)
+
+    def receive(token_ids: Sequence[int], reason: str, decode_s: float) -> None:
+        assert (decode := state.attempts.decode) is not None
+        num_known, timeline = len(state.stream.token_ids), Timeline(decode_s=decode_s)
+        delta = TokenDelta("a", decode.attempt, num_known, tuple(token_ids), reason, timeline=timeline)
+        core.on_output(decode.address, TokenOutput(worker_id=decode.worker_id, epoch=1, outputs=(delta,)), 1.0)
+
+    receive(range(90), "", 1.8)
+    assert state.attempts.decode is not None
+    target = next(one for one in registry.workers.values() if one.address != state.attempts.decode.address)
+    assert core._handovers.begin(state, target, 1.0)
+    receive((), "moved", 1.8)
+    receive(range(10), "length", 0.2)
+    assert state.done and state.attempts.decode.address == target.address and registry._pace.value == 1.0
 
 
 def test_closing_fails_what_runs() -> None:
