@@ -296,7 +296,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
 
     def report_progress(self, *, has_stepped: bool) -> None:
         for sequence in self.scheduler:
-            is_due = has_stepped and sequence.awaits_turn
+            is_due = (has_stepped and sequence.awaits_turn) or (self._is_held and sequence.runs)
             if is_due or sequence.awaits_mask or sequence.status is RequestStatus.TRANSFERRING:
                 self._reports.add(sequence)
         self._reports.flush()

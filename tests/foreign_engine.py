@@ -54,7 +54,7 @@ KV_ADDRESS = "tcp://127.0.0.1:7,tcp://127.0.0.2:7"
 FACTS = ModelFacts(
     model_id="foreign", fingerprint="foreign-layout", weights="foreign-weights", max_model_len=2048, block_size=32,
     num_blocks=512, block_bytes=64, precision="integers", kv_dtype="integers", layout=(("dtype", "integers"),),
-    max_num_seqs=16, max_step_tokens=100, changes_role=False,
+    max_num_seqs=16, max_step_tokens=100, changes_role=False, hands_over=False,
 )  # fmt: skip
 
 

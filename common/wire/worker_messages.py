@@ -58,6 +58,7 @@ class WorkerHello(Message, frozen=True, kw_only=True, tag=20):
     - `layout`: names and values of settings that `fingerprint` covers, to explain why workers are not paired.
     - `memory_bytes`: size of weights and KV cache; 0 if unknown.
     - `weight_version`: name of the weights after an update; "" for those with which the worker was started.
+    - `hands_over`: whether `HandOver` moves running requests with their KV. Otherwise, it fails them.
     """
 
     worker_id: Name
@@ -84,6 +85,7 @@ class WorkerHello(Message, frozen=True, kw_only=True, tag=20):
     layout: Annotated[tuple[tuple[Name, Text], ...], Meta(max_length=MAX_LAYOUT), since(13)] = ()
     memory_bytes: Annotated[Count, since(13)] = 0
     weight_version: Annotated[WeightVersion, since(13)] = ""
+    hands_over: Annotated[bool, since(13)] = True
 
 
 class WorkerHeartbeat(Message, frozen=True, tag=21):

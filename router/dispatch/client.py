@@ -68,6 +68,11 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     trail: Trail | None = None
 
     @property
+    def is_representative(self) -> bool:
+        """Whether the model chooses the length of the answer, so that it predicts the lengths of others."""
+        return not self.continues and self.params.max_tokens > 1
+
+    @property
     def lane(self) -> str:
         """See `RequestClass.lane`."""
         return self.request_class if self.share else NO_LANE

@@ -370,15 +370,17 @@ class DispatchCore:
         self._decoding.discard(state)
         self._silence.discard(state)
         self._placement.settle(state)
-        self._roles.ended(len(state.request.prompt_token_ids), len(state.stream.token_ids))
+        if state.request.is_representative:
+            self._roles.ended(len(state.request.prompt_token_ids), len(state.stream.token_ids))
         self._scheduler.room_expected(now)
         decode = state.attempts.decode
         if last is decode:
             self._placement.remember(state, last, now)
+        if last is decode and state.request.is_representative:
             num_later, predicted_s = len(state.stream.token_ids) - 1, state.forecast.model_token_s
-            self._registry.on_request_finished(
-                last.address, last.timeline.decode_s, 0 if state.attempts.num_failures else num_later, predicted_s
-            )
+            if state.attempts.num_failures or last.num_base_tokens:
+                num_later = 0  # `decode_s` covers only the tokens of the last worker
+            self._registry.on_request_finished(last.address, last.timeline.decode_s, num_later, predicted_s)
         if decode is None:
             return
         # The decode worker may read a second attempt only after it ended the first, and would start it.

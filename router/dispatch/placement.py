@@ -303,7 +303,7 @@ class Placement:
 
     def settle(self, state: RequestState) -> None:
         """Release the bookings of a completed request, and cancel its hand-over."""
-        if not state.pools:
+        if not state.pools and state.request.is_representative:
             self.lengths.observe(state.request.request_class, len(state.stream.token_ids))
         for assignment in (state.attempts.prefill, state.attempts.decode):
             if assignment is not None:

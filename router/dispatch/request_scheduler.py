@@ -10,6 +10,7 @@ and each prompt is revoked rarely.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
 from itertools import takewhile
 
@@ -110,6 +111,7 @@ class RequestScheduler:
         self._later, self._fail = later, fail
         self._cancel: Cancel | None = None
         self._serves_at = 0.0
+        self._paused_until = -math.inf
         self._reminded_at = -REMIND_S
 
     def place_new(self, state: RequestState, now: float, chosen: tuple[Choice, RequestShape] | None) -> None:
@@ -145,6 +147,8 @@ class RequestScheduler:
     def serve(self, now: float) -> None:
         """Place queued requests in order, `MAX_PLACED_A_TURN` at once. Fail those that waited too long."""
         self.close()
+        if self._registry.is_paused:
+            self._paused_until = now
         num_placed, is_full, is_full_for_late = 0, False, False
         for state in self._waiting.in_order(now):
             if is_full and self._waiting.num_held == len(self._waiting):
@@ -163,7 +167,7 @@ class RequestScheduler:
                 is_full |= state.held_s is not None
         self._remind(now)
         most_s = self._config.queue_timeout_s
-        overdue = list(takewhile(lambda one: now - one.times.queued_at > most_s, self._waiting))
+        overdue = list(takewhile(lambda one: self._waited_s(one, now) > most_s, self._waiting))
         is_starting = bool(overdue) and self._registry.is_starting("decode", now)
         for state in overdue:
             if state.request.continues and state.held_s is not None:
@@ -215,7 +219,7 @@ class RequestScheduler:
         if now - self._reminded_at < REMIND_S or (oldest := next(iter(self._waiting), None)) is None:
             return
         role: Role = "prefill" if oldest.pools else "decode"
-        waited_s, most_s = now - oldest.times.queued_at, self._config.queue_timeout_s
+        waited_s, most_s = self._waited_s(oldest, now), self._config.queue_timeout_s
         if waited_s < min(NOTABLE_WAIT_S, most_s / 2) or self._registry.ready(role):
             return
         self._reminded_at = now
@@ -223,6 +227,10 @@ class RequestScheduler:
             "%d requests wait for a worker, the longest for %.1f s, and get status 503 after %g s: %s",
             *(len(self._waiting), waited_s, most_s, self._registry.missing(role, now)),
         )
+
+    def _waited_s(self, state: RequestState, now: float) -> float:
+        """Return the wait that counts for the timeout: only a request's deadline limits its wait in a pause."""
+        return now - max(state.times.queued_at, self._paused_until)
 
     def _holds(self, state: RequestState, choice: Choice, now: float) -> bool:
         """Return whether the request stays held, because all workers like the chosen one have enough prompts."""

@@ -44,7 +44,7 @@ class ServingOrders:
     @property
     def is_paused(self) -> bool:
         """Whether new requests wait until `resume`."""
-        return self._serving.mode in ("pause", "hold")
+        return self._serving.is_paused
 
     @property
     def is_asleep(self) -> bool:

@@ -122,6 +122,8 @@ class WorkerRegistry(BookedWorkers):
         self._links: dict[Role, LinkModel] = {}
         self._last_sweep: float | None = None
         self._weights_number = 0
+        self.is_paused = False
+        """Whether an order pauses all workers, so that new requests wait for the next order."""
         self._other_routers, self._pace = OtherRouters(), TokenPace()
         self._lags = {role: FirstTokenLag() for role in ROLES}
         self._observed: list[Worker] = []
@@ -148,9 +150,9 @@ class WorkerRegistry(BookedWorkers):
         self._changed(worker)
         return worker.ready and not was_ready
 
-    def set_weights(self, number: int) -> None:
-        """Set the number of the weights with which workers may serve; see `SetServing.weights_number`."""
-        self._weights_number = number
+    def set_serving(self, weights_number: int, *, is_paused: bool) -> None:
+        """Set the weights with which workers may serve, see `SetServing.weights_number`, and whether all are paused."""
+        self._weights_number, self.is_paused = weights_number, is_paused
         for worker in self.workers.values():
             self._compare_weights(worker)
 

@@ -48,6 +48,11 @@ class FleetServing:
         return self._newest.mode
 
     @property
+    def is_paused(self) -> bool:
+        """Whether new requests wait for the next order: in a pause, and while an update drains the workers."""
+        return self.mode in ("pause", "hold")
+
+    @property
     def weight_version(self) -> str:
         """Version of the weights that answer new requests; "" before the first update."""
         return self._newest.weight_version
@@ -68,7 +73,7 @@ class FleetServing:
     def order(self, order: SetServing) -> None:
         """Make an order the newest one."""
         self._newest = order
-        self._registry.set_weights(order.weights_number)
+        self._registry.set_serving(order.weights_number, is_paused=self.is_paused)
 
     def outcome(self, order: SetServing) -> ServingOutcome:
         """Return how far an order has been executed by the workers that have loaded the model."""

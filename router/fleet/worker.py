@@ -94,9 +94,8 @@ class Liveness:
         if self.num_consecutive_failures < MAX_CONSECUTIVE_FAILURES:
             return False
         self.suspect = True
-        self.suspect_until = now + min(
-            MAX_SUSPECT_S, SUSPECT_S * 2.0 ** (self.num_consecutive_failures - MAX_CONSECUTIVE_FAILURES)
-        )
+        num_more = min(self.num_consecutive_failures - MAX_CONSECUTIVE_FAILURES, 16)
+        self.suspect_until = now + min(MAX_SUSPECT_S, SUSPECT_S * 2.0**num_more)
         return True
 
     def served(self) -> bool:

@@ -16,7 +16,10 @@ from router.planner import LoadWindow, SampledRequest
 
 
 class MeasuredClient:
-    """Wraps the dispatcher. Records the latencies of streams in a `SLOWindow`, and requests in a `LoadWindow`."""
+    """Wraps the dispatcher. Records the latencies of streams in a `SLOWindow`, and requests in a `LoadWindow`.
+
+    Later steps of an answer, as of a beam search, have no goal for a first token. They are load like other requests.
+    """
 
     def __init__(
         self,
@@ -49,8 +52,9 @@ class MeasuredClient:
                 now, count = self._clock(), len(event.token_ids) or int(bool(event.pooled))
                 if not num_tokens and count:
                     first, num_cached = now, event.num_cached_tokens
-                    window.first_token(now - began, now, name)
-                    self._load.first_token(now - began, now)
+                    if not request.continues:
+                        window.first_token(now - began, now, name)
+                        self._load.first_token(now - began, now)
                 last, num_tokens = now, num_tokens + count
                 yield event
         except RequestError as error:
@@ -59,8 +63,9 @@ class MeasuredClient:
             raise
         finally:
             now = self._clock()
-            if failed or (not num_tokens and now - began > window.ttft_s(name)):
-                window.failed(num_tokens > 0, now, name)
+            had_first_token = request.continues or num_tokens > 0
+            if failed or (not had_first_token and now - began > window.ttft_s(name)):
+                window.failed(had_first_token, now, name)
             elif num_tokens > 1:
                 token_s = (last - first) / (num_tokens - 1)
                 window.finished(token_s, now, name)

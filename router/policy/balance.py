@@ -63,7 +63,12 @@ def until_full_s(worker: Worker) -> float:
 
 
 def overload_reason(worker: Worker, tpot_s: float) -> str:
-    """Return why an answer should leave a decode worker, or "". `tpot_s` is the strictest goal there, 0 for none."""
+    """Return why an answer should leave a decode worker, or "". `tpot_s` is the strictest goal there, 0 for none.
+
+    An answer that cannot take its KV along stays, because computing it again costs at least as much as a preemption.
+    """
+    if not worker.identity.hands_over:
+        return ""
     if until_full_s(worker) < HORIZON_S:
         return "blocks"
     inputs = forecast_inputs(worker)

@@ -3,7 +3,8 @@
     request ── use ──> Residency ── wanted models ──> diptych serve ── report: addresses, failures ──> fleets
        <── loaded, or the reason ──┘
 
-A model that has been used keeps its tokenizer and metrics when its workers are unloaded, unless its files change.
+A model that has been used keeps its tokenizer and metrics when its workers are unloaded, unless its files change or
+are deleted.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import TypeVar
 import msgspec
 
 from common.config import RouterConfig
-from common.errors import RETRY_AFTER_S, ConfigError, ModelError, Unavailable
+from common.errors import RETRY_AFTER_S, ConfigError, ModelError, ModelNotFound, Unavailable
 from common.machine import OwnedTask
 from common.model_files import resolve_model, served_task, summary_of
 from common.wire import Role
@@ -107,6 +108,7 @@ class OnDemandModels:
         self.on_catalog: Callable[[Catalog], None] = lambda catalog: None
         self._opened: dict[str, _Backend] = {}
         self._opening: dict[str, asyncio.Task[_Backend]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
         self._wanted: dict[str, WantedModel] = {}
         self._numbers = itertools.count(time.time_ns())  # also above those of a router before
         self._stages: dict[str, Stage] | None = None  # those for which `_wanted` was written
@@ -147,7 +149,7 @@ class OnDemandModels:
         tasks = [*self._opening.values(), *filter(None, (self._refreshing,))]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, *self._closing, return_exceptions=True)
 
     # ------------------------------------------------------------ for requests
 
@@ -162,6 +164,8 @@ class OnDemandModels:
         catalog = await asyncio.to_thread(_catalog, self._local)
         if catalog.entries != self.catalog.entries:
             self.catalog = catalog
+            for name in self._deleted():
+                self.residency.release(name)
             self._show_opened()
             self.on_catalog(catalog)
 
@@ -172,6 +176,8 @@ class OnDemandModels:
     async def use(self, name: str, keep_s: float | None = None) -> Callable[[], None]:
         """See `ModelLoader.use`."""
         opened = await self._open(name)
+        while self._opened.get(name) is not opened:  # it was deleted before this task ran again
+            opened = await self._open(name)
         began = time.monotonic()
         self.residency.begin(name, opened.num_bytes, began, keep_s)
         uses = [name]
@@ -252,9 +258,11 @@ class OnDemandModels:
 
     async def _build(self, name: str) -> _Backend:
         try:
+            if (entry := self.catalog.entries.get(name)) is None:
+                raise ModelNotFound(f"The model {name!r} was deleted.", param="model")
             if (before := self._opened.pop(name, None)) is not None:
                 await before.close()
-            opened = await asyncio.to_thread(self._create, name, self.catalog.entries[name])
+            opened = await asyncio.to_thread(self._create, name, entry)
             await opened.backend.start()
         except (ConfigError, ModelError, OSError) as error:
             self.residency.failed(name, str(error), time.monotonic())
@@ -265,7 +273,7 @@ class OnDemandModels:
         opened.backend.dispatcher.fleet.registry.explain = lambda role, now: self._progress(name)
         self._opened[name] = opened
         self._show_opened()
-        self._front.show_models([one.metrics for one in self.backends])
+        self._show_metrics()
         return opened
 
     def _is_idle(self, name: str) -> bool:
@@ -279,6 +287,26 @@ class OnDemandModels:
         self.served.update(
             {name: one.backend.served for name, one in self._opened.items() if name in self.catalog.models}
         )
+
+    def _show_metrics(self) -> None:
+        self._front.show_models([one.metrics for one in self.backends])
+
+    def _deleted(self) -> set[str]:
+        """Return the known models that are no longer in the catalog."""
+        return (self._opened.keys() | self.residency.models.keys()) - self.catalog.entries.keys()
+
+    def _close_deleted(self) -> None:
+        """Close deleted models that have neither workers nor requests."""
+        for name in self._deleted():
+            if not self._is_idle(name) or name in self._wanted or name in self._opening:
+                continue
+            self.residency.models.pop(name, None)
+            if (opened := self._opened.pop(name, None)) is not None:
+                log.info("model %s: closed, because it was deleted", name)
+                self._show_metrics()
+                task = asyncio.create_task(opened.close(), name=f"close {name}")
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
 
     def _create(self, name: str, entry: ModelEntry) -> _Backend:
         """Read the tokenizer of a model. Called in a thread. Raises ModelError and ConfigError."""
@@ -298,6 +326,7 @@ class OnDemandModels:
             try:
                 self._report = self._exchange.report()
                 self._apply()
+                self._close_deleted()
                 self._act()
                 self._is_failing = self._stages is None
             except (OSError, msgspec.MsgspecError) as error:  # such as a full disk: the next look retries

@@ -41,3 +41,15 @@ def test_a_preempted_stream_that_is_computed_again(make_engine: Any) -> None:
     assert engine.progress("old", "young") == ["young"]
     engine.until(lambda: engine.is_clean)
     assert engine.tokens("young") == engine.oracle(prompt(40, 5), 60)
+
+
+def test_a_held_stream_keeps_making_progress(make_engine: Any) -> None:
+    engine = make_engine()
+    engine.ask(prompt(20))
+    engine.until(lambda: engine.deltas())
+    engine.engine.hold(True)
+    engine.turn()
+    assert engine.progress("a") == ["a"]
+    engine.engine.hold(False)
+    engine.until(lambda: engine.is_clean)
+    assert engine.tokens() == engine.oracle(prompt(20))

@@ -508,6 +508,7 @@ def facts_of(files: ModelFiles, config: VllmConfig, weights: str, layout: str) -
         max_num_seqs=int(scheduler.max_num_seqs),
         max_step_tokens=int(scheduler.max_num_batched_tokens),
         changes_role=False,
+        hands_over=False,
     )
 
 

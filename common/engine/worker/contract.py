@@ -66,6 +66,7 @@ class ModelFacts:
     - `max_num_seqs` and `max_step_tokens`: limits of a step; 0 for the values of the role's settings.
     - `precision`, `kv_dtype` and `resources` ("8 threads") are words for the log and metrics.
     - `changes_role`: whether the model can be served in either role, by the duties of both offers.
+    - `hands_over`: whether the engine can move running requests with their KV; see `Engine`.
     """
 
     model_id: str
@@ -84,6 +85,7 @@ class ModelFacts:
     max_num_seqs: int = 0
     max_step_tokens: int = 0
     changes_role: bool = True
+    hands_over: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,6 +85,7 @@ def hello_of(
         layout=facts.layout if facts else (),
         memory_bytes=facts.memory_bytes if facts else 0,
         weight_version=weight_version,
+        hands_over=facts is None or facts.hands_over,
     )
 
 

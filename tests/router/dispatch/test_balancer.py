@@ -6,9 +6,17 @@ import asyncio
 
 import pytest
 
+from common.config import RouterConfig
 from common.latency.step_model import StepModel
 from common.wire.messages import HandOver
+from common.wire.sampling_params import SamplingParams
 from router.dispatch import balancer, handover
+from router.dispatch.client import GenerationRequest
+from router.dispatch.core import Actions, DispatchCore
+from router.fleet.prefix_index import PrefixIndex
+from router.fleet.registry import WorkerRegistry
+
+from ...fake_worker import heartbeat_of, hello_of
 
 MODEL = StepModel(fixed_s=0.01, row_s=1e-3, context_s=1e-7, num_steps=500)
 PROMPT = list(range(1, 13))
@@ -74,6 +82,23 @@ async def test_after_a_move_that_failed_the_next_one_waits_longer(cluster, tools
     assert dispatcher.load().num_balanced == {"blocks": 1}
     hurry(cluster)
     assert (await task)[0] == tools.expected(PROMPT, LONG)
+
+
+def test_moves_that_always_fail_keep_the_longest_pause():
+    addresses = ("tcp://d:1", "tcp://e:1")
+    registry = WorkerRegistry([], addresses, worker_timeout_s=1.0)
+    actions = Actions(lambda *_: True, lambda *_: None, lambda *_: lambda: None, lambda _: None)
+    core = DispatchCore(RouterConfig(decode=addresses), registry, PrefixIndex(), actions)
+    for address in addresses:
+        registry.on_hello(address, hello_of(address), 0.0)
+        registry.on_heartbeat(address, heartbeat_of(address), 0.0)
+    state = core.submit(GenerationRequest("a", [1, 2, 3], SamplingParams(max_tokens=100)), 0.0)
+    source, target = sorted(registry.workers.values(), key=lambda one: one.address != state.attempts.decode.address)
+    for _ in range(2000):
+        core._balancer._begin(state, source, target, "blocks", 0.0)
+        core._handovers.fail(state, "the worker refused", 0.0)
+        core._balancer.tick(core.states, 0.0)
+    assert core._balancer._rests_until[source.address] == balancer.MAX_PAUSE_S
 
 
 @pytest.mark.slow

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import pytest
 
 from common.config import RouterConfig
 from common.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from common.latency.step_model import StepModel
 from common.wire.messages import (
     AbortRequest,
     DecodeRequest,
     Message,
+    ServingMode,
+    SetServing,
     Timeline,
     TokenDelta,
     TokenOutput,
@@ -26,11 +29,12 @@ from router.dispatch.silence import silence_reason
 from router.dispatch.trail import Trail
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
+from router.fleet.serving import FleetServing
 from router.fleet.worker import WorkerState
 
 from ...fake_worker import heartbeat_of, hello_of
 
-D = "tcp://d:1"
+D, E = "tcp://d:1", "tcp://e:1"
 
 
 class Rig:
@@ -169,6 +173,28 @@ def test_a_wait_for_a_worker_ends_with_the_reason() -> None:
         state.take_event()
 
 
+@pytest.mark.parametrize("mode", ["pause", "hold"])
+def test_a_request_waits_for_the_end_of_a_pause_up_to_its_deadline(mode: ServingMode) -> None:
+    rig = Rig(queue_timeout_s=2.0)
+    rig.greet()
+    serving = FleetServing(rig.registry)
+    serving.order(SetServing(version=1, mode=mode))
+    rig.registry.on_heartbeat(D, heartbeat_of("d", draining=True, num_running=1), 0.0)
+    states = [rig.core.submit(request(name, deadline_s=600.0), 0.0) for name in ("a", "b")]
+    rig.core.on_tick(599.0)
+    assert [*rig.core.waiting] == states
+    (_, expire), _ = rig.later
+    expire(600.0)
+    with pytest.raises(DeadlineExceeded, match="deadline of 600 s in its queue phase"):
+        states[0].take_event()
+    serving.order(SetServing(version=2))
+    rig.core.on_tick(600.5)  # before a worker reports that it serves again
+    assert [*rig.core.waiting] == states[1:]
+    rig.core.on_tick(601.5)
+    with pytest.raises(Unavailable, match="waited 601.5 s for a worker"):
+        states[1].take_event()
+
+
 def test_an_answer_that_has_begun_waits_while_a_decode_worker_loads_its_model() -> None:
     """A new request is refused in time: its client can ask elsewhere."""
     rig = Rig(queue_timeout_s=2.0)
@@ -220,6 +246,47 @@ def test_a_first_step_needs_room_for_the_later_ones_which_are_not_refused() -> N
         rig.core.submit(request(f"step-{number}", continues=True), 0.0)
     with pytest.raises(Unavailable, match="1 more would exceed --max-inflight 4"):
         rig.core.submit(request("new"), 0.0)
+
+
+def test_answers_of_one_token_do_not_predict_others() -> None:
+    """A beam search consists of hundreds of them."""
+    rig = Rig()
+    rig.greet()
+    rig.core.submit(request("long"), 0.0)
+    rig.tokens("long", 0, 7, 8, 9, reason="stop", timeline=Timeline(decode_s=4.0))
+    lengths, estimates = rig.core._placement.lengths, rig.registry.workers[D].estimates
+    expected = lengths.expected_more("default", 0, 1000)
+    for step in range(50):
+        one = GenerationRequest(f"s{step}", [1, 2, 3], SamplingParams(max_tokens=1), continues=step > 0)
+        rig.core.submit(one, 1.0)
+        rig.tokens(one.request_id, 0, 7, reason="length", timeline=Timeline())
+    assert lengths.expected_more("default", 0, 1000) == expected and estimates.service_s.value == 4.0
+
+
+def test_an_answer_that_has_moved_teaches_no_pace() -> None:
+    """Its last worker reports the time of its own tokens, which are few."""
+    registry = WorkerRegistry((), (D, E), worker_timeout_s=1.0)
+    actions = Actions(lambda *_: True, lambda *_: None, lambda *_: lambda: None, lambda _: None)
+    core = DispatchCore(RouterConfig(decode=(D, E)), registry, PrefixIndex(), actions)
+    model = StepModel(fixed_s=0.02, num_steps=100)
+    for address in (D, E):
+        registry.on_hello(address, hello_of(address, max_model_len=1000), 0.0)
+        registry.on_heartbeat(address, heartbeat_of(address, step_model=model), 0.0)
+    state = core.submit(GenerationRequest("a", [1, 2, 3], SamplingParams(max_tokens=100)), 0.0)
+
+    def receive(token_ids: Sequence[int], reason: str, decode_s: float) -> None:
+        assert (decode := state.attempts.decode) is not None
+        num_known, timeline = len(state.stream.token_ids), Timeline(decode_s=decode_s)
+        delta = TokenDelta("a", decode.attempt, num_known, tuple(token_ids), reason, timeline=timeline)
+        core.on_output(decode.address, TokenOutput(worker_id=decode.worker_id, epoch=1, outputs=(delta,)), 1.0)
+
+    receive(range(90), "", 1.8)
+    assert state.attempts.decode is not None
+    target = next(one for one in registry.workers.values() if one.address != state.attempts.decode.address)
+    assert core._handovers.begin(state, target, 1.0)
+    receive((), "moved", 1.8)
+    receive(range(10), "length", 0.2)
+    assert state.done and state.attempts.decode.address == target.address and registry._pace.value == 1.0
 
 
 def test_closing_fails_what_runs() -> None:

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from common.latency.step_model import StepShape
 from router.fleet.registry import WorkerRegistry
-from router.fleet.worker import WorkerState
+from router.fleet.worker import MAX_SUSPECT_S, WorkerState
 
 from ...fake_worker import heartbeat_of, hello_of
 
@@ -215,6 +215,12 @@ def test_a_worker_that_fails_in_a_row_is_suspect_for_a_while(alive):
     assert alive.workers[D].life.suspect
     alive.sweep(5.1)
     assert not alive.workers[D].life.suspect
+
+
+def test_a_worker_that_always_fails_is_suspect_for_the_longest_time(alive):
+    for _ in range(2000):
+        alive.on_request_failed(D, 0.0)
+    assert alive.workers[D].life.suspect_until == MAX_SUSPECT_S
 
 
 steps = st.lists(st.sampled_from(["book", "release", "computed", "beat", "restart"]), max_size=40)

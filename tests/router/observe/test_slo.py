@@ -15,6 +15,7 @@ from router.dispatch.client import Caller, GenerationRequest, TokenEvent
 from router.dispatch.dispatcher import Dispatcher
 from router.observe.measured_client import MeasuredClient
 from router.observe.slo import RecentShare, SLOWindow
+from router.planner.offered_load import LoadWindow
 
 REQUEST = GenerationRequest("r", [1], SamplingParams(max_tokens=4))
 
@@ -94,6 +95,20 @@ async def test_tokens_that_went_to_a_sink_count_as_others() -> None:
     request = msgspec.structs.replace(REQUEST, sink=lambda event: not sunk.append(event))
     assert len([event async for event in client.generate(request)]) == 1, "the first token has no sink"
     assert len(sunk) == 3 and window.attainment(script.now) == {"ttft": 1.0, "tpot": 0.0}
+
+
+async def test_a_beam_search_has_one_first_token() -> None:
+    script, window, load = Script((0.2, 1)), SLOWindow(1.0, 0.1), LoadWindow(quantile=0.5)
+    client = MeasuredClient(cast(Dispatcher, script), window, lambda: script.now, load)
+    for step, script.steps in enumerate((((2.0, 1),), ((0.2, 1),), ((0.2, 1),), ((3.0, 0),))):
+        request = msgspec.structs.replace(REQUEST, continues=step > 0)
+        assert [event async for event in client.generate(request)]
+    assert window.attainment(script.now) == {"ttft": 0.0, "tpot": 1.0}
+    assert load.tails_s(script.now)[0] == pytest.approx(2.0, rel=0.05)
+    script.steps = (Unavailable("gone"),)
+    with pytest.raises(Unavailable):
+        await anext(client.generate(msgspec.structs.replace(REQUEST, continues=True)))
+    assert window.attainment(script.now) == {"ttft": 0.0, "tpot": 0.0}, "it ended after its first token"
 
 
 async def test_a_stream_within_its_goals() -> None:

@@ -113,6 +113,13 @@ def test_a_failed_load_is_not_tried_again_before_a_pause_which_grows() -> None:
     assert pauses[-1] == LONGEST_PAUSE_S
 
 
+def test_a_load_that_always_fails_keeps_the_longest_pause() -> None:
+    residency = Residency(10 * GB, keep_s=300.0)
+    for _ in range(2000):
+        residency.failed("a", "the file is damaged", 0.0)
+    assert residency.models["a"].retry_at == LONGEST_PAUSE_S
+
+
 def test_a_model_whose_requests_ended_while_it_waited_is_not_loaded() -> None:
     residency = Residency(4 * GB, keep_s=300.0)
     loaded(residency, "a")

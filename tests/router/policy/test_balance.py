@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 
 from common.latency.step_model import StepModel, StepShape
@@ -84,6 +85,12 @@ def test_an_answer_leaves_a_worker_whose_steps_miss_its_goal() -> None:
     assert moved(registry, one("x", 5, 10, tpot_s=0.0155), one("y", 4, 10)) == ("y", B, "tokens")
     assert moved(registry, one("x", 5, 10, tpot_s=0.017)) is None, "steps take 16 ms"
     assert moved(fleet(a=(6, 5, 10), b=(4, 5, 5)), one("x", 5, 10, tpot_s=0.0155)) is None, "no better there"
+
+
+def test_an_answer_whose_kv_cannot_move_stays() -> None:
+    registry = fleet(a=(4, 20, 20), b=(0, 0, 0))
+    registry.on_hello(A, msgspec.structs.replace(registry.workers[A].identity, hands_over=False), 0.0)
+    assert moved(registry, one("x")) is None, "the other worker would compute it again"
 
 
 def test_a_move_is_no_reason_to_move_back() -> None:

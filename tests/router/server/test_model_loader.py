@@ -229,6 +229,20 @@ async def test_new_models_are_found_and_texts_need_no_workers(router: Router) ->
     assert (await router.http.post("/api/show", json={"model": "alpha"})).json()["template"] == template
 
 
+async def test_a_model_that_has_been_deleted_is_unloaded_and_closed(router: Router) -> None:
+    assert (loader := router.serving.loader) is not None
+    for name in ("alpha", "beta"):
+        assert (await router.ask(name)).status_code == 200
+    (alpha,) = (one for one in loader.backends if one.name == "alpha")
+    assert 'model_name="alpha"' in (await router.http.get("/metrics")).text
+    shutil.rmtree(router.models / "alpha")
+    assert "alpha" not in await router.states()
+    await until(lambda: len(loader.backends) == 1 and not alpha.dispatcher.fleet.connections)
+    assert not alpha.dispatcher.ready[0] and "alpha" not in loader.residency.models
+    assert 'model_name="alpha"' not in (await router.http.get("/metrics")).text
+    assert (await router.ask("beta")).status_code == 200 and len(router.supervisor.workers) == 1
+
+
 async def test_endpoints_for_operators_open_a_model_that_has_not_been_used(router: Router) -> None:
     paused = await router.http.get("/is_paused", params={"model": "alpha"})
     assert paused.json() == {"is_paused": False}

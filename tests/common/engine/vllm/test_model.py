@@ -68,6 +68,7 @@ def test_facts_are_those_of_vllm() -> None:
     facts = facts_of(files(), config(), "w", LAYOUT)
     assert (facts.max_model_len, facts.block_size, facts.num_blocks, facts.block_bytes) == (99, 128, 6, 300)
     assert (facts.max_num_seqs, facts.max_step_tokens, facts.changes_role) == (5, 64, False)
+    assert not facts.hands_over, "a HandOver fails the request"
     assert facts.fingerprint != facts_of(files(), config(), "w", LAYOUT + " ").fingerprint
     assert facts.fingerprint != facts_of(files(), config(), "other", LAYOUT).fingerprint
     assert dict(facts.layout)["dtype"] == "bfloat16" and facts.resources == "2 ranks"

@@ -32,6 +32,7 @@ def test_a_router_is_told_of_as_many_rows_as_the_cache_has_room_for() -> None:
     assert hello_of(identity, config, facts, "", "").max_num_seqs == 12
     own = hello_of(identity, config, replace(facts, max_num_seqs=7, max_step_tokens=9), "", "")
     assert (own.max_num_seqs, own.max_step_tokens) == (7, 9), "an engine with limits of its own"
+    assert own.hands_over and not hello_of(identity, config, replace(facts, hands_over=False), "", "").hands_over
 
 
 def test_as_many_steps_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
