@@ -370,7 +370,7 @@ class DispatchCore:
         self._decoding.discard(state)
         self._silence.discard(state)
         self._placement.settle(state)
-        if state.request.is_representative:
+        if not state.request.continues:
             self._roles.ended(len(state.request.prompt_token_ids), len(state.stream.token_ids))
         self._scheduler.room_expected(now)
         decode = state.attempts.decode

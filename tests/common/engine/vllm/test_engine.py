@@ -318,7 +318,7 @@ async def test_cached_blocks_that_vllm_cannot_use_alone_are_received(
 async def test_kv_that_cannot_arrive_is_computed_here(
     decode: Rig, model: PretendedVllm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(model, "max_incoming", len(PROMPT) - 1)
+    monkeypatch.setattr(model, "max_incoming", 0)
     for name in ("a", "b"):
         decode.decode(name)
         await until(lambda name=name: any(delta.finish_reason for delta in decode.deltas(name)))
