@@ -74,6 +74,7 @@ def test_they_are_those_of_transformers(
         assert system.metric("vllm:request_success", "prefill") > 0
 
 
+@pytest.mark.own_engine  # its weights are a GGUF file
 def test_those_of_a_real_model(system_of: Any, real_oracle: Any) -> None:
     system = system_of(model="smollm2-135m", router_flags=ALL_REMOTE)
     text = "The capital of France is Paris, and the capital of Italy is Rome. " * 9
