@@ -10,6 +10,7 @@ and each prompt is revoked rarely.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
 from itertools import takewhile
 
@@ -116,7 +117,7 @@ class RequestScheduler:
         """Place a new request at `chosen`, unless it must wait for capacity or for earlier requests."""
         if chosen is not None and self._waiting.num_held and self._held.concerns(chosen[0]):
             self._hold(state, chosen[0], now)
-            if next(self._waiting.in_order(now)) is not state:
+            if not self._is_next(state, now):
                 return
         if not self.try_place(state, now, chosen) and state.held_s is None:
             state.note(now, "waits", self._obstacle(state, now) if state.records_details else "")
@@ -145,12 +146,16 @@ class RequestScheduler:
     def serve(self, now: float) -> None:
         """Place queued requests in order, `MAX_PLACED_A_TURN` at once. Fail those that waited too long."""
         self.close()
-        num_placed, is_full, is_full_for_late = 0, False, False
+        num_placed = 0
+        full_for = full_for_late = -math.inf  # highest priorities for which no worker has capacity
         for state in self._waiting.in_order(now):
-            if is_full and self._waiting.num_held == len(self._waiting):
-                break
-            is_late = state.held_s is not None and misses_goal(state, now)
-            if state.held_s is not None and (is_full or (is_late and is_full_for_late)):
+            priority, is_held = state.request.priority, state.held_s is not None
+            if is_held and priority <= full_for:
+                if self._waiting.num_held == len(self._waiting):
+                    break  # the others are held too, and none has a higher priority
+                continue
+            is_late = is_held and misses_goal(state, now)
+            if is_late and priority <= full_for_late:
                 continue
             if self.try_place(state, now):
                 num_placed += 1
@@ -158,9 +163,9 @@ class RequestScheduler:
                     self._serve_in(0.0, now)
                     return
             elif is_late:
-                is_full_for_late = True
-            else:
-                is_full |= state.held_s is not None
+                full_for_late = max(full_for_late, priority)
+            elif state.held_s is not None:
+                full_for = max(full_for, priority)
         self._remind(now)
         most_s = self._config.queue_timeout_s
         overdue = list(takewhile(lambda one: now - one.times.queued_at > most_s, self._waiting))
@@ -209,6 +214,16 @@ class RequestScheduler:
             cancel()
 
     # ------------------------------------------------------------ inside
+
+    def _is_next(self, state: RequestState, now: float) -> bool:
+        """Return whether a held request is first in order, except for an old one of lower priority.
+
+        An old request may stand first, but a worker without capacity for its priority can have some for higher ones.
+        """
+        for other in self._waiting.in_order(now):
+            if other.held_s is None or other.request.priority >= state.request.priority:
+                return other is state
+        return False
 
     def _remind(self, now: float) -> None:
         """Log once a minute while requests wait because no worker is ready."""

@@ -12,6 +12,7 @@ by one request.
 without a goal, shortest first.
 
 Every `PLACEMENTS_PER_OLDEST`th placement goes to the oldest request that has waited `AGE_CAP_S`, so no request starves.
+It needs a worker with capacity for its priority. While there is none, higher priorities pass it.
 
 A prompt is also held here, although a worker would accept it, once each worker has enough prompts for some steps
 (`HeldPrompts`). While it is held, a prompt of higher priority or of a key with fewer tokens may pass it, and the first
