@@ -190,7 +190,7 @@ class Placement:
     ) -> tuple[Choice, RequestShape] | None:
         """Return where the request would be placed now without the workers `unreachable`, or None if nowhere.
 
-        `held_s`: seconds of earlier held prompts for each prefill worker.
+        `held_s`: seconds of other held prompts for each prefill worker.
         """
         if state.num_remaining > 1 and not self.candidates.may_decode(state, unreachable):
             return None  # before the prompt is hashed: many requests may wait for a decode worker

@@ -127,8 +127,7 @@ class RequestScheduler:
         if now < state.times.not_before or not self._recovery.claim_trial(state):
             return False
         if not state.stream.token_ids:  # an answer that has begun is never held
-            held_s = max(0.0, self._held.held_s - (state.held_s or 0.0))
-            chosen = chosen or self._placement.choose(state, now, held_s=held_s)
+            chosen = chosen or self._placement.choose(state, now, held_s=self._held.others_s(state))
             if chosen is None or self._holds(state, chosen[0], now):
                 return False
         admitted = state.forecast if state.held_s is not None else None

@@ -358,6 +358,19 @@ def test_a_decode_worker_takes_over_when_what_is_held_takes_longer_there() -> No
     assert rig.core.counters.num_choices["local"] > 0 and rig.held
 
 
+def test_held_prompts_of_lower_priority_send_no_prompt_to_a_slower_decode_worker() -> None:
+    rig = Rig(local_prefill_threshold=4)
+    rig.beat("tcp://d:1", token_s=3e-3)
+    rig.ask("first", 1000, of="interactive")
+    for i in range(10):
+        rig.ask(f"b{i}", 2000, of="batch")
+    chat = rig.ask("chat", 300, of="interactive")
+    assert chat.held_s is not None
+    rig.beat(rig.addresses[0], waiting_s=0.1, num_waiting=1)
+    rig.core.on_tick(rig.now)
+    assert rig.placed == ["first", "chat"], "no other prompt of its priority waits"
+
+
 def test_a_token_that_would_take_too_long_is_refused_by_what_runs_when_its_prompt_arrives() -> None:
     classes = ("name=fast,tpot_ms=20,refuse=predicted",)
     rig = Rig(request_class=classes)
