@@ -176,9 +176,7 @@ class RequestScheduler:
                 continue  # its client has a part of the answer, so it cannot send the request elsewhere
             why = f"The request waited {now - state.times.queued_at:.1f} s for a worker: {self._obstacle(state, now)}"
             self._fail(state, Unavailable(why, retry_after_s=RETRY_AFTER_S))
-        for state in [one for one in self._waiting if one.request.adapter]:
-            if self._registry.is_gone(state.request.adapter):  # no worker can ever serve it
-                self._fail(state, ModelNotFound("The adapter of this request was unloaded.", param="model"))
+        self._fail_without_adapter()
 
     def room_expected(self, now: float) -> None:
         """Serve the queue because a worker may have capacity for a held request."""
@@ -213,6 +211,19 @@ class RequestScheduler:
             cancel()
 
     # ------------------------------------------------------------ inside
+
+    def _fail_without_adapter(self) -> None:
+        """Fail the requests whose adapter weights no worker can ever serve."""
+        waiting = [state for state in self._waiting if state.request.adapter]
+        gone = {digest for digest in {state.request.adapter for state in waiting} if self._registry.is_gone(digest)}
+        for state in waiting:
+            if state.request.adapter not in gone:
+                continue
+            if self._registry.has_adapter(name := state.request.adapter_name):  # its name has other weights now
+                why = f"The adapter {name!r} was replaced while the request waited."
+                self._fail(state, Unavailable(why, param="model", retry_after_s=RETRY_AFTER_S))
+            else:
+                self._fail(state, ModelNotFound("The adapter of this request was unloaded.", param="model"))
 
     def _is_next(self, state: RequestState, now: float) -> bool:
         """Return whether a held request is first in order, except for an old one of lower priority.
