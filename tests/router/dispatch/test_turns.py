@@ -12,7 +12,7 @@ import pytest
 from common.config import RouterConfig
 from common.errors import Overloaded, Unavailable
 from common.latency.step_model import StepModel
-from common.wire.messages import Message, PrefillRequest, TokenDelta, TokenOutput
+from common.wire.messages import Message, PrefillRequest, RequestFailed, TokenDelta, TokenOutput
 from common.wire.sampling_params import SamplingParams
 from router.dispatch.client import ANYONE, Caller, GenerationRequest
 from router.dispatch.core import Actions, DispatchCore
@@ -407,3 +407,20 @@ def test_where_all_are_slow_no_prompt_moves() -> None:
         rig.beat(address, waiting_s=3.0, num_waiting=1)
     rig.core.on_tick(rig.now)
     assert [state.attempts.num_taken_back for state in first] == [0, 0]
+
+
+def test_a_replacement_whose_kv_is_no_longer_needed_leaves_no_backlog() -> None:
+    rig = Rig(2)
+    state = rig.ask("a", 3000)
+    first, decode = state.attempts.prefill, state.attempts.decode
+    assert first is not None and decode is not None
+    failure = RequestFailed(
+        worker_id=first.worker_id, request_id="a", attempt=0, phase="prefill", message="lost", retryable=True
+    )
+    rig.core.on_failed(first.address, failure, rig.now)
+    helper = state.attempts.prefill
+    assert helper is not None and rig.core.demand(0.0, rig.now).backlog_s == 3.0
+    delta = TokenDelta("a", state.attempts.number, 0, (7,))
+    rig.core.on_output(decode.address, TokenOutput(worker_id=decode.worker_id, epoch=1, outputs=(delta,)), rig.now)
+    assert rig.aborted[-1] == (helper.address, "a")
+    assert rig.core.demand(0.0, rig.now).backlog_s == 0.0, "although the answer has not ended"
