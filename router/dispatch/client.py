@@ -40,7 +40,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     - `traceparent` is a W3C trace context or "".
     - `prompt` is shared by requests with the same tokens and salt.
     - `pooled_width` is the vector size for `params.pooling`.
-    - `adapter` is the digest of the LoRA weights, "" for the base model.
+    - `adapter` is the digest of the LoRA weights, "" for the base model. `adapter_name` is the name they had.
     - `sink`: see `Sink`.
     - `continues` marks a later step of an admitted answer, which skips admission. The first step reserves capacity for
       up to `num_at_once` concurrent steps.
@@ -62,6 +62,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     share: float = 0.0
     pooled_width: int = 0
     adapter: str = ""
+    adapter_name: str = ""
     sink: Sink | None = None
     continues: bool = False
     num_at_once: int = 1

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 
 from router.dispatch.load import DispatchCounters
 from router.dispatch.placement import Placement
@@ -44,14 +45,15 @@ class HandOverOrders:
         self._open: dict[str, RequestState] = {}
 
     def leave(self, states: Iterable[RequestState], now: float) -> None:
-        """Move requests off draining workers, as far as others have capacity.
+        """Move requests off draining workers, as far as others have capacity, those with the fewest tokens first.
 
-        Called at each tick and after each hand-over.
+        Called at each tick, after each hand-over and for the tokens of draining workers.
         """
         self._expire(now)
         targets, draining = self._registry.ready("decode"), self._registry.draining
         if not draining or not targets:
             return
+        due: list[tuple[int, RequestState, Worker]] = []
         for state in list(states):
             decode = state.attempts.decode
             if state.done or decode is None or decode.address not in draining or state.attempts.successor is not None:
@@ -60,7 +62,17 @@ class HandOverOrders:
                 if self._placement.candidates.usable("decode", state):  # else the draining worker completes it
                     self._place_again(state, now)
             elif now >= state.attempts.handover_after and not state.stream.has_gap:
-                self._begin(state, targets, now)
+                source = self._registry.workers[decode.address]
+                due.append((state.num_tokens + _num_reserved(state), state, source))
+        full: set[tuple[str, str]] = set()  # layouts and adapters for which no target has capacity
+        for num_tokens, state, source in sorted(due, key=itemgetter(0)):
+            kind = source.identity.fingerprint, state.request.adapter
+            if kind in full:
+                continue
+            if (target := self._target(state, source, targets, num_tokens)) is None:
+                full.add(kind)  # the others have more tokens
+            else:
+                self.begin(state, target, now)
 
     def begin(self, state: RequestState, target: Worker, now: float) -> bool:
         """Start the hand-over of a running answer to `target`. Return False if a worker cannot receive messages now."""
@@ -103,18 +115,13 @@ class HandOverOrders:
 
     # ------------------------------------------------------------ inside
 
-    def _begin(self, state: RequestState, targets: Sequence[Worker], now: float) -> None:
-        source = self._registry.workers[state.attempts.decode.address] if state.attempts.decode else None
-        if source is None:
-            return
-        num_reserved = _num_reserved(state)
-        num_tokens, num_left = state.num_tokens + num_reserved, state.num_remaining - num_reserved
+    def _target(self, state: RequestState, source: Worker, targets: Sequence[Worker], num_tokens: int) -> Worker | None:
+        """Return the best target for a stream that needs blocks for `num_tokens` tokens."""
+        num_left = state.num_remaining - _num_reserved(state)
         busy = Counter(open_.attempts.successor.address for open_ in self._open.values() if open_.attempts.successor)
         if adapter := state.request.adapter:
             targets = [worker for worker in targets if adapter in worker.load.digests]
-        target = choose_target(targets, source, num_tokens=num_tokens, num_left=num_left, busy=busy)
-        if target is not None:
-            self.begin(state, target, now)
+        return choose_target(targets, source, num_tokens=num_tokens, num_left=num_left, busy=busy)
 
     def _place_again(self, state: RequestState, now: float) -> None:
         """Start over on another worker. The decode worker has sent no token yet, so no token is lost."""

@@ -190,7 +190,7 @@ class Placement:
     ) -> tuple[Choice, RequestShape] | None:
         """Return where the request would be placed now without the workers `unreachable`, or None if nowhere.
 
-        `held_s`: seconds of earlier held prompts for each prefill worker.
+        `held_s`: seconds of other held prompts for each prefill worker.
         """
         if state.num_remaining > 1 and not self.candidates.may_decode(state, unreachable):
             return None  # before the prompt is hashed: many requests may wait for a decode worker
@@ -296,9 +296,10 @@ class Placement:
             self._registry.release(assignment.booking)
 
     def spare_prefill(self, state: RequestState) -> None:
-        """Abort a replacement prefill worker that still computes KV which the decode worker already has."""
+        """Release and abort a replacement prefill worker whose KV the decode worker already has."""
         helper, decode = state.attempts.prefill, state.attempts.decode
         if helper and decode and not helper.delivered and state.attempts.number > decode.first_attempt:
+            self._registry.release(helper.booking)
             self._abort(helper.address, state.request.request_id, state.attempts.number)
 
     def settle(self, state: RequestState) -> None:

@@ -118,7 +118,7 @@ class RequestScheduler:
         """Place a new request at `chosen`, unless it must wait for capacity or for earlier requests."""
         if chosen is not None and self._waiting.num_held and self._held.concerns(chosen[0]):
             self._hold(state, chosen[0], now)
-            if next(self._waiting.in_order(now)) is not state:
+            if not self._is_next(state, now):
                 return
         if not self.try_place(state, now, chosen) and state.held_s is None:
             state.note(now, "waits", self._obstacle(state, now) if state.records_details else "")
@@ -128,8 +128,7 @@ class RequestScheduler:
         if now < state.times.not_before or not self._recovery.claim_trial(state):
             return False
         if not state.stream.token_ids:  # an answer that has begun is never held
-            held_s = max(0.0, self._held.held_s - (state.held_s or 0.0))
-            chosen = chosen or self._placement.choose(state, now, held_s=held_s)
+            chosen = chosen or self._placement.choose(state, now, held_s=self._held.others_s(state))
             if chosen is None or self._holds(state, chosen[0], now):
                 return False
         admitted = state.forecast if state.held_s is not None else None
@@ -149,12 +148,16 @@ class RequestScheduler:
         self.close()
         if self._registry.is_paused:
             self._paused_until = now
-        num_placed, is_full, is_full_for_late = 0, False, False
+        num_placed = 0
+        full_for = full_for_late = -math.inf  # highest priorities for which no worker has capacity
         for state in self._waiting.in_order(now):
-            if is_full and self._waiting.num_held == len(self._waiting):
-                break
-            is_late = state.held_s is not None and misses_goal(state, now)
-            if state.held_s is not None and (is_full or (is_late and is_full_for_late)):
+            priority, is_held = state.request.priority, state.held_s is not None
+            if is_held and priority <= full_for:
+                if self._waiting.num_held == len(self._waiting):
+                    break  # the others are held too, and none has a higher priority
+                continue
+            is_late = is_held and misses_goal(state, now)
+            if is_late and priority <= full_for_late:
                 continue
             if self.try_place(state, now):
                 num_placed += 1
@@ -162,9 +165,9 @@ class RequestScheduler:
                     self._serve_in(0.0, now)
                     return
             elif is_late:
-                is_full_for_late = True
-            else:
-                is_full |= state.held_s is not None
+                full_for_late = max(full_for_late, priority)
+            elif state.held_s is not None:
+                full_for = max(full_for, priority)
         self._remind(now)
         most_s = self._config.queue_timeout_s
         overdue = list(takewhile(lambda one: self._waited_s(one, now) > most_s, self._waiting))
@@ -176,9 +179,7 @@ class RequestScheduler:
                 continue  # its client has a part of the answer, so it cannot send the request elsewhere
             why = f"The request waited {now - state.times.queued_at:.1f} s for a worker: {self._obstacle(state, now)}"
             self._fail(state, Unavailable(why, retry_after_s=RETRY_AFTER_S))
-        for state in [one for one in self._waiting if one.request.adapter]:
-            if self._registry.is_gone(state.request.adapter):  # no worker can ever serve it
-                self._fail(state, ModelNotFound("The adapter of this request was unloaded.", param="model"))
+        self._fail_without_adapter()
 
     def room_expected(self, now: float) -> None:
         """Serve the queue because a worker may have capacity for a held request."""
@@ -213,6 +214,29 @@ class RequestScheduler:
             cancel()
 
     # ------------------------------------------------------------ inside
+
+    def _fail_without_adapter(self) -> None:
+        """Fail the requests whose adapter weights no worker can ever serve."""
+        waiting = [state for state in self._waiting if state.request.adapter]
+        gone = {digest for digest in {state.request.adapter for state in waiting} if self._registry.is_gone(digest)}
+        for state in waiting:
+            if state.request.adapter not in gone:
+                continue
+            if self._registry.has_adapter(name := state.request.adapter_name):  # its name has other weights now
+                why = f"The adapter {name!r} was replaced while the request waited."
+                self._fail(state, Unavailable(why, param="model", retry_after_s=RETRY_AFTER_S))
+            else:
+                self._fail(state, ModelNotFound("The adapter of this request was unloaded.", param="model"))
+
+    def _is_next(self, state: RequestState, now: float) -> bool:
+        """Return whether a held request is first in order, except for an old one of lower priority.
+
+        An old request may stand first, but a worker without capacity for its priority can have some for higher ones.
+        """
+        for other in self._waiting.in_order(now):
+            if other.held_s is None or other.request.priority >= state.request.priority:
+                return other is state
+        return False
 
     def _remind(self, now: float) -> None:
         """Log once a minute while requests wait because no worker is ready."""

@@ -12,6 +12,7 @@ by one request.
 without a goal, shortest first.
 
 Every `PLACEMENTS_PER_OLDEST`th placement goes to the oldest request that has waited `AGE_CAP_S`, so no request starves.
+It needs a worker with capacity for its priority. While there is none, higher priorities pass it.
 
 A prompt is also held here, although a worker would accept it, once each worker has enough prompts for some steps
 (`HeldPrompts`). While it is held, a prompt of higher priority or of a key with fewer tokens may pass it, and the first
@@ -213,6 +214,10 @@ class WaitingRequests:
         """Total seconds of all held prompts."""
         return sum(lane.held_s for lanes in self._lanes.values() for lane in lanes.values())
 
+    def held_from_s(self, priority: int) -> float:
+        """Return the total seconds of the held prompts of at least `priority`."""
+        return sum(lane.held_s for lane in self._higher(priority - 1))
+
     # ------------------------------------------------------------ inside
 
     def _lane(self, state: RequestState) -> _Lane:
@@ -344,6 +349,16 @@ class HeldPrompts:
             return 0.0
         ahead = self._waiting.ahead(one, key, now=now) if one.ttft_s > 0 else self._waiting.ahead(one, key, num_tokens)
         return ahead[0] / self._num_workers
+
+    def others_s(self, state: RequestState) -> float:
+        """Return the seconds of each prompt-computing worker of the other held prompts of at least its priority.
+
+        Those that come after it count too: without them, no decode worker would take a prompt from a long queue.
+        """
+        if not self._waiting.num_held:
+            return 0.0
+        held_s = self._waiting.held_from_s(state.request.priority) - (state.held_s or 0.0)
+        return max(0.0, held_s) / self._num_workers
 
     def ahead(self, one: RequestClass, key: str, now: float | None = None) -> tuple[float, int]:
         """Return the cost of the held requests up to this class and key. For `now` see `WaitingRequests.ahead`.

@@ -50,7 +50,7 @@ class FleetAdapters:
 
     def __init__(self, registry: WorkerRegistry) -> None:
         self._registry = registry
-        registry.is_gone = self.is_gone
+        registry.is_gone, registry.has_adapter = self.is_gone, self.has
         self._newest: dict[str, SetAdapter] = {}
         self._digests: dict[str, tuple[int, str]] = {}
         """Last known (version, digest) by name."""

@@ -116,6 +116,8 @@ class WorkerRegistry(BookedWorkers):
         """Returns discovery's reason why no worker of a role is known; "" without discovery."""
         self.is_gone: Callable[[str], bool] = lambda digest: False
         """Returns whether an adapter, by digest, was unloaded on all workers."""
+        self.has_adapter: Callable[[str], bool] = lambda name: False
+        """Returns whether clients may request an adapter, by name."""
         self.role_changes: Counter[tuple[str, str]] = Counter()
         """Number of role changes by (from, to), whichever router ordered them."""
         self._models: dict[Role, StepModel] = {}

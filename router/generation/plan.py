@@ -233,6 +233,7 @@ def _request(
         share=request_class.share,
         pooled_width=model.task.width if params.pooling else 0,
         adapter=adapter,
+        adapter_name=context.adapter,
         trail=Trail() if index < MAX_CHOICES else None,
     )
 

@@ -8,10 +8,11 @@ from typing import cast
 import pytest
 
 from common.config import RouterConfig
-from common.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from common.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, RequestError, Unavailable
 from common.latency.step_model import StepModel
 from common.wire.messages import (
     AbortRequest,
+    AdapterState,
     DecodeRequest,
     Message,
     ServingMode,
@@ -27,6 +28,7 @@ from router.dispatch.core import Actions, DispatchCore
 from router.dispatch.request_scheduler import MAX_PLACED_A_TURN
 from router.dispatch.silence import silence_reason
 from router.dispatch.trail import Trail
+from router.fleet.adapters import FleetAdapters
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 from router.fleet.serving import FleetServing
@@ -85,6 +87,35 @@ class Rig:
 
 def request(name: str, **values: object) -> GenerationRequest:
     return GenerationRequest(name, [1, 2, 3], SamplingParams(max_tokens=4), **values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("after", "error"),
+    [
+        (AdapterState("sql", 2, "loaded", "/new", "new"), Unavailable),
+        (AdapterState("sql", 2, "unloaded"), ModelNotFound),
+    ],
+)
+def test_a_request_whose_adapter_is_replaced_is_worth_sending_again(
+    after: AdapterState, error: type[RequestError]
+) -> None:
+    rig = Rig()
+    adapters = FleetAdapters(rig.registry)
+    rig.registry.on_hello(D, hello_of("d", max_loras=2), 0.0)
+
+    def report(state: AdapterState) -> None:
+        beat = heartbeat_of("d", adapters=(state,))
+        rig.registry.on_heartbeat(D, beat, 0.0)
+        adapters.on_heartbeat(beat, 2)
+
+    report(AdapterState("sql", 1, "loaded", "/old", "old"))
+    found = {"adapter": adapters.digest_of("sql"), "adapter_name": "sql"}
+    report(after)
+    state = rig.core.submit(request("a", **found), 0.1)
+    rig.core.on_tick(0.2)
+    with pytest.raises(error) as failed:
+        state.take_event()
+    assert (failed.value.retry_after_s is not None) == (error is Unavailable)
 
 
 def test_a_request_is_sent_and_its_tokens_wake_its_consumer() -> None:

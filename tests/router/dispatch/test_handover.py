@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 from msgspec import structs
 
+from common.config import RouterConfig
 from common.wire.messages import (
     AbortRequest,
     DecodeRequest,
@@ -14,7 +15,12 @@ from common.wire.messages import (
     TokenDelta,
     TokenOutput,
 )
+from common.wire.sampling_params import SamplingParams
 from router.dispatch import handover
+from router.dispatch.client import GenerationRequest
+from router.dispatch.core import Actions, DispatchCore
+from router.fleet.prefix_index import PrefixIndex
+from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker, WorkerState
 
 from ...fake_worker import heartbeat_of, hello_of
@@ -378,6 +384,42 @@ def test_the_emptiest_worker_gets_the_stream():
     assert choose(busy={}) is empty
     assert choose(busy={"c": 4}) is crowded
     assert choose(busy={"b": handover.MAX_PER_TARGET, "c": handover.MAX_PER_TARGET}) is None
+
+
+def test_while_no_worker_has_room_each_message_costs_one_search(monkeypatch):
+    addresses, orders = ["d0", "d1", "d2"], []
+    registry = WorkerRegistry([], addresses, worker_timeout_s=60.0)
+    actions = Actions(
+        lambda _, message: orders.append(message) or True, lambda *_: None, lambda *_: lambda: None, lambda _: None
+    )
+    core = DispatchCore(RouterConfig(model="m"), registry, PrefixIndex(), actions)
+    beat = partial(heartbeat_of, num_free_blocks=1000)
+    for address in addresses:
+        registry.on_hello(address, hello_of(address, num_blocks=1000, max_model_len=4000), 0.0)
+        registry.on_heartbeat(address, beat(address, draining=address != "d0"), 0.0)
+    states = [
+        core.submit(GenerationRequest(f"r{i}", [i] * (900 - 50 * i), SamplingParams(max_tokens=500)), 0.0)
+        for i in range(12)
+    ]
+    searches = []
+    choose = handover.choose_target
+    monkeypatch.setattr(
+        handover, "choose_target", lambda *args, **sizes: searches.append(sizes["num_tokens"]) or choose(*args, **sizes)
+    )
+
+    def next_tokens(index):
+        searches.clear()
+        deltas = tuple(TokenDelta(state.request.request_id, 0, index, (7,)) for state in states)
+        core.on_output("d0", TokenOutput(worker_id="d0", epoch=1, outputs=deltas), 0.1)
+        return [order.request_id for order in orders if isinstance(order, HandOver)]
+
+    next_tokens(0)
+    registry.on_heartbeat("d0", beat("d0", num_running=12, draining=True), 0.1)
+    for address, num_free in (("d1", 8), ("d2", 20)):
+        registry.on_heartbeat(address, beat(address, num_free_blocks=num_free), 0.1)
+    assert next_tokens(1) == [] and len(searches) == 1, "the longer ones need no search"
+    registry.on_heartbeat("d1", beat("d1", num_free_blocks=128), 0.1)
+    assert next_tokens(2) == ["r11"] and len(searches) == 2
 
 
 async def test_a_prefill_worker_that_dies_in_the_middle_disturbs_nothing(cluster, tools):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,11 +12,12 @@ import pytest
 from common.config import RouterConfig
 from common.errors import Overloaded, Unavailable
 from common.latency.step_model import StepModel
-from common.wire.messages import Message, PrefillRequest, TokenDelta, TokenOutput
+from common.wire.messages import Message, PrefillRequest, RequestFailed, TokenDelta, TokenOutput
 from common.wire.sampling_params import SamplingParams
 from router.dispatch.client import ANYONE, Caller, GenerationRequest
 from router.dispatch.core import Actions, DispatchCore
 from router.dispatch.request_state import RequestState
+from router.dispatch.waiting import AGE_CAP_S, PLACEMENTS_PER_OLDEST, WaitingRequests
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 
@@ -145,6 +146,54 @@ def test_requests_of_higher_priority_do_not_see_those_below() -> None:
     assert rig.placed[-1] == "i0", "5.4 s of prompts of lower priority wait, and it has a goal of a second"
     assert rig.core.states["i0"].forecast.wait_s == 0.0
     assert (batch[5].held_s, batch[5].forecast.wait_s) == pytest.approx((0.3, 1.5))
+
+
+def with_old_batch(num: int) -> tuple[Rig, RequestState]:
+    """A rig whose worker has 4 s of a batch prompt, which chats pass, while old batch prompts are held."""
+    rig = Rig()
+    long = rig.ask("long", 4000, of="batch")
+    for i in range(num):
+        rig.ask(f"old-{i}", of="batch")
+    for i in range(PLACEMENTS_PER_OLDEST):
+        rig.first_token(rig.ask(f"first-{i}", 50, of="interactive"))
+    while rig.now <= AGE_CAP_S:
+        rig.beat(rig.addresses[0], waiting_s=4.0, num_waiting=1)
+        rig.run(rig.now + 1.0)
+    rig.beat(rig.addresses[0], waiting_s=4.0, num_waiting=1)
+    assert next(rig.core.waiting.in_order(rig.now)).request.request_id == "old-0" and len(rig.held) == num
+    return rig, long
+
+
+def test_an_old_request_passes_higher_priorities_only_where_it_has_room() -> None:
+    rig, long = with_old_batch(2)
+    chats = [rig.ask(f"chat-{i}", 350, of="interactive") for i in range(3)]
+    assert rig.placed[-1] == "chat-0", "its worker has nothing else of this priority"
+    for chat in chats[:2]:
+        rig.first_token(chat)
+        rig.run(rig.now + 0.001)
+    assert rig.placed[-2:] == ["chat-1", "chat-2"]
+    chats.append(rig.ask("chat-3", 350, of="interactive"))
+    for state in (long, chats[2]):
+        rig.first_token(state)
+    rig.beat(rig.addresses[0])
+    rig.run(rig.now + 0.001)
+    assert rig.placed[-2:] == ["old-0", "chat-3"], "its worker has room for any priority: the old one is first"
+
+
+def test_a_turn_looks_at_few_of_many_old_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, _ = with_old_batch(100)
+    first, _ = (rig.ask(f"chat-{i}", 350, of="interactive") for i in range(2))
+    in_order, seen = WaitingRequests.in_order, list[str]()
+
+    def recorded(queue: WaitingRequests, now: float) -> Iterator[RequestState]:
+        for state in in_order(queue, now):
+            seen.append(state.request.request_id)
+            yield state
+
+    rig.first_token(first)
+    monkeypatch.setattr(WaitingRequests, "in_order", recorded)
+    rig.run(rig.now + 0.001)
+    assert rig.placed[-1] == "chat-1" and len(seen) <= 3 and seen[:2] == ["old-0", "chat-1"]
 
 
 def test_classes_get_places_by_their_shares_and_all_while_the_others_ask_for_nothing() -> None:
@@ -309,6 +358,19 @@ def test_a_decode_worker_takes_over_when_what_is_held_takes_longer_there() -> No
     assert rig.core.counters.num_choices["local"] > 0 and rig.held
 
 
+def test_held_prompts_of_lower_priority_send_no_prompt_to_a_slower_decode_worker() -> None:
+    rig = Rig(local_prefill_threshold=4)
+    rig.beat("tcp://d:1", token_s=3e-3)
+    rig.ask("first", 1000, of="interactive")
+    for i in range(10):
+        rig.ask(f"b{i}", 2000, of="batch")
+    chat = rig.ask("chat", 300, of="interactive")
+    assert chat.held_s is not None
+    rig.beat(rig.addresses[0], waiting_s=0.1, num_waiting=1)
+    rig.core.on_tick(rig.now)
+    assert rig.placed == ["first", "chat"], "no other prompt of its priority waits"
+
+
 def test_a_token_that_would_take_too_long_is_refused_by_what_runs_when_its_prompt_arrives() -> None:
     classes = ("name=fast,tpot_ms=20,refuse=predicted",)
     rig = Rig(request_class=classes)
@@ -345,3 +407,20 @@ def test_where_all_are_slow_no_prompt_moves() -> None:
         rig.beat(address, waiting_s=3.0, num_waiting=1)
     rig.core.on_tick(rig.now)
     assert [state.attempts.num_taken_back for state in first] == [0, 0]
+
+
+def test_a_replacement_whose_kv_is_no_longer_needed_leaves_no_backlog() -> None:
+    rig = Rig(2)
+    state = rig.ask("a", 3000)
+    first, decode = state.attempts.prefill, state.attempts.decode
+    assert first is not None and decode is not None
+    failure = RequestFailed(
+        worker_id=first.worker_id, request_id="a", attempt=0, phase="prefill", message="lost", retryable=True
+    )
+    rig.core.on_failed(first.address, failure, rig.now)
+    helper = state.attempts.prefill
+    assert helper is not None and rig.core.demand(0.0, rig.now).backlog_s == 3.0
+    delta = TokenDelta("a", state.attempts.number, 0, (7,))
+    rig.core.on_output(decode.address, TokenOutput(worker_id=decode.worker_id, epoch=1, outputs=(delta,)), rig.now)
+    assert rig.aborted[-1] == (helper.address, "a")
+    assert rig.core.demand(0.0, rig.now).backlog_s == 0.0, "although the answer has not ended"

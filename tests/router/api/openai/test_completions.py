@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -68,6 +69,15 @@ async def test_every_sampling_field_arrives(running: Any) -> None:
     assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (-1.0, 2.0, 1.5)
     assert (params.logit_bias, params.stop_token_ids) == (((65, -100.0), (66, 3.0)), (7, 8))
     assert (request.cache_salt, request.deadline_s) == ("tenant", 600.0)
+
+
+async def test_an_adapter_arrives_by_its_weights_and_its_name(running: Any) -> None:
+    adapters = SimpleNamespace(has="sql".__eq__, digest_of=lambda name: "1" * 32)
+    running.app.state.router_state.models.default.adapters = adapters
+    reply = await running.completion(model="sql")
+    assert reply.status_code == 200, reply.text
+    (request,) = running.engine.requests
+    assert (request.adapter, request.adapter_name) == ("1" * 32, "sql")
 
 
 async def test_the_goal_of_the_first_token_goes_with_each_request(start: Any) -> None:
