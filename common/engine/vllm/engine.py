@@ -3,7 +3,7 @@
 Commands and all state belong to the engine thread, whose event loop also runs vLLM's client and the link to its ranks.
 
     prefill   accept ─> vLLM (one token; ranks send its KV) ─> report, Done ─> Sent by all ranks
-    decode    accept ─> Expect ─> Arrived at each rank ─> vLLM (prompt and first token; ranks load KV) ─> report ...
+    decode    accept ─> Expect ─> Announced, Admit ─> Arrived at each rank ─> vLLM (ranks load KV) ─> report ...
 """
 
 from __future__ import annotations
@@ -21,19 +21,23 @@ from common.engine.kv import BlockCounts
 from common.engine.sequences import MAX_ALTERNATIVES, Reports
 from common.engine.vllm.client import Added, CoreDied, Logprobs, Output
 from common.engine.vllm.link import (
+    Admit,
+    Announced,
     Arrived,
     Cancel,
     Done,
     Expect,
     Forget,
+    LinkEvent,
     Load,
+    Order,
     Sent,
     StepsDone,
     TransferLost,
     TransferParams,
 )
 from common.engine.vllm.link import Send as SendKV
-from common.engine.vllm.model import LinkEvent, VllmModel
+from common.engine.vllm.model import VllmModel
 from common.engine.vllm.requests import checked_prompt, token_logprobs, unsupported
 from common.engine.vllm.sequence import Phase, VllmSequence
 from common.engine.worker import (
@@ -490,6 +494,8 @@ class VllmEngine:
             return
         self._has_changed = True
         match event:
+            case Announced() if sequence.phase is Phase.EXPECTING:
+                self._tell_ranks(Admit(request_id=event.request_id, attempt=event.attempt))
             case Arrived() if sequence.phase is Phase.EXPECTING:
                 self._on_arrived(sequence, rank, event)
             case TransferLost() if sequence.phase is Phase.EXPECTING:
@@ -560,7 +566,7 @@ class VllmEngine:
         # Even if it is still computing, because the decode worker needs nothing more.
         self._drop(sequence, "acknowledged")
 
-    def _tell_ranks(self, message: Expect | Forget | Done | Cancel) -> None:
+    def _tell_ranks(self, message: Order) -> None:
         if not self._model.link.send(None, message) and self.failure is None:
             has_died = self._model.client.has_died
             self._die(CoreDied(self._model.core_problem() if has_died else "a rank does not read its orders"))

@@ -47,13 +47,10 @@ from common.engine.vllm.launch import (
 )
 from common.engine.vllm.link import (
     SCHEDULER,
-    Arrived,
     ConnectorSettings,
+    LinkEvent,
     RankLink,
     RankReady,
-    Sent,
-    StepsDone,
-    TransferLost,
     TransferParams,
     joined_addresses,
 )
@@ -69,7 +66,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-LinkEvent = Arrived | TransferLost | Sent | StepsDone
 READY_S = 60.0
 """Maximum time, in seconds, until all ranks have connected, once vLLM has loaded the model."""
 LINK_SILENCE_S = 60.0

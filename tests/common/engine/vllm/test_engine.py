@@ -14,7 +14,18 @@ import zmq
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig
 from common.engine.vllm import engine as engine_module
 from common.engine.vllm.client import Drafts
-from common.engine.vllm.link import SCHEDULER, Arrived, Cancel, Done, Expect, Forget, Sent, TransferLost
+from common.engine.vllm.link import (
+    SCHEDULER,
+    Admit,
+    Announced,
+    Arrived,
+    Cancel,
+    Done,
+    Expect,
+    Forget,
+    Sent,
+    TransferLost,
+)
 from common.engine.worker import EngineStatus, RequestReceived, WorkerMetrics, WorkerParts
 from common.engine.worker.vitals import WorkerIdentity
 from common.wire import Pooling, Role, SamplingParams, pack_tokens
@@ -263,6 +274,18 @@ async def test_kv_of_all_ranks_precedes_the_answer(decode: Rig, model: Pretended
     assert tokens == expected[len(PROMPT) :] and decode.deltas()[0].index == 0
     timeline = decode.deltas()[-1].timeline
     assert timeline is not None and timeline.transfer_bytes == 20 and decode.deltas()[-1].num_cached_tokens == 5
+
+
+async def test_all_ranks_admit_prompts_in_the_order_of_their_announcements(decode: Rig, model: PretendedVllm) -> None:
+    for name in "abc":
+        decode.decode(name)
+    await until(lambda: len(decode.model.link.orders) == 3)
+    decode.tell(AbortRequest(request_id="b", attempt=1))
+    await decode.orders(Forget)
+    for name in "cba":
+        model.event(0, Announced(request_id=name, attempt=1))
+    await until(lambda: len(decode.model.link.orders) == 6)
+    assert [each.key for each in await decode.orders(Admit)] == [("c", 1), ("a", 1)]
 
 
 async def test_transfers_are_counted_by_transport_with_their_rate(decode: Rig, model: PretendedVllm) -> None:

@@ -19,7 +19,8 @@ from common.engine.transfer.transports import nixl
 from common.engine.transfer.transports.interface import PreparedBlocks
 from common.engine.vllm import rank_transfers
 from common.engine.vllm.layout import KVGroup, heads_of, pairs
-from common.engine.vllm.link import Arrived, Cancel, Forget, Sent, TransferLost
+from common.engine.vllm.link import Arrived, Cancel, Forget, Send, Sent, TransferLost
+from common.engine.vllm.rank_transfers import Open
 from common.errors import ConfigError
 
 from ....pretended_nixl import PretendedNixl
@@ -338,9 +339,10 @@ def test_a_corrupted_block_is_found(
 
 
 def test_requests_wait_for_slots_in_turn(make: Callable[..., WorkerRig]) -> None:
-    prefill, decode = make("p", 2), make("d", 2, num_slots=7)
+    prefill, decode = make("p", 2), make("d", 2, num_slots=7, admits=False)
     for name in "abc":
         decode.expect(name)
+        decode.admit(name)
     for name in "cba":  # their announcements come in any order
         send_all(prefill, decode, name)
     for count, name in enumerate("abc", 1):
@@ -355,12 +357,49 @@ def test_requests_wait_for_slots_in_turn(make: Callable[..., WorkerRig]) -> None
         worker.check_empty()
 
 
-def test_a_single_rank_grants_whoever_is_first(make: Callable[..., WorkerRig]) -> None:
-    prefill, decode = make("p"), make("d", num_slots=7)
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_prompt_that_is_not_announced_keeps_no_slots(make: Callable[..., WorkerRig], size: int) -> None:
+    prefill, decode = make("p", size), make("d", size, num_slots=7)
     for name in "ab":
         decode.expect(name)
     send_all(prefill, decode, "b")  # the prompt of a is still in the queue
-    assert decode.wait(Arrived)[0].request_id == "b"  # type: ignore[attr-defined]
+    assert {each.request_id for each in decode.wait(Arrived)} == {"b"}  # type: ignore[attr-defined]
+    for rank in decode.ranks:
+        rank.transfers.expire(time.monotonic() + 29)
+        assert not rank.events_of(TransferLost)
+
+
+def test_ranks_that_see_announcements_in_opposite_orders_finish_all(make: Callable[..., WorkerRig]) -> None:
+    prefill, decode = make("p", 2), make("d", 2, num_slots=7)  # slots for one of both prompts
+    for name in "ab":
+        decode.expect(name)
+    for names in ("ab", "ba"):  # the first of each rank, then the second
+        for rank, name in enumerate(names):
+            send = Send(request_id=name, attempt=0, target=decode.target)
+            prefill.ranks[rank].step(opens=[Open(f"v-{name}", send, 18)])
+            transfers = decode.ranks[rank].transfers
+            wait_until(lambda t=transfers, n=name: t._incoming[n, 0].pairs, "the announcement", 20)
+    for name in "ab":
+        prefill.computed([SOURCE], 18, name)
+        prefill.done(name)
+    for count, name in enumerate("ab", 1):
+        assert {each.request_id for each in decode.wait(Arrived, count)} == {name}  # type: ignore[attr-defined]
+        decode.load([TARGET], name=name)
+        assert decode.wait_loaded(name)
+
+
+def test_small_prompts_do_not_overtake_a_large_one(make: Callable[..., WorkerRig]) -> None:
+    prefill, decode = make("p"), make("d", num_slots=7)
+    sizes = {"first": 18, "large": 18, "small": 6}  # 5, 5 and 2 blocks
+    for name, num_tokens in sizes.items():
+        decode.expect(name, num_tokens)
+        send_all(prefill, decode, name, num_tokens)
+        wait_until(lambda n=name: decode.ranks[0].transfers._incoming[n, 0].pairs, "the announcement", 20)
+    assert decode.ranks[0].transfers.slots.num_free == 2
+    decode.wait(Arrived)
+    decode.load([TARGET], name="first")
+    arrived = decode.wait(Arrived, 3)
+    assert {each.request_id for each in decode.ranks[0].events_of(Arrived)} == set(sizes) and arrived  # type: ignore[attr-defined]
 
 
 def test_a_port_in_use_is_named() -> None:
