@@ -31,6 +31,7 @@ from common.engine.vllm.link import (
     LinkEvent,
     Load,
     Order,
+    RankFailed,
     Sent,
     StepsDone,
     TransferLost,
@@ -488,6 +489,9 @@ class VllmEngine:
     def _on_link_event(self, rank: int, event: LinkEvent) -> None:
         if isinstance(event, StepsDone):
             self._on_steps(event)
+            return
+        if isinstance(event, RankFailed):
+            self._die(CoreDied(f"rank {rank} has failed: {event.reason}"))
             return
         sequence = self._sequences.get(event.request_id)
         if sequence is None or sequence.attempt != event.attempt:

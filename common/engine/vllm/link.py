@@ -5,7 +5,7 @@ with `WorkerLink`. Each message is authenticated with a secret that the worker g
 `kv_connector_extra_config`, so strangers can neither read orders nor inject messages of a rank.
 
     worker ── Expect, Admit, Forget, Done, Cancel ──> ranks
-    rank ── RankReady, Announced, Arrived, TransferLost, Sent ──> worker
+    rank ── RankReady, Announced, Arrived, TransferLost, Sent, RankFailed ──> worker
     scheduler ── StepsDone ──> worker
 
 KV never crosses this link: ranks send it to the ranks of other workers.
@@ -215,6 +215,12 @@ class Announced(RequestMessage, frozen=True, tag=26):
     """A prefill worker has announced the KV of a prompt. Only the first of several ranks reports this."""
 
 
+class RankFailed(LinkMessage, frozen=True, tag=27):
+    """A thread of this rank has died, without which transfers would hang: the engine must end."""
+
+    reason: str
+
+
 class StepsDone(LinkMessage, frozen=True, tag=25):
     """Steps of the engine have ended; sent by the scheduler, and dropped if the worker is slow.
 
@@ -236,7 +242,7 @@ class StepsDone(LinkMessage, frozen=True, tag=25):
 
 Order = Expect | Admit | Forget | Done | Cancel
 ToRank = Order | WorkerAlive
-LinkEvent = Announced | Arrived | TransferLost | Sent | StepsDone
+LinkEvent = Announced | Arrived | TransferLost | Sent | RankFailed | StepsDone
 FromRank = RankReady | RankAlive | LinkEvent
 OnMessage = Callable[[int, "RankReady | LinkEvent"], None]
 

@@ -48,6 +48,7 @@ from common.engine.vllm.link import (
     Forget,
     FromRank,
     Order,
+    RankFailed,
     RankReady,
     Send,
     Sent,
@@ -173,7 +174,6 @@ class _Incoming:
     first: int
     slots: list[int] = field(default_factory=list)
     has_slots: bool = False
-    size: int = 0
     names: frozenset[str] = frozenset()
     pairs: dict[str, _Pair] = field(default_factory=dict)
     has_arrived: bool = False
@@ -282,7 +282,8 @@ class RankTransfers:
             ("KV receiver", self._receiver.failure),
         ):
             if failure is not None:
-                raise RuntimeError(f"the thread of the {name} has died") from failure
+                why = f"{type(failure).__name__}: {failure}"
+                raise RuntimeError(f"the thread of the {name} has died: {why}") from failure
 
     # ------------------------------------------------------------ orders of the worker
 
@@ -371,9 +372,12 @@ class RankTransfers:
         if odd:
             state.reason = f"{len(addresses)} decode ranks cannot have {layout.num_stages} pipeline stages"
         else:
+            try:
+                receivers = layout.sends_to(size)
+            except WireError as error:
+                state.reason, receivers = str(error), ()
             state.decode = {
-                transfer_name(send.request_id, layout.rank, layout.size, decode): decode
-                for decode in layout.sends_to(size)
+                transfer_name(send.request_id, layout.rank, layout.size, decode): decode for decode in receivers
             }
         state.open = set(state.decode)
         for name, decode in state.decode.items():
@@ -587,10 +591,12 @@ class RankTransfers:
             return f"{message.num_blocks} blocks do not match the length of the prompt, {len(incoming.units)} blocks"
         if not incoming.names:
             layout, request_id = self.layout, incoming.key[0]
-            incoming.size = name.size
+            try:
+                senders = layout.receives_from(name.size)
+            except WireError as error:
+                return str(error)
             incoming.names = frozenset(
-                transfer_name(request_id, prefill, name.size, layout.rank)
-                for prefill in layout.receives_from(name.size)
+                transfer_name(request_id, prefill, name.size, layout.rank) for prefill in senders
             )
         if message.request_id not in incoming.names:
             return f"no transfer from rank {name.prefill} of {name.size} is expected"
@@ -742,6 +748,7 @@ class RankTransfers:
         except BaseException as error:
             log.exception("a KV thread died")
             self.failure = error
+            self._report(RankFailed(reason=f"{type(error).__name__}: {error}"))
 
     def _work(self, queue: SimpleQueue[Callable[[], None] | None]) -> None:
         while (work := queue.get()) is not None:
@@ -749,6 +756,7 @@ class RankTransfers:
 
     def _expire_all(self) -> None:
         while not self._stopping.wait(TICK_S):
+            self.check()  # also here, because an idle engine runs no step
             self.expire(time.monotonic())
 
     def expire(self, now: float) -> None:

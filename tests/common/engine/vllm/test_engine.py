@@ -23,6 +23,7 @@ from common.engine.vllm.link import (
     Done,
     Expect,
     Forget,
+    RankFailed,
     Sent,
     TransferLost,
 )
@@ -371,6 +372,12 @@ async def test_a_rank_that_reads_no_orders_ends_the_engine(decode: Rig, model: P
     decode.decode()
     await until(lambda: not decode.engine.alive)
     assert "rank" in str(decode.engine.failure) and not decode.sent
+
+
+async def test_a_rank_that_fails_ends_an_idle_engine(decode: Rig, model: PretendedVllm) -> None:
+    model.event(1, RankFailed(reason="IndexError: a head without an owner"))
+    await until(lambda: not decode.engine.alive)
+    assert str(decode.engine.failure) == "rank 1 has failed: IndexError: a head without an owner"
 
 
 async def test_a_core_without_steps_is_stuck() -> None:

@@ -24,6 +24,7 @@ from common.engine.vllm.link import (
     Forget,
     FromRank,
     Load,
+    RankFailed,
     RankLink,
     RankReady,
     Send,
@@ -62,6 +63,7 @@ EVENTS = (
     Arrived(request_id="a", attempt=1, done=DONE, num_bytes=5, transfer_s=0.5, busy_s=0.1, transport="shm"),
     TransferLost(request_id="a", attempt=1, reason="lost"),
     Sent(request_id="a", attempt=1, reason="", num_bytes=5, transport="tcp"),
+    RankFailed(reason="IndexError"),
 )
 
 
