@@ -125,7 +125,7 @@ class VllmEngine:
     # ------------------------------------------------------------ contract, for other threads
 
     def start(self) -> None:
-        self._model.on_event = self._on_link_event
+        self._model.on_event = lambda rank, event: self._guard(self._on_link_event, rank, event)
         self._loop.call_soon_threadsafe(self._begin)
 
     def submit(self, command: object) -> bool:
@@ -179,10 +179,7 @@ class VllmEngine:
 
     def _take_commands(self) -> None:
         while self._inbox and self._ticking is not None and self.failure is None:
-            try:
-                self._apply(self._inbox.popleft())
-            except Exception as error:  # state may be inconsistent, so requests could get mixed up
-                self._die(error)
+            self._guard(self._apply, self._inbox.popleft())
 
     def _apply(self, command: object) -> None:
         self._has_changed = True
@@ -521,7 +518,11 @@ class VllmEngine:
         if sequence.waits_for:
             return
         done, now = event.done, time.monotonic()
-        tokens = [done.first_token, *unpack_tokens(done.more_tokens)]
+        try:
+            tokens = [done.first_token, *unpack_tokens(done.more_tokens)]
+        except WireError as error:
+            self._fail(sequence, "transfer", str(error), retryable=True)
+            return
         if max(tokens) >= self._model.vocab_size:
             self._fail(sequence, "transfer", f"invalid first token {max(tokens)}", retryable=True)
             return
@@ -641,13 +642,9 @@ class VllmEngine:
     async def _tick(self) -> None:
         while self.failure is None:
             now = time.monotonic()
-            try:
-                self._expire(now)
-                self._watch(now)
-            except Exception as error:
-                self._die(error)
-                return
-            self._flush()
+            self._guard(self._expire, now)
+            self._guard(self._watch, now)
+            self._guard(self._flush)
             await asyncio.sleep(TICK_S)
 
     def _expire(self, now: float) -> None:
@@ -688,6 +685,9 @@ class VllmEngine:
         """Detect that vLLM has died, and set the limit of the current step."""
         if self._model.client.has_died:
             self._die(CoreDied(self._model.core_problem()))
+            return
+        if problem := self._model.thread.failure:
+            self._die(CoreDied(problem))
             return
         in_vllm = [each for each in self._sequences.values() if each.answer is not None]
         # While transfers hold blocks, prompts may wait for them without a step.
@@ -761,7 +761,7 @@ class VllmEngine:
         """Send all messages of this iteration of the event loop together."""
         if not self._flush_is_due:
             self._flush_is_due = True
-            self._loop.call_soon(self._flush)
+            self._loop.call_soon(self._guard, self._flush)
 
     def _flush(self) -> None:
         self._flush_is_due = False
@@ -775,6 +775,13 @@ class VllmEngine:
         if self._outbox:
             messages, self._outbox = self._outbox, []
             self._send(messages)
+
+    def _guard(self, work: Callable[..., None], *args: object) -> None:
+        """Run a callback of the event loop, which only logs errors, and die with its error."""
+        try:
+            work(*args)
+        except Exception as error:  # state may be inconsistent, so requests could get mixed up
+            self._die(error)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = self._loop.create_task(coroutine, name=name)

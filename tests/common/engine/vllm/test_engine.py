@@ -345,6 +345,35 @@ async def test_lost_kv_fails_the_request(decode: Rig, model: PretendedVllm, phas
     assert (await decode.orders(Forget))[0].reason
 
 
+async def test_tokens_of_no_whole_number_fail_one_request(decode: Rig, model: PretendedVllm) -> None:
+    decode.decode()
+    decode.decode("b")
+    await until(lambda: len(model.link.orders) == 2)
+    for rank in (0, 1):
+        model.event(rank, arrived(FIRST, done=KVDone(request_id="a", attempt=1, first_token=FIRST, more_tokens=b"x")))
+        model.event(rank, arrived(FIRST, request_id="b"))
+    await until(decode.failures)
+    (failed,) = decode.failures()
+    assert (failed.request_id, failed.phase, failed.retryable) == ("a", "transfer", True)
+    await until(lambda: any(delta.finish_reason for delta in decode.deltas("b")))
+
+
+@pytest.mark.parametrize("event", ["a link event", "a task"])
+async def test_an_error_of_our_own_ends_the_engine(decode: Rig, model: PretendedVllm, event: str) -> None:
+    async def fail() -> None:
+        raise ValueError("a bug")
+
+    if event == "a task":
+        model.thread.loop.call_soon_threadsafe(lambda: model.thread.keep(fail(), "block events"))
+    else:
+        decode.decode()
+        await decode.orders(Expect)
+        for rank in (0, 1):
+            model.event(rank, arrived(FIRST, done=None))
+    await until(lambda: not decode.engine.alive)
+    model.thread.failure = ""
+
+
 async def test_kv_of_a_dropped_request_is_forgotten(decode: Rig) -> None:
     decode.decode()
     decode.tell(AbortRequest(request_id="a", attempt=1))
