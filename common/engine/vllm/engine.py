@@ -215,7 +215,8 @@ class VllmEngine:
         if (known := self._sequences.get(request.request_id)) is not None:
             if known.router != router:
                 why = f"request id {request.request_id} is already in use by another router"
-                self._refuse(router, request, why, retryable=False)
+                # Without `Forget`, which would name the KV of the other router's request.
+                self._report_failed(router, request, "queue", why, retryable=False)
                 return
             if known.attempt >= request.attempt:
                 return

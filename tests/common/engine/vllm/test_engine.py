@@ -83,18 +83,18 @@ class Rig:
         self.engine: Any = duty.build_engine(self.model, self.sent.extend)
         self.engine.start()
 
-    def tell(self, message: Message) -> None:
-        assert self.engine.submit(RequestReceived(ROUTER, message))
+    def tell(self, message: Message, router: bytes = ROUTER) -> None:
+        assert self.engine.submit(RequestReceived(router, message))
 
     def prefill(self, name: str = "a", **fields: Any) -> None:
         values: dict[str, Any] = {"attempt": 1, "decode": TARGET} | fields
         params = SamplingParams(max_tokens=9, temperature=0.0)
         self.tell(PrefillRequest(request_id=name, prompt=pack_tokens(PROMPT), params=params, **values))
 
-    def decode(self, name: str = "a", num_tokens: int = 4, **fields: Any) -> None:
+    def decode(self, name: str = "a", num_tokens: int = 4, router: bytes = ROUTER, **fields: Any) -> None:
         values: dict[str, Any] = {"attempt": 1, "prefill_worker": "p-0"} | fields
         params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-        self.tell(DecodeRequest(request_id=name, prompt=pack_tokens(PROMPT), params=params, **values))
+        self.tell(DecodeRequest(request_id=name, prompt=pack_tokens(PROMPT), params=params, **values), router)
 
     async def orders(self, kind: type[Any]) -> list[Any]:
         """Wait for orders of a kind, and return them."""
@@ -382,6 +382,17 @@ async def test_kv_of_a_dropped_request_is_forgotten(decode: Rig) -> None:
     decode.decode("b", num_reserved_tokens=8)
     await until(decode.failures)
     assert [each.key for each in await decode.orders(Forget)][-1] == ("b", 1), "early KV of a refused request"
+
+
+async def test_the_kv_of_a_request_survives_another_routers_of_the_same_id(decode: Rig, model: PretendedVllm) -> None:
+    decode.decode()
+    decode.decode(router=b"other")
+    await until(decode.failures)
+    assert [router for router, message in decode.sent if isinstance(message, RequestFailed)] == [b"other"]
+    for rank in (0, 1):
+        model.event(rank, arrived(FIRST))
+    await until(lambda: any(delta.finish_reason for delta in decode.deltas()))
+    assert not [each for each in model.link.orders if isinstance(each, Forget)]
 
 
 async def test_a_handover_fails_the_request_so_that_its_router_continues_it(decode: Rig, model: PretendedVllm) -> None:
