@@ -248,8 +248,8 @@ def test_an_older_attempts_announcement_is_refused(engine: Rig) -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"decode_epoch": 6}, "sent to boot epoch 6, but this worker has boot epoch 7"),
-        ({"fingerprint": "other"}, "KV layout other differs from this worker's layout"),
+        ({"decode_epoch": 6}, "sent to boot epoch 6, which is not this worker's"),
+        ({"fingerprint": "other"}, "KV layout other differs from this worker's"),
         ({"blocks": 4}, "4 blocks do not match the length of the prompt"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -11,9 +12,10 @@ from typing import Protocol
 from common.engine.transfer.receiver import IncomingTransfer, KVReceiver, TransferOpened
 from common.engine.transfer.sender import KVSender
 from common.engine.transfer.transports.interface import SenderMemory
-from common.wire import COUNT_BITS
+from common.wire import COUNT_BITS, DropLog
 from common.wire.messages import KVAck, KVFailed, KVGrant, KVOpen, KVWait, Message
 
+log = logging.getLogger(__name__)
 # Announcements (`KVOpen`) that arrived before their `DecodeRequest`.
 MAX_EARLY_OPENS = 4096
 EARLY_OPEN_S = 10.0
@@ -61,14 +63,21 @@ class IncomingTransfers:
         self._receiver, self._epoch, self._fingerprint = receiver, epoch, fingerprint
         self._required = required
         self._early: OrderedDict[tuple[str, int], _EarlyOpen] = OrderedDict()
+        self._mismatches = DropLog(log, "an announcement of KV")
 
     def mismatch(self, event: TransferOpened) -> str:
-        """Return why this worker must not receive from the sender, or ""."""
-        message = event.message
+        """Return why this worker must not receive from the sender, or "".
+
+        Only the log names the epoch and layout of this worker, because the sender may be a stranger.
+        """
+        message, own = event.message, ""
         if message.decode_epoch != self._epoch:
-            return f"sent to boot epoch {message.decode_epoch}, but this worker has boot epoch {self._epoch}"
-        if message.fingerprint != self._fingerprint:
-            return f"KV layout {message.fingerprint} differs from this worker's {self._fingerprint}"
+            reason, own = f"sent to boot epoch {message.decode_epoch}, which is not this worker's", str(self._epoch)
+        elif message.fingerprint != self._fingerprint:
+            reason, own = f"KV layout {message.fingerprint} differs from this worker's", self._fingerprint
+        if own:
+            self._mismatches.add(f"{message.worker_id}: {reason}, {own}", event.received_at)
+            return reason
         if self._required and event.memory is None:
             return f"kv_transport is {self._required}, but this worker cannot read the memory of {message.worker_id}"
         return ""
@@ -96,6 +105,7 @@ class IncomingTransfers:
         return [self._early.pop(key).event for key in keys]
 
     def expire_early(self, now: float) -> None:
+        self._mismatches.flush(now)
         while self._early:
             key, early = next(iter(self._early.items()))
             if early.until > now:

@@ -164,10 +164,8 @@ class KVLender:
     def _answer(self, peer: bytes, pull: KVPull, now: float) -> None:
         me = self._identity
         if pull.epoch != me.epoch or pull.fingerprint != me.fingerprint:
-            why = (
-                f"wrong epoch or layout: requested {pull.epoch}, {pull.fingerprint}; "
-                f"this worker has {me.epoch}, {me.fingerprint}"
-            )
+            why = f"wrong epoch or layout: requested {pull.epoch}, {pull.fingerprint}"
+            self._drops.add(f"{why}; this worker has {me.epoch}, {me.fingerprint}", now)  # not for strangers
             self._refuse(peer, pull, why)
         elif len(pull.hashes) % BLOCK_HASH_BYTES:
             self._refuse(peer, pull, f"invalid hashes: {len(pull.hashes)} bytes, not a multiple of {BLOCK_HASH_BYTES}")

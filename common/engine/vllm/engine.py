@@ -3,7 +3,7 @@
 Commands and all state belong to the engine thread, whose event loop also runs vLLM's client and the link to its ranks.
 
     prefill   accept ─> vLLM (one token; ranks send its KV) ─> report, Done ─> Sent by all ranks
-    decode    accept ─> Expect ─> Arrived at each rank ─> vLLM (prompt and first token; ranks load KV) ─> report ...
+    decode    accept ─> Expect ─> Announced, Admit ─> Arrived at each rank ─> vLLM (ranks load KV) ─> report ...
 """
 
 from __future__ import annotations
@@ -21,19 +21,24 @@ from common.engine.kv import BlockCounts
 from common.engine.sequences import MAX_ALTERNATIVES, Reports
 from common.engine.vllm.client import Added, CoreDied, Logprobs, Output
 from common.engine.vllm.link import (
+    Admit,
+    Announced,
     Arrived,
     Cancel,
     Done,
     Expect,
     Forget,
+    LinkEvent,
     Load,
+    Order,
+    RankFailed,
     Sent,
     StepsDone,
     TransferLost,
     TransferParams,
 )
 from common.engine.vllm.link import Send as SendKV
-from common.engine.vllm.model import LinkEvent, VllmModel
+from common.engine.vllm.model import VllmModel
 from common.engine.vllm.requests import checked_prompt, token_logprobs, unsupported
 from common.engine.vllm.sequence import Phase, VllmSequence
 from common.engine.worker import (
@@ -121,7 +126,7 @@ class VllmEngine:
     # ------------------------------------------------------------ contract, for other threads
 
     def start(self) -> None:
-        self._model.on_event = self._on_link_event
+        self._model.on_event = lambda rank, event: self._guard(self._on_link_event, rank, event)
         self._loop.call_soon_threadsafe(self._begin)
 
     def submit(self, command: object) -> bool:
@@ -175,10 +180,7 @@ class VllmEngine:
 
     def _take_commands(self) -> None:
         while self._inbox and self._ticking is not None and self.failure is None:
-            try:
-                self._apply(self._inbox.popleft())
-            except Exception as error:  # state may be inconsistent, so requests could get mixed up
-                self._die(error)
+            self._guard(self._apply, self._inbox.popleft())
 
     def _apply(self, command: object) -> None:
         self._has_changed = True
@@ -214,7 +216,8 @@ class VllmEngine:
         if (known := self._sequences.get(request.request_id)) is not None:
             if known.router != router:
                 why = f"request id {request.request_id} is already in use by another router"
-                self._refuse(router, request, why, retryable=False)
+                # Without `Forget`, which would name the KV of the other router's request.
+                self._report_failed(router, request, "queue", why, retryable=False)
                 return
             if known.attempt >= request.attempt:
                 return
@@ -501,11 +504,16 @@ class VllmEngine:
         if isinstance(event, StepsDone):
             self._on_steps(event)
             return
+        if isinstance(event, RankFailed):
+            self._die(CoreDied(f"rank {rank} has failed: {event.reason}"))
+            return
         sequence = self._sequences.get(event.request_id)
         if sequence is None or sequence.attempt != event.attempt:
             return
         self._has_changed = True
         match event:
+            case Announced() if sequence.phase is Phase.EXPECTING:
+                self._tell_ranks(Admit(request_id=event.request_id, attempt=event.attempt))
             case Arrived() if sequence.phase is Phase.EXPECTING:
                 self._on_arrived(sequence, rank, event)
             case TransferLost() if sequence.phase is Phase.EXPECTING:
@@ -527,7 +535,11 @@ class VllmEngine:
         if sequence.waits_for:
             return
         done, now = event.done, time.monotonic()
-        tokens = [done.first_token, *unpack_tokens(done.more_tokens)]
+        try:
+            tokens = [done.first_token, *unpack_tokens(done.more_tokens)]
+        except WireError as error:
+            self._fail(sequence, "transfer", str(error), retryable=True)
+            return
         if max(tokens) >= self._model.vocab_size:
             self._fail(sequence, "transfer", f"invalid first token {max(tokens)}", retryable=True)
             return
@@ -576,7 +588,7 @@ class VllmEngine:
         # Even if it is still computing, because the decode worker needs nothing more.
         self._drop(sequence, "acknowledged")
 
-    def _tell_ranks(self, message: Expect | Forget | Done | Cancel) -> None:
+    def _tell_ranks(self, message: Order) -> None:
         if not self._model.link.send(None, message) and self.failure is None:
             has_died = self._model.client.has_died
             self._die(CoreDied(self._model.core_problem() if has_died else "a rank does not read its orders"))
@@ -647,13 +659,9 @@ class VllmEngine:
     async def _tick(self) -> None:
         while self.failure is None:
             now = time.monotonic()
-            try:
-                self._expire(now)
-                self._watch(now)
-            except Exception as error:
-                self._die(error)
-                return
-            self._flush()
+            self._guard(self._expire, now)
+            self._guard(self._watch, now)
+            self._guard(self._flush)
             await asyncio.sleep(TICK_S)
 
     def _expire(self, now: float) -> None:
@@ -694,6 +702,9 @@ class VllmEngine:
         """Detect that vLLM has died, and set the limit of the current step."""
         if self._model.client.has_died:
             self._die(CoreDied(self._model.core_problem()))
+            return
+        if problem := self._model.thread.failure:
+            self._die(CoreDied(problem))
             return
         in_vllm = [each for each in self._sequences.values() if each.answer is not None]
         # While transfers hold blocks, prompts may wait for them without a step.
@@ -767,7 +778,7 @@ class VllmEngine:
         """Send all messages of this iteration of the event loop together."""
         if not self._flush_is_due:
             self._flush_is_due = True
-            self._loop.call_soon(self._flush)
+            self._loop.call_soon(self._guard, self._flush)
 
     def _flush(self) -> None:
         self._flush_is_due = False
@@ -781,6 +792,13 @@ class VllmEngine:
         if self._outbox:
             messages, self._outbox = self._outbox, []
             self._send(messages)
+
+    def _guard(self, work: Callable[..., None], *args: object) -> None:
+        """Run a callback of the event loop, which only logs errors, and die with its error."""
+        try:
+            work(*args)
+        except Exception as error:  # state may be inconsistent, so requests could get mixed up
+            self._die(error)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = self._loop.create_task(coroutine, name=name)

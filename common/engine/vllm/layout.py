@@ -123,7 +123,8 @@ class Pair:
 def pairs(num_heads: int, num_prefill: int, num_decode: int) -> tuple[Pair, ...]:
     """Return the transfers by which each decode rank gets each of its heads once.
 
-    Of several prefill ranks that hold a head, the decode ranks that need it use each equally often.
+    Of several prefill ranks that hold a head, the decode ranks that need it use each equally often. Raises WireError if
+    the heads cannot be divided among that many ranks.
     """
     owners = _holders(num_heads, num_prefill)
     needed = _holders(num_heads, num_decode)
@@ -136,6 +137,8 @@ def pairs(num_heads: int, num_prefill: int, num_decode: int) -> tuple[Pair, ...]
 
 
 def _holders(num_heads: int, size: int) -> list[list[int]]:
+    if num_heads % size and size % num_heads:
+        raise WireError(f"{num_heads} KV heads cannot be divided among {size} ranks")
     holders: list[list[int]] = [[] for _ in range(num_heads)]
     for rank in range(size):
         for head in heads_of(num_heads, size, rank):
@@ -198,24 +201,34 @@ class KVLayout:
         return blake2b(content.encode(), digest_size=16).hexdigest()
 
     def sends_to(self, num_decode: int) -> tuple[int, ...]:
-        """Return the decode ranks of a worker with `num_decode` ranks that this rank sends heads to."""
-        found = {
-            pair.decode
-            for group in self.groups
-            for pair in pairs(group.num_heads, self.size, num_decode)
-            if pair.prefill == self.rank
-        }
-        return tuple(sorted(found))
+        """Return the decode ranks of a worker with `num_decode` ranks that this rank sends heads to.
+
+        Raises WireError if workers with these numbers of ranks cannot exchange KV.
+        """
+        return tuple(
+            sorted(decode for prefill, decode in self._partners(self.size, num_decode) if prefill == self.rank)
+        )
 
     def receives_from(self, num_prefill: int) -> tuple[int, ...]:
-        """Return the prefill ranks of a worker with `num_prefill` ranks that send heads to this rank."""
+        """Return the prefill ranks of a worker with `num_prefill` ranks that send heads to this rank.
+
+        Raises WireError if workers with these numbers of ranks cannot exchange KV.
+        """
+        return tuple(
+            sorted(prefill for prefill, decode in self._partners(num_prefill, self.size) if decode == self.rank)
+        )
+
+    def _partners(self, num_prefill: int, num_decode: int) -> frozenset[tuple[int, int]]:
+        """Return the pairs of ranks that share heads. A transfer has units of all groups, so they must be the same."""
         found = {
-            pair.prefill
+            frozenset((pair.prefill, pair.decode) for pair in pairs(group.num_heads, num_prefill, num_decode))
             for group in self.groups
-            for pair in pairs(group.num_heads, num_prefill, self.size)
-            if pair.decode == self.rank
         }
-        return tuple(sorted(found))
+        if len(found) > 1:
+            raise WireError(
+                f"{num_prefill} prefill ranks and {num_decode} decode ranks share heads of some groups only"
+            )
+        return found.pop()
 
     def outgoing(self, group: int, decode: int, num_decode: int) -> HeadRange:
         """Return the heads of this rank that a decode rank gets. Raises WireError if it gets none of them."""

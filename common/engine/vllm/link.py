@@ -4,8 +4,8 @@ The worker binds one ROUTER socket, over ipc or TCP. Every rank, and the schedul
 with `WorkerLink`. Each message is authenticated with a secret that the worker generates at start and passes in
 `kv_connector_extra_config`, so strangers can neither read orders nor inject messages of a rank.
 
-    worker ── Expect, Forget, Done, Cancel ──> ranks
-    rank ── RankReady, Arrived, TransferLost, Sent ──> worker
+    worker ── Expect, Admit, Forget, Done, Cancel ──> ranks
+    rank ── RankReady, Announced, Arrived, TransferLost, Sent, RankFailed ──> worker
     scheduler ── StepsDone ──> worker
 
 KV never crosses this link: ranks send it to the ranks of other workers.
@@ -150,6 +150,10 @@ class WorkerAlive(LinkMessage, frozen=True, tag=5):
     """The worker is alive; sent to every rank and the scheduler."""
 
 
+class Admit(RequestMessage, frozen=True, tag=6):
+    """Allocate slots for this prompt, after those of all prompts admitted earlier. Reply to `Announced`."""
+
+
 # ---------------------------------------------------------------- rank -> worker
 
 
@@ -216,6 +220,16 @@ class RankAlive(LinkMessage, frozen=True, tag=24):
     """The rank, or the scheduler, is alive."""
 
 
+class Announced(RequestMessage, frozen=True, tag=26):
+    """A prefill worker has announced the KV of a prompt. Only the first of several ranks reports this."""
+
+
+class RankFailed(LinkMessage, frozen=True, tag=27):
+    """A thread of this rank has died, without which transfers would hang: the engine must end."""
+
+    reason: str
+
+
 class StepsDone(LinkMessage, frozen=True, tag=25):
     """Steps of the engine have ended; sent by the scheduler, and dropped if the worker is slow.
 
@@ -235,9 +249,11 @@ class StepsDone(LinkMessage, frozen=True, tag=25):
     num_preempted: int = 0
 
 
-ToRank = Expect | Forget | Done | Cancel | WorkerAlive
-FromRank = RankReady | Arrived | TransferLost | Sent | RankAlive | StepsDone
-OnMessage = Callable[[int, "RankReady | Arrived | TransferLost | Sent | StepsDone"], None]
+Order = Expect | Admit | Forget | Done | Cancel
+ToRank = Order | WorkerAlive
+LinkEvent = Announced | Arrived | TransferLost | Sent | RankFailed | StepsDone
+FromRank = RankReady | RankAlive | LinkEvent
+OnMessage = Callable[[int, "RankReady | LinkEvent"], None]
 
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 _from_rank: msgspec.msgpack.Decoder[tuple[int, FromRank]] = msgspec.msgpack.Decoder(tuple[int, FromRank])
@@ -460,7 +476,7 @@ class WorkerLink:
         context: zmq.Context[zmq.Socket[bytes]],
         settings: ConnectorSettings,
         rank: int,
-        on_message: Callable[[Expect | Forget | Done | Cancel], None] = lambda message: None,
+        on_message: Callable[[Order], None] = lambda message: None,
         on_orphaned: Callable[[str], None] = exit_orphaned,
     ) -> None:
         """`on_message` and `on_orphaned` are called on the link's thread."""

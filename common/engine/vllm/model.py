@@ -48,13 +48,10 @@ from common.engine.vllm.launch import (
 from common.engine.vllm.layout import can_skip_blocks
 from common.engine.vllm.link import (
     SCHEDULER,
-    Arrived,
     ConnectorSettings,
+    LinkEvent,
     RankLink,
     RankReady,
-    Sent,
-    StepsDone,
-    TransferLost,
     TransferParams,
     joined_addresses,
 )
@@ -70,7 +67,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-LinkEvent = Arrived | TransferLost | Sent | StepsDone
 READY_S = 60.0
 """Maximum time, in seconds, until all ranks have connected, once vLLM has loaded the model."""
 LINK_SILENCE_S = 60.0
@@ -102,6 +98,8 @@ class CoreThread:
     def __init__(self) -> None:
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
+        self.failure = ""
+        """Why a task of `keep` has died, or ""."""
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._thread.start()
 
@@ -116,8 +114,14 @@ class CoreThread:
         """Start a task that is cancelled by `close`. On the thread only."""
         task = self.loop.create_task(coroutine, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("vllm: the task %r has died", task.get_name(), exc_info=error)
+            self.failure = f"the task {task.get_name()!r} has died: {type(error).__name__}: {error}"
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Cancel all tasks and end the thread. Returns False if it still runs."""

@@ -1,7 +1,7 @@
 """KV transfers of one vLLM rank, in both directions.
 
     prefill: opened ──step──> blocks final ──sent──> acknowledged or failed ──held by vLLM──> released
-    decode:  expected ──KVOpen, slots free──> granted ──all pairs complete──> arrived ──load──> in vLLM's blocks
+    decode:  expected ──KVOpen──> admitted ──slots free──> granted ──complete──> arrived ──load──> in vLLM's blocks
                  └── forgotten, refused, stalled: slots freed, the sender is notified ┘
 
 A prompt has one transfer per pair of ranks that share heads. The worker process orders and is notified over the link.
@@ -38,6 +38,8 @@ from common.engine.transfer import (
 )
 from common.engine.vllm.layout import TransferName, Unit, base_of, can_skip_blocks, num_ready, transfer_name, units_of
 from common.engine.vllm.link import (
+    Admit,
+    Announced,
     Arrived,
     Cancel,
     ConnectorSettings,
@@ -45,6 +47,8 @@ from common.engine.vllm.link import (
     Expect,
     Forget,
     FromRank,
+    Order,
+    RankFailed,
     RankReady,
     Send,
     Sent,
@@ -170,7 +174,6 @@ class _Incoming:
     first: int
     slots: list[int] = field(default_factory=list)
     has_slots: bool = False
-    size: int = 0
     names: frozenset[str] = frozenset()
     pairs: dict[str, _Pair] = field(default_factory=dict)
     has_arrived: bool = False
@@ -203,7 +206,8 @@ class RankTransfers:
         self._lock = threading.RLock()
         self._outgoing: dict[Key, _Outgoing] = {}
         self._senders: dict[Key, _Outgoing] = {}  # by transfer name and attempt
-        self._incoming: OrderedDict[tuple[str, int], _Incoming] = OrderedDict()  # by base and attempt, as expected
+        self._incoming: dict[tuple[str, int], _Incoming] = {}  # by base and attempt
+        self._waiting: dict[tuple[str, int], _Incoming] = {}  # for slots, in the order of admission
         self._forgotten: OrderedDict[tuple[str, int], str] = OrderedDict()
         self._finished: dict[str, Key] = {}
         self._received: dict[str, bool] = {}  # by vLLM's id: whether the load has succeeded
@@ -279,16 +283,19 @@ class RankTransfers:
             ("KV receiver", self._receiver.failure),
         ):
             if failure is not None:
-                raise RuntimeError(f"the thread of the {name} has died") from failure
+                why = f"{type(failure).__name__}: {failure}"
+                raise RuntimeError(f"the thread of the {name} has died: {why}") from failure
 
     # ------------------------------------------------------------ orders of the worker
 
-    def order(self, message: Expect | Forget | Done | Cancel) -> None:
+    def order(self, message: Order) -> None:
         """Obey an order of the worker."""
         with self._lock:
             match message:
                 case Expect():
                     self._expect(message)
+                case Admit():
+                    self._admit((base_of(message.request_id), message.attempt))
                 case Forget():
                     self._forget(message.key, message.reason)
                 case Done():
@@ -341,6 +348,8 @@ class RankTransfers:
         with self._lock:
             used = [slot for incoming in self._incoming.values() for slot in incoming.slots]
             problems = self.slots.problems(used)
+            if any(each.has_slots or self._incoming.get(base) is not each for base, each in self._waiting.items()):
+                problems.append("a request without need waits for slots")
             sending = {(name, each.key[1]) for each in self._outgoing.values() for name in each.open}
             if sending != set(self._senders):
                 problems.append(f"transfers {sending ^ set(self._senders)} have no prompt")
@@ -364,9 +373,12 @@ class RankTransfers:
         if odd:
             state.reason = f"{len(addresses)} decode ranks cannot have {layout.num_stages} pipeline stages"
         else:
+            try:
+                receivers = layout.sends_to(size)
+            except WireError as error:
+                state.reason, receivers = str(error), ()
             state.decode = {
-                transfer_name(send.request_id, layout.rank, layout.size, decode): decode
-                for decode in layout.sends_to(size)
+                transfer_name(send.request_id, layout.rank, layout.size, decode): decode for decode in receivers
             }
         state.open = set(state.decode)
         for name, decode in state.decode.items():
@@ -548,7 +560,21 @@ class RankTransfers:
         else:
             pair = _Pair(message.request_id, message.attempt, event.peer, now, memory=event.memory, renewed_at=now)
             incoming.pairs[message.request_id] = pair
+            if len(incoming.pairs) == 1:
+                self._on_announced(incoming)
             self._grant_all(now)
+
+    def _on_announced(self, incoming: _Incoming) -> None:
+        if self._world_size == 1:
+            self._waiting[base_of(incoming.key[0]), incoming.key[1]] = incoming
+        elif self.rank == 0:  # a prompt is announced to each rank
+            self._report(Announced(request_id=incoming.key[0], attempt=incoming.key[1]))
+
+    def _admit(self, base: tuple[str, int]) -> None:
+        incoming = self._incoming.get(base)
+        if incoming is not None and not incoming.has_slots:
+            self._waiting[base] = incoming
+            self._grant_all(time.monotonic())
 
     def _on_unexpected(self, event: TransferOpened, name: TransferName, now: float) -> None:
         reason = self._forgotten.get((name.base, event.message.attempt))
@@ -566,10 +592,12 @@ class RankTransfers:
             return f"{message.num_blocks} blocks do not match the length of the prompt, {len(incoming.units)} blocks"
         if not incoming.names:
             layout, request_id = self.layout, incoming.key[0]
-            incoming.size = name.size
+            try:
+                senders = layout.receives_from(name.size)
+            except WireError as error:
+                return str(error)
             incoming.names = frozenset(
-                transfer_name(request_id, prefill, name.size, layout.rank)
-                for prefill in layout.receives_from(name.size)
+                transfer_name(request_id, prefill, name.size, layout.rank) for prefill in senders
             )
         if message.request_id not in incoming.names:
             return f"no transfer from rank {name.prefill} of {name.size} is expected"
@@ -587,21 +615,23 @@ class RankTransfers:
             pair.peer, pair.memory = event.peer, event.memory
 
     def _grant_all(self, now: float) -> None:
-        """Allocate slots in the order in which requests were expected, and grant them.
+        """Allocate slots to admitted requests in their order, and grant their announced transfers.
 
-        With several ranks, which must not wait for each other's slots in a circle, slots are kept for all requests that
-        were expected earlier. All ranks expect requests in the same order.
+        No request overtakes, because small ones could keep a large one waiting forever. Several ranks must not wait for
+        each other in a circle, each with slots for another request. They cannot: they get every `Admit` from the worker
+        in one order, which is that of the announcements at rank 0. On each rank, the requests before the first one of
+        this order that has not ended have freed their slots, and those after it only get slots that it leaves. So it
+        has its slots on all ranks, and ends: it was announced, so its KV arrives and is loaded, or a timeout ends it.
         """
         free = self.slots.num_free
-        for incoming in self._incoming.values():
-            if incoming.has_arrived or incoming.is_loading:
-                continue
-            if not incoming.has_slots:
-                if free < incoming.num_needed or not incoming.pairs:
-                    free -= incoming.num_needed if self._world_size > 1 else 0
-                    continue
+        for base, incoming in list(self._waiting.items()):
+            if incoming.num_needed <= free:
+                del self._waiting[base]
                 incoming.slots, incoming.has_slots = self.slots.take(incoming.num_needed), True
-                free -= incoming.num_needed
+            free = max(0, free - incoming.num_needed)
+        for incoming in self._incoming.values():
+            if not incoming.has_slots or incoming.has_arrived or incoming.is_loading:
+                continue
             for pair in incoming.pairs.values():
                 if not pair.lent and pair.completed is None:
                     self._grant(incoming, pair, now)
@@ -665,6 +695,7 @@ class RankTransfers:
             return  # its slots are freed after the copies
         base = (base_of(incoming.key[0]), incoming.key[1])
         del self._incoming[base]
+        self._waiting.pop(base, None)
         self._remember(base, reason)
         for pair in incoming.pairs.values():
             if pair.completed is None:
@@ -718,6 +749,7 @@ class RankTransfers:
         except BaseException as error:
             log.exception("a KV thread died")
             self.failure = error
+            self._report(RankFailed(reason=f"{type(error).__name__}: {error}"))
 
     def _work(self, queue: SimpleQueue[Callable[[], None] | None]) -> None:
         while (work := queue.get()) is not None:
@@ -725,6 +757,7 @@ class RankTransfers:
 
     def _expire_all(self) -> None:
         while not self._stopping.wait(TICK_S):
+            self.check()  # also here, because an idle engine runs no step
             self.expire(time.monotonic())
 
     def expire(self, now: float) -> None:

@@ -16,6 +16,8 @@ import pytest
 import zmq.asyncio
 
 from common.engine.vllm.link import (
+    Admit,
+    Announced,
     Arrived,
     ConnectorSettings,
     Done,
@@ -102,6 +104,8 @@ class Worker:
 
     def _on_message(self, rank: int, message: FromRank) -> None:
         (self.steps if isinstance(message, StepsDone) else self.events).append(message)  # type: ignore[arg-type]
+        if isinstance(message, Announced):
+            self.link.send(None, Admit(request_id=message.request_id, attempt=message.attempt))
 
     def num_computed(self, first: int) -> int:
         """Return the tokens of prompts that were computed, from the report `first` on."""

@@ -18,8 +18,8 @@ from common.engine.kv import BlockLog
 from common.engine.vllm.block_events import CachedBlocks
 from common.engine.vllm.client import Added, CoreDied, Drafts, Output
 from common.engine.vllm.duty import VllmDuty
-from common.engine.vllm.link import StepsDone
-from common.engine.vllm.model import CoreThread, LinkEvent
+from common.engine.vllm.link import LinkEvent, StepsDone
+from common.engine.vllm.model import CoreThread
 from common.engine.worker import DutyOffer, Engine, ModelFacts, Send, WorkerMetrics, WorkerParts
 from common.errors import RankLost
 from common.grammar import finish_reason

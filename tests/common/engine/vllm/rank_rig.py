@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 
 import torch
 import zmq
 
 from common.engine.vllm.layout import KVGroup, KVLayout, heads_of
 from common.engine.vllm.link import (
-    Cancel,
+    Admit,
+    Announced,
     ConnectorSettings,
     Done,
     Expect,
-    Forget,
     FromRank,
+    Order,
     RankReady,
     Send,
     joined_addresses,
@@ -59,22 +62,42 @@ class RankRig:
 
 @dataclass
 class WorkerRig:
-    """A worker of several ranks."""
+    """A worker of several ranks, which admits prompts as they are announced if `admits`."""
 
     worker_id: str
     groups: tuple[KVGroup, ...]
     ranks: list[RankRig]
     epoch: int
     context: zmq.Context[zmq.Socket[bytes]]
+    admits: bool = True
+    announced: SimpleQueue[Announced | None] = field(default_factory=SimpleQueue)
+    _ordering: threading.Lock = field(default_factory=threading.Lock)  # all ranks get all orders in the same order
+
+    def __post_init__(self) -> None:
+        self._admitting = threading.Thread(target=self._admit_all)
+        self._admitting.start()
+
+    def _admit_all(self) -> None:
+        while (each := self.announced.get()) is not None:
+            if self.admits:
+                self.admit(each.request_id, each.attempt)
+
+    def close(self) -> None:
+        self.announced.put(None)
+        self._admitting.join()
+        for rank in self.ranks:
+            rank.transfers.stop()
+        self.context.term()
 
     @property
     def target(self) -> KVTarget:
         ready = [rank.events_of(RankReady)[0] for rank in self.ranks]
         return KVTarget(self.worker_id, self.epoch, joined_addresses([each.kv_address for each in ready]))  # type: ignore[attr-defined]
 
-    def order(self, message: Expect | Forget | Done | Cancel) -> None:
-        for rank in self.ranks:
-            rank.transfers.order(message)
+    def order(self, message: Order) -> None:
+        with self._ordering:
+            for rank in self.ranks:
+                rank.transfers.order(message)
 
     def step(self, **orders: object) -> None:
         for rank in self.ranks:
@@ -82,6 +105,9 @@ class WorkerRig:
 
     def expect(self, name: str = "a", num_tokens: int = 18, first_block: int = 0, attempt: int = 0) -> None:
         self.order(Expect(request_id=name, attempt=attempt, num_tokens=num_tokens, first_block=first_block))
+
+    def admit(self, name: str = "a", attempt: int = 0) -> None:
+        self.order(Admit(request_id=name, attempt=attempt))
 
     def open(self, target: KVTarget, name: str = "a", num_tokens: int = 18, attempt: int = 0) -> None:
         send = Send(request_id=name, attempt=attempt, target=target)
@@ -151,11 +177,12 @@ def make_worker(
     epoch: int = 3,
     num_slots: int = 16,
     model: Sequence[Sequence[torch.Tensor]] | None = None,
+    admits: bool = True,
     **settings: object,
 ) -> WorkerRig:
     """`model`: KV of all heads, [groups][layers][blocks, heads, tokens, content], of which each rank has its part."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    ranks: list[RankRig] = []
+    worker = WorkerRig(worker_id, groups, [], epoch, context, admits)
     for rank in range(size):
         layout = KVLayout(groups, "float32", size, rank)
         caches = [
@@ -178,12 +205,16 @@ def make_worker(
             **fields,  # type: ignore[arg-type]
         )
         events: list[FromRank] = []
-        transfers = RankTransfers(
-            context, chosen, RankCache(layout, caches, NUM_BLOCKS), events.append, world_size=size
-        )
+
+        def report(event: FromRank, events: list[FromRank] = events) -> None:
+            events.append(event)
+            if isinstance(event, Announced):
+                worker.announced.put(event)
+
+        transfers = RankTransfers(context, chosen, RankCache(layout, caches, NUM_BLOCKS), report, world_size=size)
         transfers.start()
-        ranks.append(RankRig(transfers, caches, events))
-    return WorkerRig(worker_id, groups, ranks, epoch, context)
+        worker.ranks.append(RankRig(transfers, caches, events))
+    return worker
 
 
 def new_model(groups: tuple[KVGroup, ...], seed: int = 0) -> list[list[torch.Tensor]]:
@@ -197,6 +228,4 @@ def new_model(groups: tuple[KVGroup, ...], seed: int = 0) -> list[list[torch.Ten
 
 def close(workers: Sequence[WorkerRig]) -> None:
     for worker in workers:
-        for rank in worker.ranks:
-            rank.transfers.stop()
-        worker.context.term()
+        worker.close()

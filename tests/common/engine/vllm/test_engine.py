@@ -14,7 +14,19 @@ import zmq
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig
 from common.engine.vllm import engine as engine_module
 from common.engine.vllm.client import Drafts
-from common.engine.vllm.link import SCHEDULER, Arrived, Cancel, Done, Expect, Forget, Sent, TransferLost
+from common.engine.vllm.link import (
+    SCHEDULER,
+    Admit,
+    Announced,
+    Arrived,
+    Cancel,
+    Done,
+    Expect,
+    Forget,
+    RankFailed,
+    Sent,
+    TransferLost,
+)
 from common.engine.worker import EngineStatus, RequestReceived, WorkerMetrics, WorkerParts
 from common.engine.worker.vitals import WorkerIdentity
 from common.wire import Pooling, Role, SamplingParams, pack_tokens
@@ -71,18 +83,18 @@ class Rig:
         self.engine: Any = duty.build_engine(self.model, self.sent.extend)
         self.engine.start()
 
-    def tell(self, message: Message) -> None:
-        assert self.engine.submit(RequestReceived(ROUTER, message))
+    def tell(self, message: Message, router: bytes = ROUTER) -> None:
+        assert self.engine.submit(RequestReceived(router, message))
 
     def prefill(self, name: str = "a", **fields: Any) -> None:
         values: dict[str, Any] = {"attempt": 1, "decode": TARGET} | fields
         params = SamplingParams(max_tokens=9, temperature=0.0)
         self.tell(PrefillRequest(request_id=name, prompt=pack_tokens(PROMPT), params=params, **values))
 
-    def decode(self, name: str = "a", num_tokens: int = 4, **fields: Any) -> None:
+    def decode(self, name: str = "a", num_tokens: int = 4, router: bytes = ROUTER, **fields: Any) -> None:
         values: dict[str, Any] = {"attempt": 1, "prefill_worker": "p-0"} | fields
         params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-        self.tell(DecodeRequest(request_id=name, prompt=pack_tokens(PROMPT), params=params, **values))
+        self.tell(DecodeRequest(request_id=name, prompt=pack_tokens(PROMPT), params=params, **values), router)
 
     async def orders(self, kind: type[Any]) -> list[Any]:
         """Wait for orders of a kind, and return them."""
@@ -265,6 +277,18 @@ async def test_kv_of_all_ranks_precedes_the_answer(decode: Rig, model: Pretended
     assert timeline is not None and timeline.transfer_bytes == 20 and decode.deltas()[-1].num_cached_tokens == 5
 
 
+async def test_all_ranks_admit_prompts_in_the_order_of_their_announcements(decode: Rig, model: PretendedVllm) -> None:
+    for name in "abc":
+        decode.decode(name)
+    await until(lambda: len(decode.model.link.orders) == 3)
+    decode.tell(AbortRequest(request_id="b", attempt=1))
+    await decode.orders(Forget)
+    for name in "cba":
+        model.event(0, Announced(request_id=name, attempt=1))
+    await until(lambda: len(decode.model.link.orders) == 6)
+    assert [each.key for each in await decode.orders(Admit)] == [("c", 1), ("a", 1)]
+
+
 async def test_transfers_are_counted_by_transport_with_their_rate(decode: Rig, model: PretendedVllm) -> None:
     decode.decode()
     await decode.orders(Expect)
@@ -352,6 +376,35 @@ async def test_lost_kv_fails_the_request(decode: Rig, model: PretendedVllm, phas
     assert (await decode.orders(Forget))[0].reason
 
 
+async def test_tokens_of_no_whole_number_fail_one_request(decode: Rig, model: PretendedVllm) -> None:
+    decode.decode()
+    decode.decode("b")
+    await until(lambda: len(model.link.orders) == 2)
+    for rank in (0, 1):
+        model.event(rank, arrived(FIRST, done=KVDone(request_id="a", attempt=1, first_token=FIRST, more_tokens=b"x")))
+        model.event(rank, arrived(FIRST, request_id="b"))
+    await until(decode.failures)
+    (failed,) = decode.failures()
+    assert (failed.request_id, failed.phase, failed.retryable) == ("a", "transfer", True)
+    await until(lambda: any(delta.finish_reason for delta in decode.deltas("b")))
+
+
+@pytest.mark.parametrize("event", ["a link event", "a task"])
+async def test_an_error_of_our_own_ends_the_engine(decode: Rig, model: PretendedVllm, event: str) -> None:
+    async def fail() -> None:
+        raise ValueError("a bug")
+
+    if event == "a task":
+        model.thread.loop.call_soon_threadsafe(lambda: model.thread.keep(fail(), "block events"))
+    else:
+        decode.decode()
+        await decode.orders(Expect)
+        for rank in (0, 1):
+            model.event(rank, arrived(FIRST, done=None))
+    await until(lambda: not decode.engine.alive)
+    model.thread.failure = ""
+
+
 async def test_kv_of_a_dropped_request_is_forgotten(decode: Rig) -> None:
     decode.decode()
     decode.tell(AbortRequest(request_id="a", attempt=1))
@@ -360,6 +413,17 @@ async def test_kv_of_a_dropped_request_is_forgotten(decode: Rig) -> None:
     decode.decode("b", num_reserved_tokens=8)
     await until(decode.failures)
     assert [each.key for each in await decode.orders(Forget)][-1] == ("b", 1), "early KV of a refused request"
+
+
+async def test_the_kv_of_a_request_survives_another_routers_of_the_same_id(decode: Rig, model: PretendedVllm) -> None:
+    decode.decode()
+    decode.decode(router=b"other")
+    await until(decode.failures)
+    assert [router for router, message in decode.sent if isinstance(message, RequestFailed)] == [b"other"]
+    for rank in (0, 1):
+        model.event(rank, arrived(FIRST))
+    await until(lambda: any(delta.finish_reason for delta in decode.deltas()))
+    assert not [each for each in model.link.orders if isinstance(each, Forget)]
 
 
 async def test_a_handover_fails_the_request_so_that_its_router_continues_it(decode: Rig, model: PretendedVllm) -> None:
@@ -379,6 +443,12 @@ async def test_a_rank_that_reads_no_orders_ends_the_engine(decode: Rig, model: P
     decode.decode()
     await until(lambda: not decode.engine.alive)
     assert "rank" in str(decode.engine.failure) and not decode.sent
+
+
+async def test_a_rank_that_fails_ends_an_idle_engine(decode: Rig, model: PretendedVllm) -> None:
+    model.event(1, RankFailed(reason="IndexError: a head without an owner"))
+    await until(lambda: not decode.engine.alive)
+    assert str(decode.engine.failure) == "rank 1 has failed: IndexError: a head without an owner"
 
 
 async def test_a_core_without_steps_is_stuck() -> None:

@@ -54,6 +54,23 @@ def test_each_decode_rank_gets_each_of_its_heads_once_from_a_rank_that_has_it(
     assert max(load.values()) <= -(-max(heads, decode) // min(prefill, max(heads, decode)))  # spread evenly
 
 
+@pytest.mark.parametrize(
+    ("groups", "prefill", "decode", "why"),
+    [
+        ((FULL,), 1, 3, "8 KV heads cannot be divided among 3 ranks"),
+        ((FULL,), 3, 1, "8 KV heads cannot be divided among 3 ranks"),
+        ((FULL, KVGroup("full", 16, 2, 64)), 4, 1, "share heads of some groups only"),
+    ],
+)
+def test_numbers_of_ranks_that_cannot_exchange_kv_are_refused(
+    groups: tuple[KVGroup, ...], prefill: int, decode: int, why: str
+) -> None:
+    with pytest.raises(WireError, match=why):
+        KVLayout(groups, "float32", prefill).sends_to(decode)
+    with pytest.raises(WireError, match=why):
+        KVLayout(groups, "float32", decode).receives_from(prefill)
+
+
 @given(heads=POWERS, prefill=POWERS, decode=POWERS)
 def test_both_ends_agree_on_the_bytes_of_a_transfer(heads: int, prefill: int, decode: int) -> None:
     group = KVGroup("full", 16, heads, 24)

@@ -15,6 +15,8 @@ from common.engine.vllm import link as links
 from common.engine.vllm.layout import KVGroup
 from common.engine.vllm.link import (
     SCHEDULER,
+    Admit,
+    Announced,
     Arrived,
     Cancel,
     ConnectorSettings,
@@ -23,6 +25,7 @@ from common.engine.vllm.link import (
     Forget,
     FromRank,
     Load,
+    RankFailed,
     RankLink,
     RankReady,
     Send,
@@ -51,15 +54,18 @@ STEP = StepsDone(
 )  # fmt: skip
 ORDERS = (
     Expect(request_id="a", attempt=1, num_tokens=300, first_block=1),
+    Admit(request_id="a", attempt=1),
     Forget(request_id="a", attempt=1, reason="aborted"),
     Done(request_id="a", attempt=1, done=DONE),
     Cancel(request_id="a", attempt=1, reason="aborted", phase="prefill"),
 )
 EVENTS = (
     READY,
+    Announced(request_id="a", attempt=1),
     Arrived(request_id="a", attempt=1, done=DONE, num_bytes=5, transfer_s=0.5, busy_s=0.1, transport="shm"),
     TransferLost(request_id="a", attempt=1, reason="lost"),
     Sent(request_id="a", attempt=1, reason="", num_bytes=5, transport="tcp"),
+    RankFailed(reason="IndexError"),
 )
 
 
@@ -117,7 +123,7 @@ async def test_orders_and_events_arrive_in_order_at_the_right_end(rig: Rig) -> N
     for order in ORDERS:
         assert rig.link.send(None, order)
     assert rig.link.send(0, ORDERS[0])
-    await until(lambda: len(got[0]) == 5 and len(got[1]) == 4)
+    await until(lambda: len(got[0]) == len(ORDERS) + 1 and len(got[1]) == len(ORDERS))
     assert got == {0: [*ORDERS, ORDERS[0]], 1: list(ORDERS), SCHEDULER: []}
     assert not rig.orphaned
 

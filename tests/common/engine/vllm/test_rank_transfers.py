@@ -19,8 +19,12 @@ from common.engine.transfer.transports import nixl
 from common.engine.transfer.transports.interface import PreparedBlocks
 from common.engine.vllm import rank_transfers
 from common.engine.vllm.layout import KVGroup, heads_of, pairs
-from common.engine.vllm.link import Arrived, Cancel, Forget, Sent, TransferLost
+from common.engine.vllm.link import Arrived, Cancel, Forget, RankFailed, Send, Sent, TransferLost
+from common.engine.vllm.rank_transfers import Open
 from common.errors import ConfigError
+from common.wire import decode as decode_message
+from common.wire import encode
+from common.wire.messages import KVFailed, KVGrant, KVOpen, KVTarget
 
 from ....pretended_nixl import PretendedNixl
 from ....waiting import wait_until
@@ -28,6 +32,7 @@ from .rank_rig import CONTENT, FULL, LAYERS, TOKENS, WorkerRig, close, make_work
 
 SOURCE = (3, 5, 7, 9, 11)
 TARGET = (2, 4, 6, 8, 10)
+ODD = KVGroup("window", TOKENS, 6, FULL.head_bytes, window=7)
 
 
 @pytest.fixture
@@ -290,11 +295,13 @@ def test_kv_that_is_no_longer_wanted_frees_its_slots(make: Callable[..., WorkerR
     ("change", "why"),
     [
         ({"weights": "other"}, "differs from this worker's"),
-        ({"epoch": 9}, "boot epoch"),
+        ({"epoch": 987654}, "boot epoch"),
         ({"groups": (KVGroup("full", TOKENS, 1, FULL.head_bytes),)}, "differs from this worker's"),
     ],
 )
-def test_ranks_of_another_model_or_life_are_refused(make: Callable[..., WorkerRig], change: Any, why: str) -> None:
+def test_ranks_of_another_model_or_life_are_refused(
+    make: Callable[..., WorkerRig], caplog: pytest.LogCaptureFixture, change: Any, why: str
+) -> None:
     prefill, decode = make("p"), make("d", **change)
     target = decode.target
     if "epoch" in change:
@@ -303,6 +310,17 @@ def test_ranks_of_another_model_or_life_are_refused(make: Callable[..., WorkerRi
     prefill.open(target)
     (sent,) = prefill.wait(Sent)
     assert why in sent.reason  # type: ignore[attr-defined]
+    own = str(change.get("epoch", decode.ranks[0].transfers._fingerprint))
+    assert own in caplog.text and own not in sent.reason, "told to a stranger"  # type: ignore[attr-defined]
+    prefill.finish()
+    prefill.check_empty()
+
+
+def test_a_decode_worker_with_an_impossible_number_of_ranks_is_refused(make: Callable[..., WorkerRig]) -> None:
+    prefill = make("p")
+    prefill.open(KVTarget("d", 3, "tcp://127.0.0.1:7,8,9"))
+    (sent,) = prefill.wait(Sent)
+    assert "2 KV heads cannot be divided among 3 ranks" in sent.reason  # type: ignore[attr-defined]
     prefill.finish()
     prefill.check_empty()
 
@@ -338,9 +356,10 @@ def test_a_corrupted_block_is_found(
 
 
 def test_requests_wait_for_slots_in_turn(make: Callable[..., WorkerRig]) -> None:
-    prefill, decode = make("p", 2), make("d", 2, num_slots=7)
+    prefill, decode = make("p", 2), make("d", 2, num_slots=7, admits=False)
     for name in "abc":
         decode.expect(name)
+        decode.admit(name)
     for name in "cba":  # their announcements come in any order
         send_all(prefill, decode, name)
     for count, name in enumerate("abc", 1):
@@ -355,12 +374,49 @@ def test_requests_wait_for_slots_in_turn(make: Callable[..., WorkerRig]) -> None
         worker.check_empty()
 
 
-def test_a_single_rank_grants_whoever_is_first(make: Callable[..., WorkerRig]) -> None:
-    prefill, decode = make("p"), make("d", num_slots=7)
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_prompt_that_is_not_announced_keeps_no_slots(make: Callable[..., WorkerRig], size: int) -> None:
+    prefill, decode = make("p", size), make("d", size, num_slots=7)
     for name in "ab":
         decode.expect(name)
     send_all(prefill, decode, "b")  # the prompt of a is still in the queue
-    assert decode.wait(Arrived)[0].request_id == "b"  # type: ignore[attr-defined]
+    assert {each.request_id for each in decode.wait(Arrived)} == {"b"}  # type: ignore[attr-defined]
+    for rank in decode.ranks:
+        rank.transfers.expire(time.monotonic() + 29)
+        assert not rank.events_of(TransferLost)
+
+
+def test_ranks_that_see_announcements_in_opposite_orders_finish_all(make: Callable[..., WorkerRig]) -> None:
+    prefill, decode = make("p", 2), make("d", 2, num_slots=7)  # slots for one of both prompts
+    for name in "ab":
+        decode.expect(name)
+    for names in ("ab", "ba"):  # the first of each rank, then the second
+        for rank, name in enumerate(names):
+            send = Send(request_id=name, attempt=0, target=decode.target)
+            prefill.ranks[rank].step(opens=[Open(f"v-{name}", send, 18)])
+            transfers = decode.ranks[rank].transfers
+            wait_until(lambda t=transfers, n=name: t._incoming[n, 0].pairs, "the announcement", 20)
+    for name in "ab":
+        prefill.computed([SOURCE], 18, name)
+        prefill.done(name)
+    for count, name in enumerate("ab", 1):
+        assert {each.request_id for each in decode.wait(Arrived, count)} == {name}  # type: ignore[attr-defined]
+        decode.load([TARGET], name=name)
+        assert decode.wait_loaded(name)
+
+
+def test_small_prompts_do_not_overtake_a_large_one(make: Callable[..., WorkerRig]) -> None:
+    prefill, decode = make("p"), make("d", num_slots=7)
+    sizes = {"first": 18, "large": 18, "small": 6}  # 5, 5 and 2 blocks
+    for name, num_tokens in sizes.items():
+        decode.expect(name, num_tokens)
+        send_all(prefill, decode, name, num_tokens)
+        wait_until(lambda n=name: decode.ranks[0].transfers._incoming[n, 0].pairs, "the announcement", 20)
+    assert decode.ranks[0].transfers.slots.num_free == 2
+    decode.wait(Arrived)
+    decode.load([TARGET], name="first")
+    arrived = decode.wait(Arrived, 3)
+    assert {each.request_id for each in decode.ranks[0].events_of(Arrived)} == set(sizes) and arrived  # type: ignore[attr-defined]
 
 
 def test_a_port_in_use_is_named() -> None:
@@ -404,6 +460,38 @@ def test_lost_slots_end_the_engine_once_no_request_is_left(make: Callable[..., W
     wait_until(lambda: transfers.failure is not None, "the thread of timeouts finds them too")
     with pytest.raises(RuntimeError, match="has died"):
         transfers.check()
+
+
+@pytest.mark.parametrize("name", ["receiver", "sender"])
+def test_a_thread_that_dies_is_reported_though_no_step_runs(
+    make: Callable[..., WorkerRig], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(rank_transfers, "TICK_S", 0.01)
+    decode = make("d")
+    getattr(decode.ranks[0].transfers, f"_{name}").failure = IndexError("a head without an owner")
+    (failed,) = decode.wait(RankFailed)
+    assert f"the KV {name} has died: IndexError: a head without an owner" in failed.reason  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("groups", [(KVGroup("full", TOKENS, 8, FULL.head_bytes),), (FULL, ODD)], ids=["one", "two"])
+def test_no_announcement_ends_a_receiver(make: Callable[..., WorkerRig], groups: tuple[KVGroup, ...]) -> None:
+    decode = make("d", 1, groups)
+    chosen = random.Random(0)
+    transfers = decode.ranks[0].transfers
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.set(zmq.LINGER, 0)
+        peer.connect(decode.target.address)
+        sizes = [1, 2, 3, 5, 6, 12, 1023, 1024, 1025, 9999] * 2
+        for attempt, size in enumerate(sizes):
+            decode.expect(attempt=attempt)
+            num_blocks = len(transfers._incoming["a", attempt].units)
+            fields = {"worker_id": "p", "epoch": 1, "decode_epoch": decode.epoch, "fingerprint": transfers._fingerprint}
+            for rank in chosen.sample(range(size), min(size, 3)):
+                name = f"a/{rank}.{size}.{chosen.choice([0, 0, 1])}"
+                message = KVOpen(request_id=name, attempt=attempt, num_blocks=num_blocks, **fields)
+                peer.send(encode(message))
+                assert peer.poll(5000), "no answer"
+                assert isinstance(decode_message(peer.recv()), KVGrant | KVFailed)
 
 
 def test_a_sender_that_stops_is_given_up(make: Callable[..., WorkerRig]) -> None:
