@@ -93,7 +93,8 @@ class Service:
     def first_token(self, name: str, attempt: int = 0) -> int:
         """What the prefill worker told the router."""
         outputs = [message for _, message in self.sent if isinstance(message, TokenOutput)]
-        (token,) = {d.token_ids for o in outputs for d in o.outputs if (d.request_id, d.attempt) == (name, attempt)}
+        deltas = [delta for output in outputs for delta in output.outputs if delta.token_ids]  # others report progress
+        (token,) = {delta.token_ids for delta in deltas if (delta.request_id, delta.attempt) == (name, attempt)}
         return token[0]
 
     def wait(self, condition: Callable[[], object]) -> None:
