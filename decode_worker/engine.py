@@ -223,8 +223,9 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
 
     def _drain(self) -> None:
         """Complete the step in flight, if any."""
-        if self._pipeline.in_flight is not None:
-            self._complete_step(self._pipeline.in_flight)
+        if (step := self._pipeline.in_flight) is not None:
+            self.planned(shape_of(step.chunks))
+            self._complete_step(step)
 
     def _process_outputs(
         self, chunks: Sequence[DecodeChunk], sampled: Sequence[Sequence[SampledToken]], now: float, step_s: float

@@ -169,6 +169,37 @@ def test_a_failed_step_ends_its_requests_once_and_leaks_nothing(threaded: Callab
     assert engine.tokens("c") == engine.oracle(prompt(20))
 
 
+def test_a_step_that_fails_beside_prompts_fails_its_requests_only(threaded: Callable[..., Rig]) -> None:
+    engine = threaded()
+    engine.engine.share_cores(BesidePrompts(), lambda num_threads: None)
+    engine.ask(prompt(30), "a", max_tokens=50)
+    engine.until(lambda: len(engine.tokens()) > 2)
+    engine.steps.fail_at = engine.steps.num_launched + 2
+    engine.until(lambda: engine.is_clean)
+    (failed,) = engine.failures()
+    assert failed.retryable and "the step failed" in failed.message
+    engine.ask(prompt(20), "b")
+    engine.until(lambda: engine.is_clean)
+    assert engine.tokens("b") == engine.oracle(prompt(20))
+
+
+def test_a_step_in_flight_is_awaited_within_its_own_limit(
+    threaded: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = threaded(max_draft_tokens=4)
+    monkeypatch.setattr(engine.engine.step_times, "limit_s", lambda shape, model: 77.0)
+    complete, limits = engine.engine._complete_step, []
+
+    def completed(step: Any) -> None:
+        limits.append((step.has_drafts, engine.engine.turn_limit_s))
+        complete(step)
+
+    monkeypatch.setattr(engine.engine, "_complete_step", completed)
+    engine.ask([1, 2, 3, 4] * 12, max_tokens=60)
+    engine.until(lambda: engine.is_clean)
+    assert set(limits) == {(False, 77.0), (True, 77.0)}
+
+
 @pytest.mark.slow
 def test_any_mixture_of_arrivals_and_ends(threaded: Callable[..., Rig]) -> None:
     engine = threaded(num_blocks=24, max_num_seqs=5, chunk=20)

@@ -223,25 +223,9 @@ class EngineLoop(ABC):
         if self._is_held:
             self._hold(IDLE_WAIT_S)
             self._has_stepped = True  # all requests keep their places, so they count as making progress
-        elif self.has_work and (held_s := self.hold_s(now)) > 0.0:
-            self._hold(held_s)
         elif self.has_work:
-            self._busy, self._worked_at = True, now
-            self._take_cores()
-            try:
-                self.step(now)
-                self._failed_steps, self._has_stepped = 0, True
-            except (BlockError, RankLost):
-                raise  # block ownership is inconsistent, so requests could get mixed up; or no further step can run
-            except Exception as error:
-                # Not `fail_step`: routers must count this as the worker's death, which its requests may have caused.
-                if problem := self.device_failure():
-                    raise DeviceLost(problem) from error
-                self._failed_steps += 1
-                log.exception("engine: step failed (%d consecutive failures)", self._failed_steps)
-                self.fail_step(error)
-                if self._failed_steps >= MAX_FAILED_STEPS:
-                    raise
+            if (held_s := self._step_if_due(now)) > 0.0:
+                self._hold(held_s)
         elif self._busy and self.is_empty and now - self._worked_at >= IDLE_CHECK_S:
             self._busy = False
             self.check_integrity()
@@ -251,6 +235,28 @@ class EngineLoop(ABC):
         self._report_progress(now)
         self._publish()
         self._flush()
+
+    def _step_if_due(self, now: float) -> float:
+        """Compute a step, or return the seconds for which to wait with it. Either may complete the step before."""
+        try:
+            if (held_s := self.hold_s(now)) > 0.0:
+                return held_s
+            self._busy, self._worked_at = True, now
+            self._take_cores()
+            self.step(now)
+            self._failed_steps, self._has_stepped = 0, True
+        except (BlockError, RankLost):
+            raise  # block ownership is inconsistent, so requests could get mixed up; or no further step can run
+        except Exception as error:
+            # Not `fail_step`: routers must count this as the worker's death, which its requests may have caused.
+            if problem := self.device_failure():
+                raise DeviceLost(problem) from error
+            self._failed_steps += 1
+            log.exception("engine: step failed (%d consecutive failures)", self._failed_steps)
+            self.fail_step(error)
+            if self._failed_steps >= MAX_FAILED_STEPS:
+                raise
+        return 0.0
 
     def _hold(self, held_s: float) -> None:
         """Delay computation for `held_s` seconds or until a command arrives."""
