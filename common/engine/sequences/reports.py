@@ -7,7 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from common.wire import TokenLogprobs
-from common.wire.messages import Message, PooledOutput, PromptLogprobs, RequestFailed, TokenDelta, TokenOutput
+from common.wire.messages import (
+    MAX_OUTPUTS,
+    Message,
+    PooledOutput,
+    PromptLogprobs,
+    RequestFailed,
+    TokenDelta,
+    TokenOutput,
+)
 
 MAX_ALTERNATIVES = 500_000
 """Maximum number of alternatives in a message of several requests: about 8 MB, half of the wire limit."""
@@ -39,7 +47,7 @@ class Reports:
         self._deltas[router].append(delta)
 
     def flush(self) -> None:
-        """Queue one `TokenOutput` per router that has deltas, or several if there are very many alternatives."""
+        """Queue one `TokenOutput` per router that has deltas, or several if they exceed the limits of a message."""
         for router, deltas in self._deltas.items():
             for part in _within_messages(deltas):
                 self._emit(router, TokenOutput(worker_id=self._worker_id, epoch=self._epoch, outputs=tuple(part)))
@@ -83,14 +91,14 @@ class Reports:
 
 def _within_messages(deltas: Sequence[TokenDelta]) -> Iterator[Sequence[TokenDelta]]:
     """Split the deltas into parts that fit in a message."""
-    if not any(delta.logprobs for delta in deltas):
+    if len(deltas) <= MAX_OUTPUTS and not any(delta.logprobs for delta in deltas):
         yield deltas
         return
     part: list[TokenDelta] = []
     num_alternatives = 0
     for delta in deltas:
         more = sum(len(token.top) for token in delta.logprobs)
-        if part and num_alternatives + more > MAX_ALTERNATIVES:
+        if len(part) == MAX_OUTPUTS or (part and num_alternatives + more > MAX_ALTERNATIVES):
             yield part
             part, num_alternatives = [], 0
         part.append(delta)
