@@ -35,7 +35,7 @@ from common.wire.sampling_params import (
     default_of,
 )
 from common.wire.serving_messages import MAX_WEIGHT_VERSION, MAX_WEIGHTS_PATH
-from common.wire.sockets import BACKLOG, WATCHED, Dialer, bind
+from common.wire.sockets import BACKLOG, WATCHED, Dialer, allow_many_sockets, bind
 
 __all__ = [
     "BACKLOG",
@@ -72,6 +72,7 @@ __all__ = [
     "ThinkingBudget",
     "TokenLogprobs",
     "WATCHED",
+    "allow_many_sockets",
     "bind",
     "bounds_of",
     "decode",

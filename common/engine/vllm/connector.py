@@ -46,7 +46,7 @@ from common.engine.vllm.staging import RankCache, staging_bytes
 from common.errors import ConfigError
 from common.latency import NOTHING, StepShape
 from common.machine import host_memory
-from common.wire import Curve, Gatekeeper
+from common.wire import Curve, Gatekeeper, allow_many_sockets
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -387,6 +387,7 @@ class RankSide:
             from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
             keep_draws(CPUModelRunner)
+        allow_many_sockets(self._context)
         settings = settings_of(self.vllm_config)
         curve = Curve.load(settings.curve_key, settings.curve_authorized)
         if curve is not None:

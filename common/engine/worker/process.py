@@ -37,7 +37,7 @@ from common.engine.worker.vitals import WorkerIdentity, heartbeat_of, hello_of, 
 from common.errors import ConfigError, DiptychError, ModelError
 from common.machine import NO_ROOM, keep_large_buffers, raise_file_limit, remove_private_folders, write_failure
 from common.model_files import ModelFiles, hold_model, release_models, resolve_model
-from common.wire import Curve, Gatekeeper, in_url, warn_if_readable
+from common.wire import Curve, Gatekeeper, allow_many_sockets, in_url, warn_if_readable
 from common.wire.messages import (
     AnyMessage,
     ChangeRole,
@@ -67,6 +67,7 @@ class WorkerProcess:
         self._load_model, self._abandon_load = home.load, home.abandon
         identity = WorkerIdentity.create(home.role, config.worker_id)
         self.context = zmq.asyncio.Context(io_threads=config.io_threads)
+        allow_many_sockets(self.context)
         self.blocking_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(self.context)
         goals_ms = (getattr(offer.config, "slo_tpot_ms", 0.0) for offer in (home, other) if offer is not None)
         self.metrics = WorkerMetrics(

@@ -9,6 +9,7 @@ import zmq
 
 from common.engine.transfer.connection import KVConnection
 from common.engine.transfer.frames import MAX_REPLY_BYTES
+from common.wire import allow_many_sockets
 
 
 @pytest.mark.parametrize(("io_threads", "expected"), [(1, [1, 1, 1]), (2, [1, 2, 1]), (4, [1, 2, 4])])
@@ -36,4 +37,18 @@ def test_a_stream_that_gets_a_frame_that_is_too_large_is_connected_again() -> No
             assert router.poll(60_000)
             assert router.recv_multipart()[1] == b"open again"
         finally:
+            connection.close()
+
+
+def test_a_worker_sends_to_more_than_a_thousand_others() -> None:
+    with zmq.Context() as context:
+        allow_many_sockets(context)
+        connection = KVConnection(context, zmq.Poller(), "tcp://127.0.0.1:1", 1)
+        sockets = []
+        try:
+            for _ in range(1_100):
+                sockets.append(context.socket(zmq.DEALER))
+        finally:
+            for socket in sockets:
+                socket.close(linger=0)
             connection.close()
