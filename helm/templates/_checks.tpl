@@ -186,8 +186,8 @@ as a worker does; `auto` counts as what it is for an unquantized checkpoint, and
 {{- fail (printf "%s: settings.%s has no meaning with engine vllm: omit it, or use an argument of vLLM in engineArgs (docs/guides/engines.md)" $.for $name) }}
 {{- end }}
 {{- end }}
-{{- if not (has ($pool.settings.kv_transport | default "auto") (list "auto" "tcp")) }}
-{{- fail (printf "%s: settings.kv_transport is %s, but workers with engine vllm use tcp: omit it" .for $pool.settings.kv_transport) }}
+{{- if eq ($pool.settings.kv_transport | default "auto") "cuda-ipc" }}
+{{- fail (printf "%s: settings.kv_transport is cuda-ipc, which workers with engine vllm do not have: use auto, tcp, shm or nixl" .for) }}
 {{- end }}
 {{- range $argument := $pool.engineArgs }}
 {{- if regexMatch "^(--tensor[-_]parallel[-_]size|-tp)(=|$)" $argument }}
