@@ -72,7 +72,7 @@
 {{- range .spec.extraVolumes }}
 {{- if has .name $volumes }}{{ fail (printf "%s: extraVolumes has %s, a volume of the chart: use another name than %s" $.for .name (join ", " $volumes)) }}{{ end }}
 {{- end }}
-{{- $containers := list "router" "worker" "rank-host" "fetch-model" }}
+{{- $containers := list "router" "worker" "rank-host" "fetch-model" "fetch-draft-model" }}
 {{- range concat .spec.sidecars .spec.initContainers }}
 {{- if has .name $containers }}{{ fail (printf "%s: %s is a container of the chart: use another name in sidecars and initContainers than %s" $.for .name (join ", " $containers)) }}{{ end }}
 {{- end }}
