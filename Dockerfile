@@ -14,7 +14,7 @@ ARG TORCH_INDEX=
 # The CUDA version that the node's driver must support at least, for ACCELERATOR=cuda: that of torch's build. 13.0 needs driver
 # 580; for older drivers use 12.8 and a TORCH_INDEX with builds for it.
 ARG CUDA_VERSION=13.0
-# yes: with NIXL, for --kv-transport nixl (RDMA).
+# yes: with NIXL, for --kv-transport nixl (RDMA). The image with vLLM always has it.
 ARG NIXL=no
 # diptych, or vllm: with vLLM for --engine vllm, on the image VLLM_IMAGE, whose release must be the tested one.
 ARG ENGINE=diptych
@@ -142,8 +142,8 @@ RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     && python3 -c "from importlib.metadata import version as of; [print(f'{name}=={of(name)}') for name in ('vllm', 'torch')]" \
        > /etc/diptych-vllm.txt \
     && set -- /wheels/diptych-*.whl \
-    && python3 -m pip install --compile -c /etc/diptych-vllm.txt "$1[worker,hub]" \
-    && python3 -c "from common.config.vllm import check_installed; check_installed()"
+    && python3 -m pip install --compile -c /etc/diptych-vllm.txt "$1[worker,hub,nixl]" \
+    && python3 -c "from common.config.vllm import check_installed, check_nixl; check_installed(); check_nixl()"
 
 # ------------------------------------------------------------------ worker, with either engine
 # hadolint ignore=DL3006

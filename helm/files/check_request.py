@@ -1,5 +1,6 @@
 """Sends one request to a running release and checks that both the prefill and the decode pool processed it.
 
+For a model that embeds or scores, which uses no decode pool, an answer suffices.
 Uses only the standard library. Exits with status 0 on success, else with 1 and the reason.
 """
 
@@ -18,6 +19,8 @@ HANDED_OVER = "diptych_kv_transfers_total"
 WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heath", "inlet", "jetty", "knoll", "lagoon")
 NUM_WORDS = 400
 POLL_S = 2.0
+RETRIED = (408, 429)
+"""Statuses below 500 that a later attempt may not get."""
 
 
 def fetch(url: str, body: object = None) -> tuple[int, str]:
@@ -67,26 +70,47 @@ def grown(before: dict[str, float], after: dict[str, float]) -> bool:
     return sum(after.values()) > sum(count for worker, count in before.items() if worker in after)
 
 
-def ask(options: argparse.Namespace, words: list[str]) -> tuple[int, str]:
-    """Send a prompt that is in no cache and too long for the decode worker's own prefill."""
+def ask(options: argparse.Namespace, words: list[str]) -> tuple[str, int, str]:
+    """Send the request of the model's task. Return (path, status, text).
+
+    The prompt is in no cache and too long for the decode worker's own prefill.
+    """
     prompt = "Repeat the first word of this list. " + " ".join(words)
-    body = {"model": options.model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    return fetch(options.url + "/v1/completions", body)
+    requests = {
+        "/v1/completions": {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True},
+        "/v1/embeddings": {"input": prompt},
+        "/v1/score": {"text_1": words[0], "text_2": prompt},
+    }
+    for path, body in requests.items():
+        status, text = fetch(options.url + path, {"model": options.model, **body})
+        if not has_other_task(status, text):
+            break
+    return path, status, text
+
+
+def has_other_task(status: int, text: str) -> bool:
+    """Return whether the endpoint is not for the task of this model: the router then names the parameter `model`."""
+    return status == 400 and '"param":"model"' in text.replace(" ", "")
 
 
 def check(options: argparse.Namespace) -> str:
-    """Return "" if the request went through both pools, else the reason."""
+    """Return "" if the request went through both pools, else the reason. Exits if it would fail again."""
     before = {role: handed_over(getattr(options, role)) for role in ("prefill", "decode")}
     words = [secrets.choice(WORDS) + str(secrets.randbelow(1000)) for _ in range(NUM_WORDS)]
-    status, text = ask(options, words)
+    path, status, text = ask(options, words)
     while status == 400 and "context_length_exceeded" in text and len(words) > 40:
         words = words[: len(words) // 2]
-        status, text = ask(options, words)
+        path, status, text = ask(options, words)
     if status in (401, 403):
         given = "the one of test.apiKeySecret" if os.environ.get("API_KEY") else "none: set test.apiKeySecret"
         raise SystemExit(f"the router answered {status}: it requires an API key, and this test has {given}")
+    if 400 <= status < 500 and status not in RETRIED:
+        raise SystemExit(f"the router answered {status}: {text[:300]}")
     if status != 200:
         return f"the router answered {status}: {text[:300]}" if status else f"no response from the router: {text[:300]}"
+    if path != "/v1/completions":
+        print(f"answered {path}; this model does not generate text")
+        return ""
     answer = json.loads(text)
     if not answer["usage"]["completion_tokens"]:
         return "the response has no tokens: " + text[:300]

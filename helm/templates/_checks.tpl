@@ -72,7 +72,7 @@
 {{- range .spec.extraVolumes }}
 {{- if has .name $volumes }}{{ fail (printf "%s: extraVolumes has %s, a volume of the chart: use another name than %s" $.for .name (join ", " $volumes)) }}{{ end }}
 {{- end }}
-{{- $containers := list "router" "worker" "rank-host" "fetch-model" }}
+{{- $containers := list "router" "worker" "rank-host" "fetch-model" "fetch-draft-model" }}
 {{- range concat .spec.sidecars .spec.initContainers }}
 {{- if has .name $containers }}{{ fail (printf "%s: %s is a container of the chart: use another name in sidecars and initContainers than %s" $.for .name (join ", " $containers)) }}{{ end }}
 {{- end }}
@@ -186,8 +186,8 @@ as a worker does; `auto` counts as what it is for an unquantized checkpoint, and
 {{- fail (printf "%s: settings.%s has no meaning with engine vllm: omit it, or use an argument of vLLM in engineArgs (docs/guides/engines.md)" $.for $name) }}
 {{- end }}
 {{- end }}
-{{- if not (has ($pool.settings.kv_transport | default "auto") (list "auto" "tcp")) }}
-{{- fail (printf "%s: settings.kv_transport is %s, but workers with engine vllm use tcp: omit it" .for $pool.settings.kv_transport) }}
+{{- if eq ($pool.settings.kv_transport | default "auto") "cuda-ipc" }}
+{{- fail (printf "%s: settings.kv_transport is cuda-ipc, which workers with engine vllm do not have: use auto, tcp, shm or nixl" .for) }}
 {{- end }}
 {{- range $argument := $pool.engineArgs }}
 {{- if regexMatch "^(--tensor[-_]parallel[-_]size|-tp)(=|$)" $argument }}

@@ -98,6 +98,13 @@ pools may share a node: (root, role, pool).
 {{- end }}
 {{- end }}
 
+{{/* Draft model of a pool that is not a folder or file of its pods and therefore fetched, or "": (root, role, pool). */}}
+{{- define "diptych.fetchedDraft" -}}
+{{- $decodes := ternary .pool.settings (ternary .root.Values.decode.defaults.settings dict (eq (toString .pool.settings.role_change) "true")) (eq .role "decode") }}
+{{- $draft := ($decodes | default dict).draft_model | default "" }}
+{{- if not (hasPrefix "/" $draft) }}{{ $draft }}{{ end }}
+{{- end }}
+
 {{/*
 Pod of a worker or of another host of its ranks, which has the same model, devices and scheduling: (root, role, pool, name,
 scope, settings, toml, isRankHost).
@@ -131,7 +138,8 @@ spec:
   {{- with include "diptych.scheduling" (merge (dict "spec" $pool) (omit $scope "model")) }}
   {{- . | nindent 2 }}
   {{- end }}
-  {{- if or $pool.initContainers (eq $model.source.type "hub") }}
+  {{- $draft := include "diptych.fetchedDraft" (dict "root" $root "role" $role "pool" $pool) }}
+  {{- if or $pool.initContainers (eq $model.source.type "hub") $draft }}
   initContainers:
     {{- with $pool.initContainers }}
     {{- toYaml . | nindent 4 }}
@@ -139,6 +147,10 @@ spec:
   {{- end }}
   {{- if eq $model.source.type "hub" }}
     {{- include "diptych.fetchContainer" (dict "root" $root "kind" "worker" "model" $model "spec" $pool) | nindent 4 }}
+  {{- end }}
+  {{- with $draft }}
+    {{- $source := merge (dict "type" "hub" "id" .) (pick $model.source "tokenSecret") }}
+    {{- include "diptych.fetchContainer" (dict "root" $root "kind" "worker" "model" (dict "name" $model.name "source" $source) "spec" $pool "container" "fetch-draft-model") | nindent 4 }}
   {{- end }}
   containers:
     - name: {{ ternary "rank-host" "worker" $isRankHost }}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from .chart import Object, Refused, Rendered, containers, ports_of, render, settings_of
+from .chart import CONTROL, Object, Refused, Rendered, containers, ports_of, render, settings_of
 
 pytestmark = pytest.mark.helm
 
@@ -88,3 +88,18 @@ def test_equal_ports_are_refused(helm4: Path) -> None:
         render(helm4, over=over)
     with pytest.raises(Refused, match="prefill pool default: hostPort 7100 needs hostNetwork"):
         render(helm4, over={"prefill": {"pools": {"default": {"hostPort": 7100}}}})
+
+
+@pytest.mark.parametrize("cidrs", ([], ["10.1.0.0/16", "fd00::/8"]))
+def test_routers_of_nodes_reach_workers_and_are_reached_by_the_test(helm4: Path, cidrs: list[str]) -> None:
+    rendered = render(helm4, over={"router": HOST, "networkPolicy": {"nodeCIDRs": cidrs}})
+    peers = [{"ipBlock": {"cidr": cidr}} for cidr in cidrs]
+    ways = (
+        ("prefill", "ingress", "from", CONTROL),
+        ("decode", "ingress", "from", CONTROL),
+        ("test", "egress", "to", 8000),
+    )
+    for role, direction, side, port in ways:
+        rules = rendered.named("NetworkPolicy", f"demo-diptych-{role}")["spec"][direction]
+        found = [rule.get(side, []) for rule in rules if {"port": port, "protocol": "TCP"} in rule["ports"]]
+        assert peers in found and len(found) == 2

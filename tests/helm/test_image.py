@@ -89,6 +89,13 @@ def test_one_release_of_vllm_is_named_everywhere(stages: dict[str, list[tuple[st
     assert found == [False, True, False]
 
 
+def test_the_image_with_vllm_has_every_transport_that_its_workers_accept(
+    stages: dict[str, list[tuple[str, str]]],
+) -> None:
+    (command,) = (rest for instruction, rest in stages["worker-vllm"] if instruction == "RUN")
+    assert '"$1[worker,hub,nixl]"' in command and "check_nixl()" in command
+
+
 def test_only_where_triton_compiles_is_a_compiler(stages: dict[str, list[tuple[str, str]]]) -> None:
     installs = {name: " ".join(rest for each, rest in stages[name] if each == "RUN") for name in stages}
     assert {name for name, text in installs.items() if "gcc" in text} == {"system-cuda", "system-rocm"}

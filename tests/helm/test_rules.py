@@ -331,14 +331,23 @@ MODELS: dict[str, Any] = {
 """Model `m` has at least one prefill and two decode workers. The pool of `asleep` may sleep."""
 
 
-def groups_of(helm: Path) -> list[dict[str, Any]]:
-    (rules,) = render(helm, over=MODELS).of("PrometheusRule")
+CHANGING: dict[str, Any] = {
+    **MODELS,
+    "router": {"settings": {"role_change": True}},
+    "workers": {"replicas": 2, "settings": {"role_change": True}},
+}
+"""Model `m` starts with two workers of each role, between which its router moves them."""
+UNMONITORED: dict[str, Any] = {**MODELS, "monitoring": {"podMonitor": {"enabled": False}}}
+
+
+def groups_of(helm: Path, over: dict[str, Any] = MODELS) -> list[dict[str, Any]]:
+    (rules,) = render(helm, over=over).of("PrometheusRule")
     found: list[dict[str, Any]] = copy.deepcopy(rules["spec"]["groups"])
     return found
 
 
-def rules_of(helm: Path) -> list[Rule]:
-    return [rule for group in groups_of(helm) for rule in group["rules"]]
+def rules_of(helm: Path, over: dict[str, Any] = MODELS) -> list[Rule]:
+    return [rule for group in groups_of(helm, over) for rule in group["rules"]]
 
 
 def dashboard_expressions() -> Iterator[tuple[str, str]]:
@@ -524,11 +533,27 @@ def test_every_alert_fires_and_keeps_quiet_and_every_record_is_right(
 def test_each_state_of_a_cluster_fires_its_alerts_and_no_others(
     promtool: str, helm4: Path, tmp_path: Path, names: tuple[str, ...]
 ) -> None:
-    rules = [rule for rule in rules_of(helm4) if rule.pop("annotations", None) or "record" in rule]
+    check_states(promtool, rules_of(helm4), {name: STATES[name] for name in names}, tmp_path)
+
+
+def test_workers_that_change_their_role_are_not_missing(promtool: str, helm4: Path, tmp_path: Path) -> None:
+    states: dict[str, tuple[Series, set[str]]] = {
+        "both decode": (cluster({"prefill": "2x20 0x40", "decode": "2x20 4x40"}), set()),
+        "one is gone": (cluster({"prefill": "2x20 1x40", "decode": "2x60"}), {"DiptychTooFewWorkers"}),
+    }
+    check_states(promtool, rules_of(helm4, CHANGING), states, tmp_path)
+
+
+def test_routers_that_the_chart_does_not_monitor_are_not_down(promtool: str, helm4: Path, tmp_path: Path) -> None:
+    series = {name: values for name, values in cluster({}).items() if not name.startswith("up{")}
+    check_states(promtool, rules_of(helm4, UNMONITORED), {"no monitor": (series, set())}, tmp_path)
+
+
+def check_states(promtool: str, rules: list[Rule], states: dict[str, tuple[Series, set[str]]], tmp_path: Path) -> None:
+    rules = [rule for rule in rules if rule.pop("annotations", None) or "record" in rule]
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "a", "rules": rules}]}), encoding="utf-8")
     tests = []
-    for name in names:
-        series, alerts = STATES[name]
+    for name, (series, alerts) in states.items():
         expected = "group by (alertname) (ALERTS{alertstate='firing'})"
         samples = [{"labels": f'{{alertname="{alert}"}}', "value": 1} for alert in sorted(alerts)]
         check = {"expr": expected, "eval_time": "50m", "exp_samples": samples}

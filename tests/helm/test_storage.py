@@ -149,3 +149,30 @@ def test_a_modelcar_is_mounted_under_its_own_name(helm4: Path) -> None:
     assert "/models" in {mount["mountPath"] for each in containers(worker) for mount in each["volumeMounts"]}
     config = rendered.named("ConfigMap", "demo-diptych-decode-default")["data"]["diptych.toml"]
     assert 'model = "/models/models"' in config
+
+
+@pytest.mark.parametrize(("draft", "changes"), [("org/small", False), ("org/small", True), ("/weights/small", False)])
+def test_a_draft_model_is_fetched_by_pods_that_decode(helm4: Path, draft: str, changes: bool) -> None:
+    """Also if the model itself is on a volume, and from addresses that their policies allow. A path is not fetched."""
+    over = {
+        "models": {"m": {"source": {"claimName": "models"}}},
+        "workers": {"settings": {"role_change": changes}},
+        "decode": {"defaults": {"settings": {"draft_model": draft}}},
+        "networkPolicy": {"hubPorts": [8443]},
+    }
+    rendered = render(helm4, over=over)
+    found = {}
+    for role in ("prefill", "decode"):
+        pod = rendered.named("Deployment", f"demo-diptych-{role}-default")["spec"]["template"]["spec"]
+        found[role] = [(each["name"], each["args"]) for each in pod.get("initContainers", ())]
+    fetch = [("fetch-draft-model", ["org/small"])] if draft == "org/small" else []
+    assert found == {"prefill": fetch if changes else [], "decode": fetch}
+    egress = rendered.named("NetworkPolicy", "demo-diptych-decode")["spec"]["egress"]
+    assert ("8443" in str(egress)) == bool(fetch)
+
+
+def test_a_draft_model_is_fetched_with_the_token_of_the_model(helm4: Path) -> None:
+    rendered = filled(helm4, decode={"defaults": {"settings": {"draft_model": "org/small"}}})
+    pod = rendered.named("Deployment", "demo-diptych-decode-default")["spec"]["template"]["spec"]
+    tokens = [each for fetch in pod["initContainers"] for each in fetch["env"] if each["name"] == "HF_TOKEN"]
+    assert [each["valueFrom"]["secretKeyRef"] for each in tokens] == [{"name": "hub", "key": "token"}] * 2

@@ -14,7 +14,7 @@ from common.config.sources import Sources
 from common.config.vllm import MEANINGLESS
 from helm.write_schema import CHART_SETS
 
-from .chart import CHART, NEEDED, OPERATORS, Object, Refused, Rendered, render
+from .chart import CHART, NEEDED, OPERATORS, Object, Refused, Rendered, render, settings_of
 from .test_network_policies import allowed
 
 pytestmark = pytest.mark.helm
@@ -55,6 +55,15 @@ def test_each_rank_of_a_decode_worker_receives_kv(rendered: Rendered) -> None:
     assert not allowed(rendered, labels["prefill"], labels["decode"], 7018)
 
 
+@pytest.mark.parametrize("transport", ("nixl", "shm"))
+def test_workers_use_any_transport_that_vllm_has(helm4: Path, transport: str) -> None:
+    workers = {"engine": "vllm", **NVIDIA, "hostPID": True, "settings": {"kv_transport": transport}}
+    found = render(helm4, over=NEEDED | {"workers": workers})
+    assert settings_of(found, found.named("Deployment", "demo-diptych-decode-default"))["kv_transport"] == transport
+    (worker,) = pod_of(found, "decode")["spec"]["containers"]
+    assert worker["image"].endswith("-cuda-vllm")
+
+
 def test_a_model_from_the_hub_is_fetched_for_vllm(helm4: Path) -> None:
     models = {"one": {"source": {"id": "org/one"}}}
     found = render(helm4, over=NEEDED | {"models": models, "workers": {"engine": "vllm", **NVIDIA}})
@@ -69,7 +78,7 @@ def test_a_model_from_the_hub_is_fetched_for_vllm(helm4: Path) -> None:
         ({"accelerator": {"vendor": "none"}}, "no worker image is built for accelerator.vendor none with engine vllm"),
         ({"kvDisk": {"enabled": True}}, "kvDisk.enabled needs engine diptych"),
         ({"hostNetwork": True, "tensorParallelSize": 2}, "would need a port of the node for each rank"),
-        ({"settings": {"kv_transport": "nixl"}}, "kv_transport is nixl, but workers with engine vllm use tcp"),
+        ({"settings": {"kv_transport": "cuda-ipc"}}, "kv_transport is cuda-ipc, which workers with engine vllm do not"),
         ({"settings": {"quantization": "none"}}, "settings.quantization has no meaning with engine vllm"),
         ({"engineArgs": ["-tp", "4"]}, "use tensorParallelSize"),
         ({"engineArgs": ["--pipeline-parallel-size=2"]}, "one device for each of its tensorParallelSize ranks"),
