@@ -248,7 +248,7 @@ PromptResult = PromptLogprobs | PooledOutput
 class RequestFailed(Message, frozen=True, tag=23):
     """The worker has failed this request and owns nothing of it any more. `retryable`: another worker may succeed.
 
-    `phase` is one of queue, grammar, grant, prefill, transfer, decode, handover.
+    `phase` is one of queue, grammar, grant, prefill, sampling, transfer, decode, handover.
     """
 
     worker_id: Name
