@@ -120,7 +120,7 @@ async def ping(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Metrics in Prometheus text format."""
     router_state = router_state_of(request)
-    text = router_state.metrics.render() if router_state.siblings is None else await router_state.siblings.metrics()
+    text = await (router_state.metrics.text() if router_state.siblings is None else router_state.siblings.metrics())
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
