@@ -161,6 +161,20 @@ async def test_the_likeliest_answer_is_not_the_greedy_one(pools: tuple[Any, Pool
     assert client.asked[0].num_at_once == 2
 
 
+@pytest.mark.parametrize(("fail_at", "num_tokens"), [(-1, 2 + 5), (1, 0), (5, 2 + 4)])
+async def test_tokens_of_all_beams_are_spent(
+    pools: tuple[Any, Pools], monkeypatch: pytest.MonkeyPatch, fail_at: int, num_tokens: int
+) -> None:
+    """A search that fails before its first token gets the prompt's tokens back."""
+    running, client = pools
+    access, client.fail_at = running.app.state.router_state.access, fail_at
+    spent: list[int] = []
+    monkeypatch.setattr(access, "take_prompt", lambda _, num: spent.append(num))
+    monkeypatch.setattr(access, "spend", lambda _, num: spent.append(num))
+    reply = await running.completion(use_beam_search=True, best_of=2, max_tokens=3)
+    assert reply.status_code == (200 if fail_at < 0 else 503) and sum(spent) == num_tokens
+
+
 async def test_more_beams_than_choices_and_streams(pools: tuple[Any, Pools]) -> None:
     running, client = pools
     fields = {"use_beam_search": True, "best_of": 2, "max_tokens": 3}
