@@ -289,4 +289,5 @@ def _event(beam: Beam, num_alternatives: int, first: TokenEvent, lines: Sequence
         first.num_cached_tokens,
         lines[-1] if lines else None,
         first.prompt_logprobs,
+        weight_version=first.weight_version,
     )

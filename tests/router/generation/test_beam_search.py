@@ -117,7 +117,7 @@ class Pools:
 
     def __init__(self, engine: Any, eos: int) -> None:
         self.engine, self.eos, self.asked = engine, eos, list[GenerationRequest]()
-        self.fail_at = -1
+        self.fail_at, self.weight_version = -1, ""
         self._sizes: dict[str, int] = {}
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenEvent]:
@@ -134,7 +134,8 @@ class Pools:
         of_prompt = tuple(TokenLogprobs(-float(i), ((0, -0.5),)) for i in request.prompt_token_ids[1:])
         shown = of_prompt if request.params.prompt_logprobs >= 0 else ()
         logprobs = (TokenLogprobs(top[0][1], tuple(top)),)
-        yield TokenEvent((top[0][0],), logprobs, "length", len(said), prompt_logprobs=shown)
+        version = self.weight_version
+        yield TokenEvent((top[0][0],), logprobs, "length", len(said), prompt_logprobs=shown, weight_version=version)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
@@ -173,6 +174,13 @@ async def test_tokens_of_all_beams_are_spent(
     monkeypatch.setattr(access, "spend", lambda _, num: spent.append(num))
     reply = await running.completion(use_beam_search=True, best_of=2, max_tokens=3)
     assert reply.status_code == (200 if fail_at < 0 else 503) and sum(spent) == num_tokens
+
+
+async def test_an_answer_reports_the_weights_that_computed_it(pools: tuple[Any, Pools]) -> None:
+    running, client = pools
+    client.weight_version = "v2"
+    reply = await running.completion(use_beam_search=True, n=2, max_tokens=3)
+    assert reply.headers["x-weight-version"] == "v2" and reply.json()["metadata"] == {"weight_version": "v2"}
 
 
 async def test_more_beams_than_choices_and_streams(pools: tuple[Any, Pools]) -> None:
