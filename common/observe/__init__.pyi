@@ -2,6 +2,7 @@ from common.observe.averages import Ewma, RecentQuantile, RecentRate, SlidingWin
 from common.observe.logging import REMIND_S, recent_warnings, setup_logging
 from common.observe.metrics import SECONDS, SHORT_SECONDS, DraftMetrics, Families, Samples
 from common.observe.progress import ByteProgress, in_bytes
+from common.observe.shared_text import SharedText
 
 __all__ = [
     "ByteProgress",
@@ -14,6 +15,7 @@ __all__ = [
     "SECONDS",
     "SHORT_SECONDS",
     "Samples",
+    "SharedText",
     "SlidingWindow",
     "in_bytes",
     "quantiles_of",

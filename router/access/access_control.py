@@ -194,10 +194,17 @@ class AccessControl:
 
         The request uses the key's tokens but does not count against its request limits.
         """
+        key = self.key_of_owner(owner)
+        if key is None:
+            return None
+        quota = self._anonymous if self.ring is None else self._quota(key)
+        return ClientRequest(request_id, method, path, client, key, quota)
+
+    def key_of_owner(self, owner: str) -> ApiKey | None:
+        """Return the key with the name `owner`, which is "" for a router without keys; None if it is gone."""
         if self.ring is None:
-            return None if owner else ClientRequest(request_id, method, path, client, ANONYMOUS, self._anonymous)
-        key = self.ring.named(owner)
-        return None if key is None else ClientRequest(request_id, method, path, client, key, self._quota(key))
+            return None if owner else ANONYMOUS
+        return self.ring.named(owner)
 
     def check_tokens(self, client_request: ClientRequest) -> None:
         """Raise RateLimited if the key has no tokens left."""

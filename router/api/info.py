@@ -103,7 +103,8 @@ async def ready(request: Request) -> Response:
     router_state, asked = router_state_of(request), request.query_params.get("model")
     is_ready, detail = router_state.ready
     if asked is not None and (is_ready or not router_state.draining):
-        is_ready, detail = await router_state.models.availability(asked)
+        has_keys = router_state.access.ring is not None  # no key is needed here, so none is known
+        is_ready, detail = await router_state.models.availability(asked, with_key=not has_keys)
     if not is_ready:
         return error_response(Unavailable(detail, retry_after_s=RETRY_AFTER_S))
     return _json({"status": "ready", "detail": detail})
@@ -120,7 +121,7 @@ async def ping(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Metrics in Prometheus text format."""
     router_state = router_state_of(request)
-    text = router_state.metrics.render() if router_state.siblings is None else await router_state.siblings.metrics()
+    text = await (router_state.metrics.text() if router_state.siblings is None else router_state.siblings.metrics())
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 

@@ -62,7 +62,7 @@ class _InternalEndpoints:
         return error_response(Unavailable(failure)) if failure else _json({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._siblings.ledger.own_text(), media_type="text/plain")
+        return Response(await self._siblings.own_metrics(), media_type="text/plain")
 
     async def load(self, request: Request) -> Response:
         asked = request.query_params.get("model")

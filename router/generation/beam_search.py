@@ -12,7 +12,7 @@ import asyncio
 import heapq
 import time
 from array import array
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import islice
@@ -133,10 +133,13 @@ class _Search:
 
 
 class BeamClient:
-    """Client that answers by beam search. Expects `settings.n` consecutive requests for each prompt."""
+    """Client that answers by beam search. Expects `settings.n` consecutive requests for each prompt.
 
-    def __init__(self, client: GenerationClient, settings: BeamSettings) -> None:
-        self._client, self._settings = client, settings
+    `spend` is called with the number of tokens that workers generate, whether they become part of a choice or not.
+    """
+
+    def __init__(self, client: GenerationClient, settings: BeamSettings, spend: Callable[[int], None]) -> None:
+        self._client, self._settings, self._spend = client, settings, spend
         self._num_requests = 0
         self._searches: dict[int, _Search] = {}
 
@@ -232,6 +235,8 @@ class BeamClient:
         found: TokenEvent | None = None
         async with aclosing(self._client.generate(request)) as events:
             async for event in events:
+                if event.token_ids:
+                    self._spend(len(event.token_ids))
                 found = event if event.token_ids else msgspec.structs.replace(found or event, timeline=event.timeline)
         if found is not None and found.finish_reason == "abort":
             raise Unavailable("The beam search was aborted by an operator.", retry_after_s=RETRY_AFTER_S)
@@ -284,4 +289,5 @@ def _event(beam: Beam, num_alternatives: int, first: TokenEvent, lines: Sequence
         first.num_cached_tokens,
         lines[-1] if lines else None,
         first.prompt_logprobs,
+        weight_version=first.weight_version,
     )

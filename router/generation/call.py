@@ -41,6 +41,7 @@ async def generation_call(request: Request, model: type[M]) -> AsyncIterator[tup
                 call.log.client_gone()
                 call.log.end()
             case RequestError():
+                call.refund()
                 call.router_state.add_retry_after(error)
                 call.log.fail(error)
                 call.log.end()
@@ -55,6 +56,7 @@ class GenerationCall:
         self.client_request: ClientRequest = request.state.client_request
         self.log, self._traceparent = self.router_state.begin(self.client_request, request.headers)
         self._request, self.lease = request, self.router_state.bodies.lease()
+        self._num_planned_tokens = 0
 
     async def plan(
         self, fields: F, plan: Plan[F], *tasks: Task, keep_s: float | None = None
@@ -73,9 +75,16 @@ class GenerationCall:
         self.log.request_class = request_class.name
         salt = self.client_request.key.salt(fields.cache_salt or "")
         context = RequestContext(self.client_request.key, request_class, salt, self._traceparent)
-        return await choose_model(
+        model, planned = await choose_model(
             models, self.router_state.access, self.log, fields, context, plan, tasks or ("generate",)
         )
+        self._num_planned_tokens = planned.num_prompt_tokens
+        return model, planned
+
+    def refund(self) -> None:
+        """Refund the prompt of a request that ends before its answer is generated."""
+        if self._num_planned_tokens:
+            self.router_state.access.spend(self.client_request, -self._num_planned_tokens)
 
     def answer(
         self,

@@ -85,6 +85,7 @@ class GenerationResponse(Response):
         self._generations: Generations | None = None
         self._writer: AnswerWriter | None = None
         self._next_comment = 0.0
+        self._num_spent = 0
         log.id, log.model, log.choices = plan.id, plan.model, plan.choices
         log.num_prompt_tokens = plan.num_prompt_tokens
 
@@ -131,7 +132,7 @@ class GenerationResponse(Response):
     def _source(self) -> TokenSource:
         client, plan = self._model.client, self._plan
         if plan.beams is not None:
-            return BeamClient(client, plan.beams)
+            return BeamClient(client, plan.beams, self._spend)
         return LimitedClient(client, plan.most_at_once) if plan.most_at_once else client
 
     # ------------------------------------------------------------ whole
@@ -296,7 +297,8 @@ class GenerationResponse(Response):
                 choice.first_at = choice.last_at = at
             return
         metrics = self._model.metrics
-        self._router_state.access.spend(self._log.client_request, num_tokens)
+        if self._plan.beams is None:  # a beam search spends the tokens of all its beams
+            self._spend(num_tokens)
         if not choice.first_at:
             choice.first_at = at
             metrics.observe_first(at - self._log.client_request.began, num_tokens)
@@ -304,12 +306,17 @@ class GenerationResponse(Response):
             metrics.observe_gap(at - choice.last_at, num_tokens)
         choice.last_at = at
 
+    def _spend(self, num_tokens: int) -> None:
+        """Count tokens that workers have generated against the key's limits."""
+        self._num_spent += num_tokens
+        self._router_state.access.spend(self._log.client_request, num_tokens)
+
     def _settle(self) -> None:
         """Update the router's request rate, or refund the key's prompt tokens if the prompt was not computed."""
         log = self._log
         if log.status == 200:
             self._router_state.completion_rate.ended(time.monotonic())
-        elif log.status >= 429 and log.status != CLIENT_CLOSED and not log.num_output_tokens:
+        elif log.status >= 429 and log.status != CLIENT_CLOSED and not self._num_spent:
             self._router_state.access.spend(log.client_request, -log.num_prompt_tokens)
 
     @property

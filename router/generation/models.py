@@ -148,11 +148,13 @@ class Models:
             return self.one(requested, key)
         return await self.loader.open(await self._found(requested, key))
 
-    async def availability(self, requested: str | None) -> tuple[bool, str]:
+    async def availability(self, requested: str, *, with_key: bool) -> tuple[bool, str]:
         """Return whether a request for a model would be answered now or after loading it, and what is missing.
 
-        Raises ModelNotFound.
+        Raises ModelNotFound, which lists no models if the client has shown no key. It cannot cause a search either.
         """
+        if not with_key and not self.catalog.has(requested) and self.base_of(requested) is None:
+            raise self.catalog.not_found(requested, None)
         if self.loader is None:
             return self.one(requested).availability
         state = self.loader.state(await self._found(requested, ANONYMOUS))
@@ -230,15 +232,18 @@ class Models:
             raise Forbidden(f"key {key.name!r} may not use adapter {requested!r} of model {base!r}", param="model")
         return base
 
-    def checked_name(self, requested: str | None) -> str:
-        """Return the model name that a batch reports for a line. Raises ModelNotFound."""
+    def checked_name(self, requested: str | None, key: ApiKey) -> str:
+        """Return the model name that a batch reports for a line; "" if its key may use no model.
+
+        Raises ModelNotFound. A name that exists but that the key may not use is left to the endpoint.
+        """
+        if requested is None:
+            return next((one.name for one in self.catalog.listed(key)), "")
         if self.loader is not None:
-            return requested or self.catalog.chain(requested)[0]
-        if requested is None or len(self.served) == 1:
-            return self.name_of(requested, self.default.name)
-        if self.base_of(requested) is None:
-            self.catalog.chain(requested)
-        return requested
+            return requested
+        if not self.catalog.has(requested) and self.base_of(requested) is None:
+            raise self.catalog.not_found(requested, key)
+        return self.name_of(requested, self.default.name) if len(self.served) == 1 else requested
 
     def name_of(self, requested: str | None, own: str) -> str:
         """Return the model name in an answer of model `own`: the requested name if it denotes `own`, else `own`.

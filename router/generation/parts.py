@@ -80,7 +80,7 @@ class AnswerParts:
         self._thoughts = thoughts_of(model, fields, calling)
         self._keeps_blanks = self._only_calls and not takes_breaks(fields, calling)
         self._scanners: dict[int, _Scanners] = {}
-        self._id = secrets.token_hex(16)
+        self._id = secrets.token_hex(12)  # longer ids of calls exceed OpenAI's limit of 40 characters
 
     @property
     def only_text(self) -> bool:

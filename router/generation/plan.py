@@ -54,8 +54,8 @@ class AnswerPlan:
 
     `num_prompt_logprobs_held` is the number of prompt log-probabilities in the answer, including alternatives.
     `num_logprobs` is the number of alternatives per generated token; -1 for no log-probabilities. With `beams`, a beam
-    search finds all choices of a prompt. `num_values` is the number of values in the answer's vectors. `most_at_once`
-    limits the choices that workers process at a time; 0 for no limit.
+    search finds all choices of a prompt. `num_values` is the number of values in the answer's vectors, converted to
+    decimal ones. `most_at_once` limits the choices that workers process at a time; 0 for no limit.
     """
 
     id: str

@@ -116,9 +116,7 @@ class Catalog:
                     "There is no model on this machine. diptych pull NAME downloads one.", param="model"
                 )
         if asked not in self._models and asked not in self._splits:
-            raise ModelNotFound(
-                f"The model {_shown(asked)} does not exist. Available models: {self._names(key)}.", param="model"
-            )
+            raise self.not_found(asked, key)
         if not self.may_use(key, asked):
             raise Forbidden(
                 f"The key {key.name!r} may not use the model {_shown(asked)}. Available models: {self._names(key)}.",
@@ -127,6 +125,11 @@ class Catalog:
         split = self._splits.get(asked)
         first = self._models[asked] if split is None else draw(split.weights, split.name, requester)
         return (first, *(name for name in self._fallbacks_of(first) if self.may_use(key, name)))
+
+    def not_found(self, asked: str, key: ApiKey | None) -> ModelNotFound:
+        """Create the error for an unknown name. It lists the models that the key may use, and none without a key."""
+        known = "" if key is None else f" Available models: {self._names(key)}."
+        return ModelNotFound(f"The model {_shown(asked)} does not exist.{known}", param="model")
 
     def targets(self, asked: str) -> tuple[str, ...]:
         """Return the models that a known name stands for, without fallbacks."""

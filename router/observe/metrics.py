@@ -5,6 +5,7 @@ Times start when a request's head has arrived, so they include reading and token
 
 from __future__ import annotations
 
+import asyncio
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from prometheus_client.utils import floatToGoString
 
 from common.config import RequestClass
 from common.machine import register_process
-from common.observe import SECONDS, SHORT_SECONDS, DraftMetrics
+from common.observe import SECONDS, SHORT_SECONDS, DraftMetrics, SharedText
 from router.dispatch import DispatchLoad, RequestTimeline
 from router.observe.collectors import LoadCollector
 from router.observe.recent_traffic import RecentTraffic
@@ -69,6 +70,16 @@ class MergedFamilies(Collector):
         return families.values()
 
 
+class _ReadFamilies(Collector):
+    """Families that have been collected."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = list(families)
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
 class BatchMetrics:
     """Batch metrics of one router. Sizes are those of the store, which routers may share."""
 
@@ -110,7 +121,7 @@ class BatchMetrics:
 
 
 class RouterMetrics:
-    """Counters and histograms of the HTTP server. `render` serves `/metrics`, and `traffic` serves `/load`."""
+    """Counters and histograms of the HTTP server. `text` serves `/metrics`, and `traffic` serves `/load`."""
 
     def __init__(
         self,
@@ -127,9 +138,12 @@ class RouterMetrics:
         self.traffic, self._clock, self._classes = RecentTraffic(), clock, classes or {}
         self._traffics = (self.traffic,) if front is None else (self.traffic, front.traffic)
         self.registry = CollectorRegistry()
+        self._labelled_counters = CollectorRegistry()
+        """The only metrics whose number of samples grows, with keys and paths. Unlike `registry`, it is thread-safe."""
         self._labels = {"model_name": model_name, "engine": ENGINE}
         self._children: dict[tuple[Counter, tuple[str, ...]], Counter] = {}  # cached because lookup is slow
-        self._shown: Collector = self.registry
+        self._shown: Sequence[RouterMetrics] = (self,)
+        self._text = SharedText(lambda: asyncio.to_thread(self.snapshot()))
         if load is not None:
             self.registry.register(LoadCollector(load, self._labels))
         if front is None:
@@ -252,13 +266,22 @@ class RouterMetrics:
         """Count a failure of the response store. Thread-safe."""
         self._add(self._store_failures, reason)
 
-    def render(self) -> bytes:
-        """Return all metrics in Prometheus text format."""
-        return generate_latest(self._shown)
+    async def text(self) -> bytes:
+        """Return all metrics in Prometheus text format. A thread renders them."""
+        return await self._text.get()
+
+    def snapshot(self) -> Callable[[], bytes]:
+        """Read the metrics that belong to the event loop.
+
+        The returned function adds the labelled counters and returns the text. It may run in any thread.
+        """
+        read = [_ReadFamilies(one.registry.collect()) for one in self._shown]
+        counters = [one._labelled_counters for one in self._shown]
+        return lambda: generate_latest(MergedFamilies([*read, *counters]))
 
     def show_models(self, models: Sequence[RouterMetrics]) -> None:
         """Also render the metrics of `models`, with one family per name."""
-        self._shown = MergedFamilies([self.registry, *(one.registry for one in models)])
+        self._shown = (self, *models)
 
     def count_fallback(self, model: str) -> None:
         """Count a request that this `model` serves instead of another."""
@@ -381,7 +404,7 @@ class RouterMetrics:
 
     def _labelled(self, name: str, text: str, *labels: str) -> Counter:
         """Create a counter with labels in addition to the common ones."""
-        return Counter(name, text, [*self._labels, *labels], registry=self.registry)
+        return Counter(name, text, [*self._labels, *labels], registry=self._labelled_counters)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> LoopHistogram:
         histogram = LoopHistogram(name, text, self._labels, buckets)

@@ -134,7 +134,7 @@ def siblings_of(part: RouterPart, metrics: RouterMetrics) -> Siblings:
     """Create the client of the router's other processes."""
     from router.siblings import Siblings
 
-    return Siblings(part, metrics.render)
+    return Siblings(part, metrics.snapshot)
 
 
 def _routes(request: Request, path: str = "") -> list[BaseRoute]:

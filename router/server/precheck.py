@@ -13,9 +13,9 @@ from starlette.datastructures import Headers
 from common.errors import RequestError
 from router.access import HEADER, ClientRequest, caller_of
 from router.generation import RouterState
-from router.request import COMPLETION_PATH, GENERATING, POOLING
+from router.request import COMPLETION_PATH, GENERATING, INVOCATIONS_PATH, POOLING
 
-MANY_PROMPTS = POOLING | {COMPLETION_PATH}
+MANY_PROMPTS = POOLING | {COMPLETION_PATH, INVOCATIONS_PATH}
 MAX_OTHER_BYTES, MAX_TOKEN_BYTES = 64 * 1024, 128
 """Maximum size of a conversation's body without its messages, and maximum size of messages per token."""
 

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from common.errors import InternalError, RequestError
 from router.access import ClientRequest, CorsPolicy, check_web_page
 from router.generation import RouterState
-from router.request.errors import CLIENT_CLOSED, error_response
+from router.request.errors import CLIENT_CLOSED, error_response, speaks_anthropic
 from router.server.precheck import generates, precheck
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,8 @@ class RequestMiddleware:
                 client_request.status = message["status"]
                 added = MutableHeaders(scope=message)
                 added["x-request-id"] = request_id
+                if speaks_anthropic(scope):
+                    added["request-id"] = request_id  # the name that Anthropic's SDKs read
                 if client_request.ignored_tools:
                     added["x-diptych-tools-left-out"] = ", ".join(client_request.ignored_tools)
                 if client_request.weight_version:

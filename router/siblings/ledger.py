@@ -105,10 +105,10 @@ def _lines(family: _Family) -> bytes:
 
 
 class MetricsLedger:
-    """Stores and merges metrics. `render` returns the text of this process."""
+    """Stores and merges metrics. Its methods may run in threads, `stored` in one at a time."""
 
-    def __init__(self, part: RouterPart, render: Callable[[], bytes]) -> None:
-        self._part, self._render = part, render
+    def __init__(self, part: RouterPart) -> None:
+        self._part = part
         self._logged_at = float("-inf")
 
     def take_over(self) -> None:
@@ -128,21 +128,21 @@ class MetricsLedger:
             with suppress(OSError):  # renaming requires no disk space
                 latest.rename(self._part.folder / f"{self._part.index}.ended.{secrets.token_hex(4)}")
 
-    def own_text(self) -> bytes:
-        """Return the text of this process. Also store it, unless the disk is full, in case the process dies."""
-        text = self._render()
+    def stored(self, render: Callable[[], bytes]) -> bytes:
+        """Return the rendered text of this process. Also store it, unless the disk is full, in case it dies."""
+        text = render()
         try:
             _write(self._latest(self._part.index), text)
         except OSError as error:
             self._log_failure(error)
         return text
 
-    def page(self, others: Mapping[int, bytes]) -> bytes:
+    def page(self, own: bytes, others: Mapping[int, bytes]) -> bytes:
         """Merge all texts. For processes that are missing in `others`, use their last stored counters."""
         files = [file for index in range(self._part.count) for file in self._ended(index)]
         files += [self._latest(index) for index in self._part.others if index not in others]
         ended = [counters([text]) for text in _contents(files)]
-        texts = {self._part.index: self.own_text(), **others}
+        texts = {self._part.index: own, **others}
         return merged(texts, ended) + NUM_PROCESSES.format(len(texts)).encode()
 
     def _latest(self, index: int) -> Path:

@@ -9,6 +9,7 @@ from http import HTTPStatus
 
 import httpx
 
+from common.observe import SharedText
 from router.siblings.ledger import MetricsLedger
 from router.siblings.part import NOT_OWNED, OWNER, RouterPart
 
@@ -21,10 +22,15 @@ END_S = 35.0
 
 
 class Siblings:
-    """Client of the other processes. Use from one event loop. `render` returns the metrics of this process."""
+    """Client of the other processes. Use from one event loop. `snapshot` reads the metrics of this process.
 
-    def __init__(self, part: RouterPart, render: Callable[[], bytes]) -> None:
-        self.part, self.ledger = part, MetricsLedger(part, render)
+    It returns a function that renders them in a thread.
+    """
+
+    def __init__(self, part: RouterPart, snapshot: Callable[[], Callable[[], bytes]]) -> None:
+        self.part, self.ledger = part, MetricsLedger(part)
+        self._snapshot = snapshot
+        self._own, self._merged = SharedText(self._create_own, reuse_s=0.0), SharedText(self._merge)
         self._clients = {
             index: httpx.AsyncClient(
                 base_url="http://localhost",
@@ -37,7 +43,11 @@ class Siblings:
 
     async def metrics(self) -> bytes:
         """Return the metrics of all processes, in Prometheus text format."""
-        return self.ledger.page(await self.ask_all("/metrics"))
+        return await self._merged.get()
+
+    async def own_metrics(self) -> bytes:
+        """Return the metrics of this process, in Prometheus text format."""
+        return await self._own.get()
 
     async def ask_all(self, path: str, owner: str = "", **params: str) -> dict[int, bytes]:
         """Send a GET to all other processes. Return the bodies of timely responses, by process number."""
@@ -63,6 +73,13 @@ class Siblings:
     async def close(self) -> None:
         """Close all connections."""
         await asyncio.gather(*(client.aclose() for client in self._clients.values()))
+
+    async def _create_own(self) -> bytes:
+        return await asyncio.to_thread(self.ledger.stored, self._snapshot())
+
+    async def _merge(self) -> bytes:
+        others = await self.ask_all("/metrics")
+        return await asyncio.to_thread(self.ledger.page, await self.own_metrics(), others)
 
     async def _ask_one(self, index: int, path: str, owner: str, params: Mapping[str, str]) -> bytes | None:
         if not self.part.socket_of(index).exists():  # the process is starting

@@ -1,4 +1,12 @@
-from router.stored.errors import ConversationGone, ConversationTooLong, FileInUse, StoreFailed, StoreFull, asked
+from router.stored.errors import (
+    ConversationGone,
+    ConversationTooLong,
+    FileInUse,
+    RecordTooLarge,
+    StoreFailed,
+    StoreFull,
+    asked,
+)
 from router.stored.files import FileStore
 from router.stored.location import check_stores, file_store_of, store_of
 from router.stored.records import (
@@ -46,6 +54,7 @@ __all__ = [
     "LineResult",
     "QUEUED",
     "RUNNING",
+    "RecordTooLarge",
     "ResponseStore",
     "StoreFailed",
     "StoreFull",

@@ -18,6 +18,13 @@ class StoreFailed(DiptychError):
         self.reason = reason
 
 
+class RecordTooLarge(StoreFailed):
+    """A record exceeds the maximum size of one, whatever else the store contains."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("too_large", message)
+
+
 class ConversationGone(DiptychError):
     """A conversation is incomplete: response `missing` is no longer stored."""
 

@@ -22,7 +22,7 @@ from router.stored.database import (
     counted_by_owner,
     lease_bounds,
 )
-from router.stored.errors import ConversationGone, ConversationTooLong, StoreFailed
+from router.stored.errors import ConversationGone, ConversationTooLong, RecordTooLarge, StoreFailed
 from router.stored.records import RUNNING, StoredResponse, StoredTurn, StoreSize
 
 RESPONSE_TABLES = f"""
@@ -196,9 +196,8 @@ class ResponseStore:
     def _check_size(self, record: StoredResponse) -> None:
         if record.num_bytes * LARGEST_SHARE > self._max_bytes:
             self._on_failure("too_large")
-            raise StoreFailed(
-                "too_large",
-                f"the response has {record.num_bytes:,} bytes; the maximum is {self._max_bytes // LARGEST_SHARE:,}",
+            raise RecordTooLarge(
+                f"the response has {record.num_bytes:,} bytes; the maximum is {self._max_bytes // LARGEST_SHARE:,}"
             )
 
     def _insert(self, connection: sqlite3.Connection, record: StoredResponse, *, running: bool) -> None:

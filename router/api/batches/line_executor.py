@@ -78,6 +78,7 @@ class _Usage(msgspec.Struct):
     completion_tokens: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
+    cache_read_input_tokens: int = 0
     prompt_tokens_details: _InputDetails | None = None
     input_tokens_details: _InputDetails | None = None
     completion_tokens_details: _OutputDetails | None = None
@@ -248,7 +249,10 @@ def _result_of(line: InputLine, reply: _Reply, request_id: str) -> LineResult:
 
 
 def _usage_in(body: bytes) -> BatchUsage:
-    """Return the token usage in an answer of any endpoint; their field names differ."""
+    """Return the token usage in an answer of any endpoint; their field names differ.
+
+    Only Anthropic's `input_tokens` exclude the tokens that were cached.
+    """
     try:
         used = msgspec.json.decode(body, type=_Answered).usage or _Usage()
     except (msgspec.ValidationError, msgspec.DecodeError):
@@ -256,8 +260,8 @@ def _usage_in(body: bytes) -> BatchUsage:
     read = used.prompt_tokens_details or used.input_tokens_details or _InputDetails()
     written = used.completion_tokens_details or used.output_tokens_details or _OutputDetails()
     return BatchUsage(
-        used.prompt_tokens or used.input_tokens,
-        read.cached_tokens,
+        used.prompt_tokens or used.input_tokens + used.cache_read_input_tokens,
+        read.cached_tokens or used.cache_read_input_tokens,
         used.completion_tokens or used.output_tokens,
         written.reasoning_tokens,
     )

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
+from functools import partial
 
 from common.machine import AGES_S
 from router.api.batches.batch_format import BatchResult
@@ -120,11 +121,14 @@ class BatchRun:
     async def _validate(self) -> bool:
         """Validate the lines. Returns whether to continue: the lines are valid and this router owns the batch."""
         config, batches = self._router_state.config, self._store.batches
+        key = self._router_state.access.key_of_owner(self.batch.owner)
+        if key is None:
+            raise KeyDeleted
         async with aclosing(self._raw_lines()) as lines:
             report = await validate_lines(
                 lines,
                 self.batch.endpoint,
-                self._router_state.models.checked_name,
+                partial(self._router_state.models.checked_name, key=key),
                 max_lines=MAX_LINES,
                 max_bytes=config.max_body_bytes + ENVELOPE_BYTES,
                 stopped=lambda: self.halt.stops,

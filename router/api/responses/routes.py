@@ -31,7 +31,8 @@ from router.generation import (
     router_state_of,
 )
 from router.request import RESPONSES_PATH
-from router.stored import StoreFailed
+from router.request.errors import BodyTooLarge
+from router.stored import RecordTooLarge, StoreFailed
 
 if TYPE_CHECKING:  # loaded with a store
     from router.api.responses.background import BackgroundAnswer
@@ -140,6 +141,8 @@ async def _in_background(
     """Start a background response and return its state."""
     try:
         answer = await service.background.start(call, model, fields, given, plan)
+    except RecordTooLarge as too_large:
+        raise BodyTooLarge(f"background: {too_large}", param="background") from too_large
     except StoreFailed as failed:
         raise Unavailable(f"background: {failed}", param="background", retry_after_s=RETRY_AFTER_S) from failed
     return _stream(call.router_state, answer, 0) if fields.stream else json_answer(answer.response)

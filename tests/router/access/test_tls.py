@@ -129,7 +129,7 @@ def test_the_time_left_is_a_metric(tmp_path: Path) -> None:
     cert, key = map(str, write(tmp_path, "old", not_after=datetime(2020, 1, 1, tzinfo=UTC)))
     metrics = RouterMetrics("m", None)
     access = AccessControl(RouterConfig(tls_cert=cert, tls_key=key), metrics)
-    (left_s,) = re.findall(r"^diptych_tls_certificate_expiry_seconds\{.*\} (\S+)$", metrics.render().decode(), re.M)
+    (left_s,) = re.findall(r"^diptych_tls_certificate_expiry_seconds\{.*\} (\S+)$", metrics.snapshot()().decode(), re.M)
     assert access.certificate is not None and access.certificate.left_s < 0
     assert float(left_s) == pytest.approx(access.certificate.left_s, abs=60)
 

@@ -12,7 +12,9 @@ from common.errors import Overloaded, Unavailable
 from router.access.keys import Limits
 from router.cli.router_client import LoadSource
 
+from ..sdk import client_of
 from ..several import Start
+from .batches.batching import ended, line, lines_in, made
 from .test_dashboard import NODE, SEES, browse
 
 KEYS = """
@@ -175,6 +177,24 @@ async def test_keys_may_use_their_models_only(several: Start, tmp_path: Path) ->
     assert (await found.ask("chat", user="a", headers=chat)).status_code == 200
     found.small.full = Overloaded("too many", retry_after_s=1.0)
     assert (await found.ask("small", headers=small)).status_code == 429  # never the model that it may not use
+
+
+async def test_errors_list_the_models_of_the_key_only(several: Start, tmp_path: Path) -> None:
+    (tmp_path / "keys.toml").write_text(KEYS)
+    found = await several(response_store="memory", api_key_file=str(tmp_path / "keys.toml"))
+    reply = await found.running.http.get("/ready?model=huge", headers={"authorization": ""})
+    assert (reply.status_code, reply.json()["error"]["message"]) == (404, "The model 'huge' does not exist.")
+    async with client_of(found.running, "a-key-for-the-small-one") as sdk:
+        lines = [line(f"{i}", model=model, prompt="hi", max_tokens=2) for i, model in enumerate(("huge", "large"))]
+        failed, done = [await ended(sdk, await made(sdk, [one])) for one in lines]
+        assert failed.errors is not None and failed.errors.data is not None
+        problem = "The model 'huge' does not exist. Available models: 'small', 'fast'."
+        assert failed.errors.data[0].message == problem
+        (refused,) = await lines_in(sdk, done.error_file_id)
+        assert refused["response"]["status_code"] == 403
+    async with client_of(found.running, "a-key-for-the-split-alone") as sdk:
+        done = await ended(sdk, await made(sdk, [line("a", prompt="hi", max_tokens=2)]))
+        assert done.model == "chat"
 
 
 async def test_a_model_has_limits_for_all_keys_together(several: Start) -> None:

@@ -74,5 +74,5 @@ async def test_a_policy_that_fails_harms_no_router(modules: str, cluster: Any, t
     tokens, _ = await tools.collect(dispatcher, request)
     assert tokens == tools.expected(list(request.prompt_token_ids), 8)
     assert (num_errors := dispatcher.load().num_policy_errors) > 0
-    page = RouterMetrics("m", dispatcher.load).render().decode()
+    page = RouterMetrics("m", dispatcher.load).snapshot()().decode()
     assert re.search(rf"^diptych_routing_policy_errors_total{{.*}} {num_errors}\.0$", page, re.MULTILINE)

@@ -117,7 +117,7 @@ class Pools:
 
     def __init__(self, engine: Any, eos: int) -> None:
         self.engine, self.eos, self.asked = engine, eos, list[GenerationRequest]()
-        self.fail_at = -1
+        self.fail_at, self.weight_version = -1, ""
         self._sizes: dict[str, int] = {}
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenEvent]:
@@ -134,7 +134,8 @@ class Pools:
         of_prompt = tuple(TokenLogprobs(-float(i), ((0, -0.5),)) for i in request.prompt_token_ids[1:])
         shown = of_prompt if request.params.prompt_logprobs >= 0 else ()
         logprobs = (TokenLogprobs(top[0][1], tuple(top)),)
-        yield TokenEvent((top[0][0],), logprobs, "length", len(said), prompt_logprobs=shown)
+        version = self.weight_version
+        yield TokenEvent((top[0][0],), logprobs, "length", len(said), prompt_logprobs=shown, weight_version=version)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
@@ -159,6 +160,27 @@ async def test_the_likeliest_answer_is_not_the_greedy_one(pools: tuple[Any, Pool
     assert len({request.request_id for request in client.asked}) == 5
     assert [request.continues for request in client.asked] == [False] + 4 * [True]
     assert client.asked[0].num_at_once == 2
+
+
+@pytest.mark.parametrize(("fail_at", "num_tokens"), [(-1, 2 + 5), (1, 0), (5, 2 + 4)])
+async def test_tokens_of_all_beams_are_spent(
+    pools: tuple[Any, Pools], monkeypatch: pytest.MonkeyPatch, fail_at: int, num_tokens: int
+) -> None:
+    """A search that fails before its first token gets the prompt's tokens back."""
+    running, client = pools
+    access, client.fail_at = running.app.state.router_state.access, fail_at
+    spent: list[int] = []
+    monkeypatch.setattr(access, "take_prompt", lambda _, num: spent.append(num))
+    monkeypatch.setattr(access, "spend", lambda _, num: spent.append(num))
+    reply = await running.completion(use_beam_search=True, best_of=2, max_tokens=3)
+    assert reply.status_code == (200 if fail_at < 0 else 503) and sum(spent) == num_tokens
+
+
+async def test_an_answer_reports_the_weights_that_computed_it(pools: tuple[Any, Pools]) -> None:
+    running, client = pools
+    client.weight_version = "v2"
+    reply = await running.completion(use_beam_search=True, n=2, max_tokens=3)
+    assert reply.headers["x-weight-version"] == "v2" and reply.json()["metadata"] == {"weight_version": "v2"}
 
 
 async def test_more_beams_than_choices_and_streams(pools: tuple[Any, Pools]) -> None:

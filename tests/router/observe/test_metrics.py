@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import msgspec
+import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from common.config import RequestClass
 from router.dispatch.client import Prediction, RequestTimeline
 from router.dispatch.load import DispatchLoad, WorkerLoad
+from router.observe import metrics as subject
 from router.observe.metrics import LoopHistogram, RouterMetrics
 from router.observe.request_record import ChoiceRecord, RequestRecord
 
@@ -21,7 +25,7 @@ LOAD = DispatchLoad(
 def samples(metrics: RouterMetrics) -> dict[str, float]:
     """Values by name and by those labels that tell samples apart."""
     found = {}
-    for family in text_string_to_metric_families(metrics.render().decode()):
+    for family in text_string_to_metric_families(metrics.snapshot()().decode()):
         if family.name.startswith("process_"):  # named and labelled as every Prometheus client does
             continue
         for sample in family.samples:
@@ -45,6 +49,25 @@ def test_the_dispatcher_is_read_at_scrape_time() -> None:
     assert found["diptych_worker_state decode suspect decode-0"] == 1
     worker = [found[f"diptych_worker_{name} decode decode-0"] for name in ("requests", "queued_tokens", "cuts_total")]
     assert worker == [2, 70, 8]
+
+
+async def test_a_thread_renders_the_text_of_what_the_event_loop_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: dict[str, int] = {}
+
+    def load() -> DispatchLoad:
+        threads["read"] = threading.get_ident()
+        return LOAD
+
+    def rendered(collector: Collector) -> bytes:
+        threads["rendered"] = threading.get_ident()
+        return generate_latest(collector)
+
+    monkeypatch.setattr(subject, "generate_latest", rendered)
+    metrics = RouterMetrics("tiny", load)
+    metrics.count_key_request("a", 200)
+    text = await metrics.text()
+    assert b'diptych_key_requests_total{engine="router",key="a"' in text and b"diptych_asyncio_tasks" in text
+    assert threads["read"] == threading.get_ident() != threads["rendered"]
 
 
 def test_a_finished_sequence() -> None:

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from common.config import RouterConfig
-from common.errors import ConfigError
+from common.errors import ConfigError, ModelNotFound
 from common.model_files.tiny import make_tiny_model
 from router.models.local_table import LocalTable
 from router.planner.on_demand import (
@@ -241,6 +241,22 @@ async def test_a_model_that_has_been_deleted_is_unloaded_and_closed(router: Rout
     assert not alpha.dispatcher.ready[0] and "alpha" not in loader.residency.models
     assert 'model_name="alpha"' not in (await router.http.get("/metrics")).text
     assert (await router.ask("beta")).status_code == 200 and len(router.supervisor.workers) == 1
+
+
+async def test_a_client_without_a_key_causes_no_search_for_models(
+    router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models, searches = router.serving.app.state.router_state.models, list[str]()
+
+    async def refresh() -> None:
+        searches.append("")
+
+    monkeypatch.setattr(models.loader, "refresh", refresh)
+    for with_key in (False, True):
+        with pytest.raises(ModelNotFound):
+            await models.availability("delta", with_key=with_key)
+        assert len(searches) == with_key
+    assert await models.availability("alpha", with_key=False) == (True, "the model is idle")
 
 
 async def test_endpoints_for_operators_open_a_model_that_has_not_been_used(router: Router) -> None:

@@ -204,6 +204,8 @@ LONG = "some words and more " * 40
         ("/v1/completions", {"prompt": [[1], [1] * 65]}, 429),
         ("/v1/completions", {"prompt": ["hi"] * 100, "user": "x" * 4000}, 200),
         ("/v1/completions", {"prompt": "hi", "unknown": "x" * 100_000}, 200),
+        ("/invocations", {"prompt": ["hi"] * 100, "unknown": "x" * 100_000}, 200),
+        ("/invocations", {"messages": [{"role": "user", "content": LONG}]}, 429),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "unknown": "x" * 60_000}, 200),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}, 429),
     ],

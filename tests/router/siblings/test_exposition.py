@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -75,23 +77,22 @@ def total(page: bytes) -> float:
 
 def test_no_counter_goes_back_when_a_process_dies(tmp_path: Path) -> None:
     first, second = Process(2, 1.0, 0.5), Process(3, 1.0, 0.5)
-    asked, dying = (
-        MetricsLedger(RouterPart(index, 2, tmp_path), one.render) for index, one in enumerate((first, second))
-    )
-    assert total(asked.page({1: dying.own_text()})) == 5
-    page = asked.page({})  # it is dead
+    asked, dying = (MetricsLedger(RouterPart(index, 2, tmp_path)) for index in range(2))
+    own = first.render()
+    assert total(asked.page(own, {1: dying.stored(second.render)})) == 5
+    page = asked.page(own, {})  # it is dead
     assert total(page) == 5 and samples(page)["diptych_router_processes", ""] == 1
     for lives in (1, 2):
-        successor = MetricsLedger(RouterPart(1, 2, tmp_path), Process(10, 1.0, 0.5).render)
+        successor = MetricsLedger(RouterPart(1, 2, tmp_path))
         successor.take_over()
-        assert total(asked.page({})) == 5 + 10 * (lives - 1)
-        assert total(asked.page({1: successor.own_text()})) == 5 + 10 * lives
+        assert total(asked.page(own, {})) == 5 + 10 * (lives - 1)
+        assert total(asked.page(own, {1: successor.stored(Process(10, 1.0, 0.5).render)})) == 5 + 10 * lives
 
 
 def test_a_process_that_told_nothing_leaves_nothing(tmp_path: Path) -> None:
-    ledger = MetricsLedger(RouterPart(0, 2, tmp_path), Process(2, 1.0, 0.5).render)
+    ledger = MetricsLedger(RouterPart(0, 2, tmp_path))
     ledger.take_over()
-    assert list(tmp_path.iterdir()) == [] and total(ledger.page({})) == 2
+    assert list(tmp_path.iterdir()) == [] and total(ledger.page(Process(2, 1.0, 0.5).render(), {})) == 2
 
 
 def full(*_: object) -> None:
@@ -99,20 +100,20 @@ def full(*_: object) -> None:
 
 
 def test_a_full_disk_takes_no_page_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = MetricsLedger(RouterPart(0, 2, tmp_path), Process(2, 1.0, 0.5).render)
+    asked, own = MetricsLedger(RouterPart(0, 2, tmp_path)), Process(2, 1.0, 0.5).render()
 
-    def successor(requests: int) -> MetricsLedger:
-        ledger = MetricsLedger(RouterPart(1, 2, tmp_path), Process(requests, 1.0, 0.5).render)
+    def successor(requests: int) -> Callable[[], bytes]:
+        ledger = MetricsLedger(RouterPart(1, 2, tmp_path))
         ledger.take_over()
-        return ledger
+        return partial(ledger.stored, Process(requests, 1.0, 0.5).render)
 
-    assert total(asked.page({1: successor(3).own_text()})) == 5
+    assert total(asked.page(own, {1: successor(3)()})) == 5
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_bytes", full)
         second = successor(10)
-        assert total(asked.page({})) == 5
-        assert total(asked.page({1: second.own_text()})) == 15
-    assert total(asked.page({1: second.own_text()})) == 15
+        assert total(asked.page(own, {})) == 5
+        assert total(asked.page(own, {1: second()})) == 15
+    assert total(asked.page(own, {1: second()})) == 15
     third = successor(100)
-    assert total(asked.page({1: third.own_text()})) == 115
+    assert total(asked.page(own, {1: third()})) == 115
     assert sorted(file.name for file in tmp_path.glob("1.*")) == ["1.ended", "1.latest"]

@@ -16,7 +16,7 @@ async def test_a_process_that_has_ended_is_left_out_and_logged(
     part = RouterPart(0, 2, tmp_path)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(part.socket_of(1)))  # its file stays
-    siblings = Siblings(part, lambda: b"")
+    siblings = Siblings(part, lambda: lambda: b"")
     assert await siblings.ask_all("/metrics") == {}
     assert await siblings.ask("GET", "/v1/responses/a", "", {}) is None
     await siblings.close()

@@ -37,6 +37,18 @@ def say(engine: Any, text: str) -> None:
     engine.text, engine.eos_after = text, len(text.encode())
 
 
+async def test_the_client_gets_the_id_of_each_request(running: Any, sdk: anthropic.AsyncAnthropic) -> None:
+    headers = {"x-request-id": "trace-7"}
+    assert (await sdk.messages.create(**ASKED, extra_headers=headers))._request_id == "trace-7"
+    async with sdk.messages.stream(**ASKED, extra_headers=headers) as stream:
+        assert stream.request_id == "trace-7"
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        await sdk.messages.create(**ASKED | {"max_tokens": -1}, extra_headers=headers)
+    assert refused.value.request_id == "trace-7"
+    assert (await sdk.models.retrieve("tiny-random", extra_headers=headers))._request_id == "trace-7"
+    assert "request-id" not in (await running.completion()).headers
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_tool_runner_asks_with_the_whole_conversation(

@@ -57,11 +57,15 @@ async def test_every_line_is_answered(sdk: openai.AsyncOpenAI, running: Any) -> 
         ("/v1/messages", CHAT),
     ],
 )
-async def test_the_endpoints(sdk: openai.AsyncOpenAI, path: str, body: dict[str, Any]) -> None:
+async def test_the_endpoints(sdk: openai.AsyncOpenAI, running: Any, path: str, body: dict[str, Any]) -> None:
+    """Cached tokens are part of the input tokens, although `/v1/messages` counts them apart."""
+    running.engine.cached = 2
     done = await ended(sdk, await made(sdk, [line("r", path, model="tiny-random", **body)], path))
     (result,) = await lines_in(sdk, done.output_file_id)
     assert "The" in json.dumps(result["response"]["body"]) and done.status == "completed"
-    assert done.usage is not None and done.usage.output_tokens == 3 and done.usage.input_tokens > 2
+    assert done.usage is not None and done.usage.output_tokens == 3
+    assert done.usage.input_tokens == len(running.engine.requests[-1].prompt_token_ids) > 2
+    assert done.usage.input_tokens_details.cached_tokens == 2
 
 
 async def test_a_line_that_is_refused_is_in_the_error_file(sdk: openai.AsyncOpenAI) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import math
+import threading
 from array import array
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import openai
+import orjson
 import pytest
 import tokenizers
 from openai.types.embedding_create_params import EmbeddingCreateParams
@@ -19,6 +21,7 @@ from common.errors import Unavailable
 from common.model_files.files import ModelFiles
 from common.model_files.task import ServedTask
 from common.model_files.tokenizer import Tokenizer
+from router.api.embeddings.endpoints import EmbeddingSerializer
 from router.api.embeddings.fields import EmbeddingRequest
 from router.dispatch.client import GenerationRequest, TokenEvent
 from router.text.text_pipeline import TextPipeline
@@ -97,6 +100,24 @@ async def test_base64_dimensions_and_raw_vectors(start: Start) -> None:
     assert await ask(dimensions=WIDTH) == pytest.approx(unit(raw), abs=1e-6)
     assert await ask(normalize=False) == raw
     assert await ask(normalize=False, dimensions=5) == raw[:5]
+
+
+@pytest.mark.parametrize(("num_inputs", "encoding"), [(32, "float"), (126, "base64")])
+async def test_a_thread_writes_many_vectors(
+    start: Start, monkeypatch: pytest.MonkeyPatch, num_inputs: int, encoding: str
+) -> None:
+    threads: list[int] = []
+
+    def encoded(self: EmbeddingSerializer, values: bytes) -> orjson.Fragment:
+        threads.append(threading.get_ident())
+        return orjson.Fragment(b"[]")
+
+    monkeypatch.setattr(EmbeddingSerializer, "_shown", encoded)
+    running = await start(PoolingEngine(), task="embed")
+    for num in (1, num_inputs):
+        body = {"input": [[1]] * num, "encoding_format": encoding}
+        assert (await running.http.post("/v1/embeddings", json=body)).status_code == 200
+    assert threads.count(threading.get_ident()) == 1 and len(threads) == 1 + num_inputs
 
 
 async def test_the_sdk(start: Start) -> None:

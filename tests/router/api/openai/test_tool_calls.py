@@ -86,6 +86,12 @@ async def test_every_choice_has_calls_of_its_own(start: Any, tools: Any) -> None
     assert len(ids) == 3
 
 
+async def test_ids_of_calls_are_short_enough_for_openai(start: Any, tools: Any) -> None:
+    """OpenAI accepts at most 40 characters when a client sends a call back."""
+    call = (await chat_of(start, tools, CALL))["message"]["tool_calls"][0]["id"]
+    assert call.endswith("_0_0") and len(f"{call.removesuffix('_0_0')}_127_999") <= 40
+
+
 async def test_the_prompt_describes_the_functions(running: Any, text: Any) -> None:
     named = {"type": "function", "function": {"name": "now"}}
     for choice, told in (("auto", ("now", "get_weather")), (named, ("now",)), ("none", ())):

@@ -19,6 +19,7 @@ from common.machine.wall_clock import WallClock
 from router.access.keys import digest_of
 from router.api.responses import background as responses_background
 from router.server.server import _drain
+from router.stored import StoredResponse, StoreFailed
 
 from ...sdk import client_of
 
@@ -227,6 +228,34 @@ async def test_a_wrong_request_is_refused_at_once(held: Any) -> None:
         reply = await held.http.post("/v1/responses", json=ASKED | {"background": True} | wrong)
         assert reply.status_code == 400
     assert not held.app.state.responses.background.num_running
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "failure", "status"),
+    [(2**18, None, 413), (1, StoreFailed("full", "the disk is full"), 503)],
+    ids=["too large", "full"],
+)
+async def test_a_response_that_the_store_rejects_is_not_charged(
+    start: Any, monkeypatch: pytest.MonkeyPatch, num_bytes: int, failure: StoreFailed | None, status: int
+) -> None:
+    """Only a full store is worth another try."""
+    running, charged = await start(response_store_mib=1), list[int]()
+
+    async def fail(record: StoredResponse) -> None:
+        assert failure is not None
+        raise failure
+
+    if failure is not None:
+        monkeypatch.setattr(running.app.state.responses.store, "begin", fail)
+    access = running.app.state.router_state.access
+    monkeypatch.setattr(access, "take_prompt", lambda _, num_tokens: charged.append(num_tokens))
+    monkeypatch.setattr(access, "spend", lambda _, num_tokens: charged.append(num_tokens))
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "a" * num_bytes}]}
+    body = ASKED | {"input": [{"role": "user", "content": "hi"}, thought], "background": True}
+    reply = await running.http.post("/v1/responses", json=body)
+    assert reply.status_code == status and ("retry-after" in reply.headers) == (status == 503)
+    assert reply.json()["error"]["param"] == "background"
+    assert len(charged) == 2 and sum(charged) == 0
 
 
 async def test_their_number_is_bounded(start: Any, tools: Any, tmp_path: Path) -> None:
