@@ -27,8 +27,21 @@ def end_at_sigterm() -> None:
         signal.signal(signal.SIGTERM, _end)
 
 
+def open_closed_streams() -> None:
+    """Open /dev/null in place of each standard stream that the caller has closed, as in `diptych ls >&-`.
+
+    Otherwise the stream is None, and the descriptor goes to the next file or socket that is opened.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest that is free: that of the stream
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, mode))
+
+
 def main() -> int:
     """Run the command and return its exit status, unless it ends the process itself."""
+    open_closed_streams()
     end_at_sigterm()
     warn_of_foreign_packages()
     status: int = resolve_name(COMMANDS)()

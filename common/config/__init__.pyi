@@ -9,6 +9,7 @@ from common.config.router import MEMORY, OFF, RouterConfig
 from common.config.serve import ServeConfig
 from common.config.sources import (
     CONFIG_CLASSES,
+    OTHER_VARIABLES,
     Sources,
     as_flag,
     command_parser,
@@ -38,6 +39,7 @@ __all__ = [
     "MEMORY",
     "NO_LANE",
     "OFF",
+    "OTHER_VARIABLES",
     "PrefillWorkerConfig",
     "RankHostConfig",
     "RequestClass",

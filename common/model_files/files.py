@@ -7,6 +7,11 @@ from typing import Literal
 
 import msgspec
 
+DESCRIBED = (
+    *("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json"),
+    *("chat_template.jinja", "chat_template.json", "hf_quant_config.json"),
+)
+"""Files other than weights that the description of a folder depends on."""
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 """File with the chat template for requests with tools, relative to the model's folder."""
 

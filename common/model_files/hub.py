@@ -9,7 +9,7 @@ from pathlib import Path
 
 from common.errors import ModelError
 from common.machine import NO_ROOM, write_failure
-from common.model_files.gguf.parts import gguf_parts
+from common.model_files.gguf.parts import gguf_parts, model_ggufs
 from common.model_files.model_cache import FULL_REMEDY
 from common.packages import install_command
 
@@ -54,9 +54,9 @@ def hub_gguf(model_id: str, kind: str, *, download: bool = True) -> Path:
 
 
 def _ggufs(folder: Path, kind: str) -> list[Path]:
-    """Return the files of a quantisation in a snapshot, except multimodal projectors (`mmproj`)."""
+    """Return the files of a quantisation in a snapshot."""
     wanted = re.compile(rf"(?:.*[-._])?{re.escape(kind)}(?:-\d{{5}}-of-\d{{5}})?\.gguf", re.IGNORECASE)
-    return [path for path in folder.rglob("*.gguf") if wanted.fullmatch(path.name) and "mmproj" not in path.name]
+    return [path for path in model_ggufs(folder.rglob("*.gguf")) if wanted.fullmatch(path.name)]
 
 
 def _has_gguf(folder: Path, kind: str) -> bool:

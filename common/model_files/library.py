@@ -12,9 +12,11 @@ import os
 import re
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import chain
 from pathlib import Path
 from typing import IO, Literal
 
@@ -22,8 +24,10 @@ import xxhash
 
 from common.errors import ModelError
 from common.model_files.builtin import BUILTIN_MODELS, TINY_MODELS, builtin_name
-from common.model_files.gguf.parts import PART, gguf_name
+from common.model_files.files import DESCRIBED, TOOL_TEMPLATE
+from common.model_files.gguf.parts import PART, gguf_name, model_ggufs
 from common.model_files.model_cache import cache_folder, make_folder
+from common.model_files.weight_paths import INDEX, SUFFIX, weight_files
 
 Place = Literal["cache", "hub", "folder"]
 QUANTISATION = re.compile(r"(?i)(?:.*[-._])?((?:IQ|TQ|Q)\d\w*|BF16|F16|F32|MXFP4\w*)")
@@ -37,6 +41,11 @@ HOLD_S, CHECK_S = 10.0, 0.05
 
 Other processes that check lock the file for an instant, and one that deletes the model until it is gone.
 """
+OWN_FILES = (
+    *(*DESCRIBED, TOOL_TEMPLATE, INDEX, "modules.json", "preprocessor_config.json", "processor_config.json"),
+    *("added_tokens.json", "merges.txt", "tokenizer.model", "vocab.json", "vocab.txt"),
+)
+"""Files other than weights that are deleted with a model of a models folder, relative to the model's folder."""
 NEVER = (0.0, 0.0)
 """Times of the usage file of a model that was never loaded."""
 
@@ -45,15 +54,16 @@ NEVER = (0.0, 0.0)
 class LocalModel:
     """A model on this machine.
 
-    `name` is a value of `--model`. `files` are its weights, and `folder` is what the model shares with no other one,
-    None for a GGUF file among others. `used` is when Diptych last loaded it, in seconds since the epoch; 0: never.
+    `name` is a value of `--model`. `files` are its weights, of `num_bytes`. `owned` are the paths that are deleted with
+    it, in order: folders of a cache with their content, those of a models folder only when they are empty. `used` is
+    when Diptych last loaded it, in seconds since the epoch; 0: never.
     """
 
     name: str
     place: Place
     format: Literal["gguf", "safetensors"]
     files: tuple[Path, ...]
-    folder: Path | None
+    owned: tuple[Path, ...]
     num_bytes: int
     used: float
 
@@ -62,11 +72,18 @@ class LocalModel:
         """Whether a process on this machine serves the model."""
         return is_in_use(self.files[0])
 
+    @property
+    def owned_bytes(self) -> int:
+        """Size of what is deleted with the model. Links count as 0, because their content is another path."""
+        inside = (path.rglob("*") for path in self.owned if self.place != "folder" and path.is_dir())
+        paths = (*self.owned, *chain.from_iterable(inside))
+        return sum(path.stat().st_size for path in paths if path.is_file() and not path.is_symlink())
+
 
 def local_models(models_dir: Path | None = None) -> list[LocalModel]:
     """Return the models of both caches and of `models_dir`, by place and name. Raises ModelError for a missing folder.
 
-    In `models_dir`, a model is a folder with a config.json or GGUF files, or a GGUF file.
+    In `models_dir`, a model is a folder with a config.json and weights or with one GGUF model, or else a GGUF file.
     """
     if models_dir is not None and not models_dir.is_dir():
         raise ModelError(f"the models folder {models_dir} does not exist")
@@ -100,6 +117,8 @@ def _last_parts(name: str) -> set[str]:
 def remove_model(model: LocalModel) -> int:
     """Delete a model of a cache or a models folder, and return the bytes freed.
 
+    Other files in a models folder are kept, and so is the content that a link in it refers to.
+
     Raises ModelError if a process on this machine serves it, or a file cannot be deleted.
     """
     first = model.files[0]
@@ -109,21 +128,22 @@ def remove_model(model: LocalModel) -> int:
         if not is_unused:
             raise ModelError(f"{model.name} is used by a running service: stop it first")
         try:
-            if model.folder is not None:
-                shutil.rmtree(model.folder)
-            else:
-                for file in model.files:
-                    target = file.resolve()
-                    file.unlink()
-                    if target != file:  # a link of the Hugging Face cache to the content
-                        target.unlink(missing_ok=True)
+            num_bytes = model.owned_bytes
+            for path in model.owned:
+                if path.is_symlink() or not path.is_dir():
+                    path.unlink(missing_ok=True)
+                elif model.place != "folder":
+                    shutil.rmtree(path)
+                else:
+                    with contextlib.suppress(OSError):  # it has other files
+                        path.rmdir()
         except OSError as error:
             raise ModelError(f"{model.name} cannot be deleted: {error.filename}: {error.strerror}") from error
         for path in conversions:
             shutil.rmtree(path, ignore_errors=True)
         with contextlib.suppress(OSError):
             os.utime(usage, NEVER)  # the file stays, because a process may wait for its lock
-    return model.num_bytes
+    return num_bytes
 
 
 def local_folder(path: Path) -> Path:
@@ -202,24 +222,31 @@ def _lock(file: IO[bytes], kind: int, patience_s: float) -> bool:
             return True
 
 
-def _model(
-    name: str, place: Place, files: Sequence[Path], folder: Path | None, others: Iterable[Path] = ()
-) -> LocalModel:
+def _model(name: str, place: Place, files: Sequence[Path], owned: Iterable[Path]) -> LocalModel:
     kind: Literal["gguf", "safetensors"] = "gguf" if files[0].suffix == ".gguf" else "safetensors"
     try:
         used = usage_file(files[0]).stat().st_mtime
     except OSError:
         used = 0.0
-    num_bytes = sum(path.stat().st_size for path in (*files, *others) if path.exists())
-    return LocalModel(name, place, kind, tuple(files), folder, num_bytes, used)
+    num_bytes = sum(path.stat().st_size for path in files if path.exists())
+    return LocalModel(name, place, kind, tuple(files), tuple(owned), num_bytes, used)
 
 
 def _weights(folder: Path) -> Iterator[list[Path]]:
-    """Yield the weight files of each model in a folder and below: all .safetensors files, or one GGUF model."""
-    found = sorted(path for path in folder.rglob("*") if path.suffix in (".gguf", ".safetensors") and path.is_file())
-    if shards := [path for path in found if path.suffix == ".safetensors" and path.parent == folder]:
+    """Yield the weight files of each model: those next to a config.json in the folder, and GGUF files at any depth."""
+    if not os.access(folder, os.R_OK | os.X_OK):
+        return
+    if (folder / "config.json").is_file() and (shards := _shards(folder)):
         yield shards
-    yield from _by_model(path for path in found if path.suffix == ".gguf" and "mmproj" not in path.name)
+    yield from _by_model(sorted(path for path in model_ggufs(folder.rglob("*")) if path.is_file()))
+
+
+def _shards(folder: Path) -> list[Path]:
+    """Return the .safetensors weights of a folder, or all such files if the model is incomplete or ambiguous."""
+    try:
+        return list(weight_files(folder))
+    except ModelError:
+        return sorted(path for path in folder.iterdir() if path.suffix == SUFFIX and path.is_file())
 
 
 def _by_model(ggufs: Iterable[Path]) -> Iterator[list[Path]]:
@@ -242,7 +269,7 @@ def _cached() -> Iterator[LocalModel]:
     for folder in _folders(cache_folder() / "models"):
         is_builtin = folder.name in BUILTIN_MODELS
         for files in _weights(folder):
-            yield _model(tiny.get(folder.name, folder.name if is_builtin else str(folder)), "cache", files, folder)
+            yield _model(tiny.get(folder.name, folder.name if is_builtin else str(folder)), "cache", files, [folder])
 
 
 def hub_cache() -> Path:
@@ -274,13 +301,20 @@ def _on_hub() -> Iterator[LocalModel]:
         if kind != "models" or len(names) != 2 or snapshot is None:
             continue
         models = list(_weights(snapshot))
+        kinds = Counter(_quantisation(files[0]).upper() for files in models)
         for files in models:
-            name = "/".join(names)
+            name, quantisation = "/".join(names), _quantisation(files[0])
             if files[0].suffix == ".gguf":
-                found = QUANTISATION.fullmatch(gguf_name(files[0]))
-                name = f"{name}:{found[1]}" if found is not None else str(files[0])
-            alone = folder if len(models) == 1 else None
-            yield _model(name, "hub", files, alone)
+                is_unique = bool(quantisation) and kinds[quantisation.upper()] == 1
+                name = f"{name}:{quantisation}" if is_unique else str(files[0])
+            contents = [file.resolve() for file in files if file.is_symlink()]
+            yield _model(name, "hub", files, [folder] if len(models) == 1 else [*files, *contents])
+
+
+def _quantisation(weights: Path) -> str:
+    """Return the quantisation in the name of a GGUF file, or ""."""
+    found = QUANTISATION.fullmatch(gguf_name(weights)) if weights.suffix == ".gguf" else None
+    return found[1] if found is not None else ""
 
 
 def _snapshot(folder: Path) -> Path | None:
@@ -294,14 +328,28 @@ def _snapshot(folder: Path) -> Path | None:
 
 def _in_folder(folder: Path) -> Iterator[LocalModel]:
     paths = sorted(folder.absolute().iterdir())
-    for files in _by_model(path for path in paths if path.suffix == ".gguf" and path.is_file()):
-        yield _model(str(files[0]), "folder", files, None)
+    for files in _by_model(path for path in model_ggufs(paths) if path.is_file()):
+        yield _model(str(files[0]), "folder", files, files)
     for path in paths:
         if path.is_dir():
             models = list(_weights(path))
+            is_alone = len(models) == 1 and not (path / "config.json").is_file()
             for files in models:
-                name = path if len(models) == 1 else files[0]
-                yield _model(str(name), "folder", files, path if len(models) == 1 else None)
+                is_folder = files[0].suffix == SUFFIX or (is_alone and files[0].parent == path)
+                yield _model(str(path if is_folder else files[0]), "folder", files, _owned(path, files, is_folder))
+
+
+def _owned(folder: Path, files: Sequence[Path], is_folder: bool) -> list[Path]:
+    """Return what a model in or below a folder of the models folder owns. `is_folder`: it is named after the folder."""
+    if is_folder and folder.is_symlink():
+        return [folder]
+    others = [folder / name for name in OWN_FILES] if is_folder else []
+    if is_folder and files[0].suffix == ".gguf":
+        others += sorted(folder.glob("*mmproj*.gguf"))
+    inner = files[0].parent.relative_to(folder)
+    folders = [(folder / TOOL_TEMPLATE).parent, *(folder / one for one in (inner, *inner.parents))]
+    found = [path for path in (*files, *others) if path.is_file()]
+    return [*found, *(path for path in folders if path.is_dir() and not path.is_symlink())]
 
 
 def _folders(folder: Path) -> list[Path]:

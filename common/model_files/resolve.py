@@ -15,8 +15,8 @@ import msgspec
 
 from common.errors import ModelError
 from common.model_files.builtin import BUILTIN_MODELS, TINY_MODELS, BuiltinModel, builtin_name
-from common.model_files.files import TOOL_TEMPLATE, ModelFiles
-from common.model_files.gguf.parts import gguf_name, gguf_parts
+from common.model_files.files import DESCRIBED, TOOL_TEMPLATE, ModelFiles
+from common.model_files.gguf.parts import gguf_name, gguf_parts, model_ggufs
 from common.model_files.json_file import read_json
 from common.model_files.library import HUB_GGUF, HUB_ID, local_folder, tiny_folder
 from common.model_files.model_cache import cache_folder, locked, make_folder, write_atomically
@@ -27,11 +27,6 @@ from common.observe import in_bytes
 log = logging.getLogger(__name__)
 
 DESCRIPTION_VERSION = 7  # increment when descriptions or tokenizer conversion change, to invalidate caches
-DESCRIBED = (
-    *("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json"),
-    *("chat_template.jinja", "chat_template.json", "hf_quant_config.json"),
-)
-"""Files other than weights that the description of a folder depends on."""
 
 
 class _Description(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,7 +143,7 @@ def _resolve_folder(
         found = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
     except OSError as error:
         raise ModelError(f"{folder} cannot be read: {error.strerror}") from error
-    ggufs = [path for path in found.values() if path.suffix == ".gguf"]
+    ggufs = model_ggufs(found.values())
     if "config.json" not in found and len(set(map(gguf_name, ggufs))) == 1:
         return _resolve_gguf(ggufs[0], progress=progress)
     if "config.json" not in found and ggufs:

@@ -13,11 +13,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import NoReturn
 
 from tqdm import tqdm
 
+from common.machine import write_failure
 from router.api.batches import (
     BadBatch,
     BatchRequest,
@@ -34,11 +36,16 @@ from router.cli.client_flags import batch_parser
 PROG = "diptych batch"
 
 
+class OutputError(Exception):
+    """An answer cannot be written. The message has the path."""
+
+
 @dataclass
 class Run:
-    """Output and progress of a run."""
+    """Output and progress of a run. `output` is unbuffered, so that closing it cannot fail."""
 
-    output: BinaryIO
+    path: Path
+    output: FileIO
     bar: tqdm[NoReturn]
     num_good: int = 0
     num_refused: int = 0
@@ -46,8 +53,13 @@ class Run:
     signals: list[int] = field(default_factory=list)
 
     def write(self, result: BatchResult) -> None:
-        self.output.write(result.line())
-        self.output.flush()
+        """Write a result as a line. Raises OutputError."""
+        line = rest = result.line()
+        try:
+            while rest:
+                rest = rest[self.output.write(rest) :]
+        except OSError as error:
+            raise OutputError(write_failure(self.path, error, len(line))) from error
         self.num_good += result.is_good
         self.num_refused += bool(result.status) and not result.is_good
         self.num_unanswered += not result.status
@@ -66,8 +78,8 @@ class Run:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
-    Returns exit status 0 if all requests succeeded, 1 if some failed, 2 for invalid files or arguments, or 128 plus the
-    number of the signal that stopped it.
+    Returns exit status 0 if all requests succeeded, 1 if some failed or an answer cannot be written, 2 for invalid
+    files or arguments, or 128 plus the number of the signal that stopped it.
     """
     arguments = batch_parser().parse_args(argv)
     source, target = Path(arguments.input), Path(arguments.output)
@@ -75,7 +87,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         total = check_requests(source)
         with ExitStack() as files:
             output = files.enter_context(_locked(target))
-            answered, is_new_file = take_up(target)
+            try:
+                answered, is_new_file = take_up(target)
+            except OSError as error:
+                raise BadBatch(write_failure(target, error)) from error
             if is_new_file:
                 output = files.enter_context(_locked(target))
             return _run(arguments, source, output, total, answered)
@@ -84,12 +99,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _run(arguments: argparse.Namespace, source: Path, output: BinaryIO, total: int, answered: set[str]) -> int:
+def _run(arguments: argparse.Namespace, source: Path, output: FileIO, total: int, answered: set[str]) -> int:
     if answered:
         print(f"{PROG}: {arguments.output} already has {len(answered):,} answers", file=sys.stderr)
     requests = (request for request in read_requests(source) if request.custom_id not in answered)
     bar: tqdm[NoReturn] = tqdm(total=total, initial=min(total, len(answered)), unit="req", disable=None, desc="batch")
-    run = Run(output, bar)
+    run = Run(Path(arguments.output), output, bar)
     settings = SendSettings(
         arguments.url.rstrip("/"),
         _headers(arguments),
@@ -105,6 +120,10 @@ def _run(arguments: argparse.Namespace, source: Path, output: BinaryIO, total: i
         bar.close()
         print(f"{PROG}: stopped: {run.summary}; run the same command to resume", file=sys.stderr)
         return 128 + number
+    except OutputError as error:
+        bar.close()
+        print(f"{PROG}: {error}; {run.summary}; run the same command to resume", file=sys.stderr)
+        return 1
     finally:
         bar.close()
     print(f"{PROG}: {run.summary}", file=sys.stderr)
@@ -125,10 +144,10 @@ async def _send(sender: BatchSender, requests: Iterator[BatchRequest], run: Run)
     await task
 
 
-def _locked(path: Path) -> BinaryIO:
+def _locked(path: Path) -> FileIO:
     """Open and lock the output. Raises BadBatch if it is not writable or another run has locked it."""
     try:
-        output = path.open("ab")
+        output = path.open("ab", buffering=0)
     except OSError as error:
         raise BadBatch(f"cannot write {path}: {error.strerror}") from error
     try:

@@ -27,7 +27,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from common import __version__
-from common.config import CONFIG_CLASSES, RouterConfig, Sources, fields_of, with_flag
+from common.config import CONFIG_CLASSES, Config, RouterConfig, Sources, fields_of, located, with_flag
 from common.errors import ConfigError
 from common.machine import find_gpus, host_memory, nearest_existing
 from common.model_files import cache_folder, hub_cache
@@ -35,7 +35,7 @@ from common.observe import in_bytes
 from common.packages import foreign_packages
 from router.cli.client_flags import DEFAULT_URL, doctor_parser
 from router.cli.models.table import clean
-from router.cli.router_client import LoadSource, error_message, source_of
+from router.cli.router_client import NO_KEY, LoadSource, error_message, source_of
 from router.cli.scrub import HIDDEN, Scrubber, secrets_in
 
 PROG: Final = "diptych doctor"
@@ -54,7 +54,7 @@ PACKAGES: Final = (
 )
 COMPILERS: Final = ("c++", "g++", "clang++")
 """Tried by workers in this order, unless CXX is set."""
-KEY_FILES: Final = ("curve_key", "curve_trusted", "api_key_file", "tls_key")
+KEY_FILES: Final = ("curve_key", "curve_authorized", "api_key_file", "tls_key")
 LEAST_MEMORY: Final = 4 * 2**30
 LEAST_DISK: Final = 5 * 10**9
 LEAST_FILES: Final = 4096
@@ -183,10 +183,12 @@ class Doctor:
 
     def _settings(self) -> Iterator[Finding]:
         path, lines = self._config or self._environ.get("DIPTYCH_CONFIG", ""), []
+        given: dict[type[Config], dict[str, Any]] = {}
         try:
             sources = Sources.open(path, self._environ, RouterConfig)
             for config in CONFIG_CLASSES:
                 values, fields = sources.values(config), {field.name: field for field in fields_of(config)}
+                given[config] = values
                 self.scrubber.add(secrets_in({}, (str(values.get(name) or "") for name in KEY_FILES)))
                 lines.append(f"[{config.section}]")
                 for name, value in values.items():
@@ -195,9 +197,12 @@ class Doctor:
         except ConfigError as error:
             yield Finding(FAILURE, f"The settings are invalid: {with_flag(error)}.")
         else:
+            refused = list(_refused(given, sources))
+            yield from refused
             number = sum(not line.startswith("[") for line in lines)
             origin = f"{path} and the environment" if path else "the environment"
-            yield Finding(OK, f"Valid settings from {origin}: {number}." if number else f"No settings in {origin}.")
+            if not refused:
+                yield Finding(OK, f"Valid settings from {origin}: {number}." if number else f"No settings in {origin}.")
         self.files["settings.toml"] = "\n".join(lines)
 
     # ------------------------------------------------------------ service
@@ -211,11 +216,13 @@ class Doctor:
             return
         body = _parsed(reply.body)
         version = str(body.get("version", "")) if reply.status == 200 else ""
-        if not version:
+        if reply.status in (401, 403):
+            yield Finding(WARNING, f"{NO_KEY[:1].upper()}{NO_KEY[1:]}.")
+        elif not version:
             text = f"The server at {source.url} is not a Diptych router (HTTP {reply.status}). Check --url."
             yield Finding(FAILURE, text)
             return
-        if version == __version__:
+        elif version == __version__:
             yield Finding(OK, f"The router at {source.url} has version {version}.")
         else:
             yield Finding(WARNING, f"The router has version {version}, this command {__version__}. Finish the upgrade.")
@@ -282,6 +289,31 @@ class Doctor:
             yield Finding(WARNING, f"The {one['role']} worker {name} is {one['state']}: {why}. {advice}")
         for one in load.get("warnings", [])[:MAX_LINES]:
             yield Finding(WARNING, f"The router logged {one['age_s']:.0f} s ago: {one['text']}")
+
+
+def _refused(given: Mapping[type[Config], dict[str, Any]], sources: Sources) -> Iterator[Finding]:
+    """Check the settings of each process as the process does.
+
+    A value for every process is only a warning if some processes accept it, because the others may not run here.
+    """
+    errors: dict[type[Config], ConfigError] = {}
+    for config, values in given.items():
+        try:
+            config(**values)
+        except ConfigError as error:
+            errors[config] = error
+    found: dict[Finding, list[str]] = {}
+    for config, refusal in errors.items():
+        place = sources.place(config, refusal.field, refusal.value)
+        accepted = any(
+            refusal.field in values and sources.place(other, refusal.field, refusal.value) == place
+            for other, values in given.items()
+            if other not in errors
+        )
+        finding = Finding(WARNING if accepted else FAILURE, str(located(refusal, config, {}, sources)))
+        found.setdefault(finding, []).append(config.section.replace("_", "-"))
+    for finding, names in found.items():
+        yield Finding(finding.level, f"The settings are invalid for diptych {', '.join(names)}: {finding.text}.")
 
 
 def readiness(load: Mapping[str, Any]) -> Finding:

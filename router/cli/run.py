@@ -154,14 +154,14 @@ def start(service: Service, model: str, arguments: Sequence[str], folder: Path) 
     child.launch(command, environment)
     began, spinner = time.monotonic(), sys.stderr.isatty()
     try:
-        while not service.is_ready():
-            if not child.alive:
-                lines = child.log_tail().splitlines()
-                raise RunError("\n".join(("the service did not start:", *lines[-5:])))
+        while child.alive and not service.is_ready():
             if spinner:
                 waited_s = time.monotonic() - began
                 print(f"\rstarting {model or 'the default model'} ... {waited_s:.0f} s ", end="", file=sys.stderr)
             time.sleep(POLL_S)
+        if not child.alive:  # also if another service answers at the URL
+            lines = child.log_tail().splitlines()
+            raise RunError("\n".join(("the service did not start:", *lines[-5:])))
     except BaseException:
         child.stop(STOP_S)
         raise
@@ -325,12 +325,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     child = None
     with PrivateFolder("run") as folder:
         try:
-            service = Service(source)
+            service, wanted = Service(source), options.model
             listed = service.models()
             if listed is None:
-                child = start(service, _local_name(options.model), serve, folder.path)
+                name = _local_name(options.model)
+                child = start(service, name, serve, folder.path)
                 listed = service.models()
-            model = _selected(service, "" if child is not None else options.model, listed or ())
+                wanted = resolve_model(name, supported=False).model_id if name else ""
+            model = _selected(service, wanted, listed or ())  # another service may have taken the port
             service.model = str(model["id"])
             if model.get("state") not in (None, "loaded"):
                 _load(service)

@@ -44,6 +44,26 @@ def test_a_reader_that_stops_is_no_error() -> None:
         assert process.stderr.read() == b"" and process.wait(60) == 141
 
 
+CLOSED = """
+import os
+import sys
+import common.cli as cli
+def command():
+    print("unread", flush=True)
+    null = os.stat(os.devnull).st_rdev
+    kept = [os.fstat(number).st_rdev == null and os.get_inheritable(number) for number in (0, 1)]
+    return 7 if sys.stdin.read() == "" and all(kept) else 1
+cli.COMMANDS = "__main__:command"
+sys.exit(cli.main())
+"""
+
+
+def test_closed_standard_streams_are_empty() -> None:
+    command = ["sh", "-c", '"$@" <&- >&-', "sh", sys.executable, "-P", "-c", CLOSED]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (7, "")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_is_a_module(command: str) -> None:
     assert importlib.util.find_spec(COMMANDS[command].module)

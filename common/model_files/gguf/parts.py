@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
 from common.errors import ModelError
 
 PART: Final = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf\Z")
+
+
+def model_ggufs(paths: Iterable[Path]) -> list[Path]:
+    """Return the GGUF files of models among `paths`, without multimodal projectors (`mmproj`)."""
+    return [path for path in paths if path.suffix == ".gguf" and "mmproj" not in path.name]
 
 
 def gguf_parts(path: Path) -> tuple[Path, ...]:

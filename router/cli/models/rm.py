@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from common.arguments import CommandParser
 from common.errors import ModelError
@@ -27,9 +28,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _agrees(model: LocalModel) -> bool:
-    place = model.folder or model.files[0]
+    first, num_files = model.owned[0], sum(path.is_file() and not path.is_symlink() for path in model.owned)
+    what = f"{num_files} files in {first.parent}" if num_files > 1 else first
     try:
-        answer = input(f"Delete {model.name} ({in_bytes(model.num_bytes)}, {place})? [y/N] ")
+        answer = input(f"Delete {model.name} ({in_bytes(model.owned_bytes)}, {what})? [y/N] ")
     except EOFError:
         print()  # ends the line of the question
         raise ModelError("cannot ask without a terminal: confirm with -y") from None
@@ -47,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not (options.yes or _agrees(model)):
                 print(f"{model.name} was not deleted")
                 return 1
-            print(f"deleted {model.name}: {in_bytes(remove_model(model))}")
+            freed = in_bytes(remove_model(model))
+            is_kept = model.place == "folder" and Path(model.name).is_dir()
+            print(f"deleted {model.name}: {freed}{'; other files in the folder are kept' if is_kept else ''}")
     except ModelError as error:
         print(f"diptych rm: {error}", file=sys.stderr)
         return 1

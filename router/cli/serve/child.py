@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-from common.config import Config, RouterConfig, WorkerConfig, counterpart_env, to_argv, to_env
+from common.config import OTHER_VARIABLES, Config, RouterConfig, WorkerConfig, counterpart_env, to_argv, to_env
 from common.machine import ChildProcess
 from common.wire import BACKLOG, CLIENTS_BACKLOG, listening
 from router.cli.serve.probe import Address
@@ -36,7 +36,7 @@ rejected immediately."""
 def child_environment(config: Config) -> dict[str, str]:
     """Return the environment of a child. It gets settings as flags, and only secrets as variables."""
     kept = {
-        name: text for name, text in os.environ.items() if not name.startswith("DIPTYCH_") or name == "DIPTYCH_CACHE"
+        name: text for name, text in os.environ.items() if not name.startswith("DIPTYCH_") or name in OTHER_VARIABLES
     }
     return kept | to_env(config)
 

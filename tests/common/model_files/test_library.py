@@ -7,6 +7,7 @@ import shutil
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from common.errors import ModelError
@@ -62,7 +63,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_models_of_every_place_are_listed(cache: Path, hub: Path, tmp_path: Path) -> None:
-    put(tiny_folder("tiny-random") / "model.safetensors")
+    for name in ("config.json", "model.safetensors"):
+        put(tiny_folder("tiny-random") / name)
     put(cache / "models" / "smollm2-135m" / ".download" / "part.whl")  # an interrupted download is no model
     put(tmp_path / "own" / "large" / "config.json")
     put(tmp_path / "own" / "large" / "model-00001-of-00002.safetensors", 5)
@@ -87,7 +89,7 @@ def test_a_model_is_found_by_its_last_part(cache: Path, hub: Path) -> None:
     with pytest.raises(ModelError, match=r"'org/chatt' is not on this machine. Did you mean org/chat\?"):
         find_model("org/chatt", models)
     with pytest.raises(ModelError, match="'chat' is ambiguous: use one of a/chat, org/chat"):
-        find_model("chat", [library.LocalModel("a/chat", "hub", "gguf", (hub,), None, 0, 0.0), *models])
+        find_model("chat", [library.LocalModel("a/chat", "hub", "gguf", (hub,), (), 0, 0.0), *models])
 
 
 def test_deleting_frees_the_content_of_one_model_only(cache: Path, hub: Path) -> None:
@@ -109,7 +111,8 @@ def test_a_model_in_use_is_not_deleted_and_remembers_its_use(cache: Path) -> Non
     with pytest.raises(ModelError, match="tiny-random is used by a running service: stop it first"):
         remove_model(model)
     library.HELD.popitem()[1].close()  # as when the process ends
-    assert not model.in_use and remove_model(model) == model.num_bytes and local_models() == []
+    size = sum(path.stat().st_size for path in files.weights[0].parent.iterdir())
+    assert not model.in_use and remove_model(model) == size >= model.num_bytes and local_models() == []
 
 
 def test_models_are_in_use_until_they_are_released(cache: Path) -> None:
@@ -173,9 +176,66 @@ def test_gguf_files_are_parts_of_one_model_only(cache: Path, tmp_path: Path) -> 
     assert len(left) == 16 and left.count("llama-chat-00002-of-00002.gguf") == left.count("llama.gguf") == 2
 
 
+def test_files_that_are_not_of_the_model_stay(cache: Path, tmp_path: Path) -> None:
+    """In the layouts of LM Studio and of a folder with a model, its adapter and notes."""
+    own, tiny = tmp_path / "own", resolve_model("tiny-random").weights[0].parent
+    nested = put(own / "pub" / "model-a" / "m-Q4_K_M.gguf", 7)
+    thesis = put(own / "pub" / "thesis.txt")
+    vision = [put(own / "vision" / name, 5).name for name in ("v-Q4_0.gguf", "mmproj-F16.gguf")]
+    shutil.copytree(tiny, own / "mine", ignore=shutil.ignore_patterns(".complete"))
+    kept = [put(own / "mine" / name) for name in ("README.md", "adapter_model.safetensors", "results.json")]
+    models = local_models(own)
+    assert [model.name for model in models[1:]] == [str(own / "mine"), str(nested), str(own / "vision")]
+    assert remove_model(find_model("m-Q4_K_M", models)) == 7
+    assert thesis.exists() and not nested.parent.exists()
+    assert remove_model(find_model("vision", models)) == 5 * len(vision) and not (own / "vision").exists()
+    assert remove_model(find_model("mine", models)) > models[1].num_bytes
+    assert sorted((own / "mine").iterdir()) == sorted(kept) and own.is_dir()
+
+
+def test_a_link_in_a_folder_of_models_is_deleted_without_its_content(cache: Path, tmp_path: Path) -> None:
+    blob, elsewhere = put(tmp_path / "blobs" / "sha256"), put(tmp_path / "elsewhere" / "b.gguf")
+    (own := tmp_path / "own").mkdir()
+    (own / "a.gguf").symlink_to(blob)
+    (own / "linked").symlink_to(elsewhere.parent)
+    for model in local_models(own):
+        assert remove_model(model) == 0
+    assert blob.exists() and elsewhere.exists() and not any(own.iterdir())
+
+
+def test_every_listed_name_can_be_loaded(
+    cache: Path, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also next to adapters, image projectors, a config.json without weights, and files of one quantisation."""
+    own, tiny = tmp_path / "own", resolve_model("tiny-random")
+    monkeypatch.setattr(
+        "common.model_files.describe.describe_gguf",
+        lambda parts, *_, **__: msgspec.structs.replace(tiny, weights=tuple(parts)),
+    )
+    shutil.copytree(tiny.weights[0].parent, own / "mixed")
+    for name in ("mixed/m.gguf", "deep/er/m.gguf", "alone/m.gguf", "alone/mmproj-F16.gguf", "converted/m-F32.gguf"):
+        put(own / name)
+    put(own / "mmproj-F16.gguf")
+    put(own / "converted" / "config.json").write_text("{}")
+    put(own / "adapter" / "adapter_model.safetensors")
+    shutil.rmtree(hub)
+    put(hub / "models--org--more" / "refs" / "main").write_text("c0ffee")
+    snapshot = hub / "models--org--more" / "snapshots" / "c0ffee"
+    for name in ("m-Q4_K.gguf", "m-UD-Q4_K.gguf", "m-Q8_0.gguf"):
+        put(snapshot / name)
+    monkeypatch.setattr("common.model_files.hub._snapshot", lambda *_, **__: snapshot)
+    names = [model.name for model in local_models(own)]
+    of_hub = [f"{snapshot}/m-Q4_K.gguf", f"{snapshot}/m-UD-Q4_K.gguf", "org/more:Q8_0"]
+    of_folder = ("alone", "converted/m-F32.gguf", "deep/er/m.gguf", "mixed", "mixed/m.gguf")
+    assert names == ["tiny-random", *of_hub, *(f"{own}/{name}" for name in of_folder)]
+    for name in names:
+        assert resolve_model(name, download=False).weights
+
+
 def test_conversions_of_a_file_are_deleted_with_it(cache: Path, tmp_path: Path) -> None:
     folder = tmp_path / "models"
-    shutil.copytree(resolve_model("tiny-random").weights[0].parent, folder / "mine")
+    tiny = resolve_model("tiny-random").weights[0].parent
+    shutil.copytree(tiny, folder / "mine", ignore=shutil.ignore_patterns(".complete"))
     resolve_model(str(folder / "mine"))
     assert any((cache / "local").glob("mine-*"))
     remove_model(find_model("mine", local_models(folder)))

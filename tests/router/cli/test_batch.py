@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
 import json
 import os
 import signal
@@ -15,7 +17,8 @@ from typing import Any
 import pytest
 
 from common.errors import InternalError, Overloaded
-from router.api.batches.batch_format import BadBatch, check_requests, take_up
+from router.api.batches.batch_format import BadBatch, BatchResult, check_requests, take_up
+from router.cli import batch
 from router.cli.batch import main
 from router.dispatch.client import GenerationRequest, TokenEvent
 
@@ -154,6 +157,49 @@ async def test_a_stopped_run_goes_on(start: Any, tools: Any, tmp_path: Path, num
         torn.write(b'{"custom_id": "r39", "resp')
     assert await run(source, target, running.url) == 0
     assert len(results(target)) == 40 and not any(name.startswith(".") for name in os.listdir(tmp_path))
+
+
+class Full(io.FileIO):
+    """A file on a disk with space for 100 bytes."""
+
+    def write(self, data: Any) -> int:
+        if not (room := 100 - self.tell()):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(bytes(data)[:room])
+
+
+def test_a_full_disk_ends_a_run_that_can_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Sender:
+        def __init__(self, settings: Any, on_result: Any) -> None:
+            self.on_result = on_result
+
+        async def run(self, requests: Any) -> None:
+            for request in requests:
+                self.on_result(BatchResult(request.custom_id, 200, "", {}))
+
+    monkeypatch.setattr(batch, "BatchSender", Sender)
+    source, target = written(tmp_path / "in.jsonl", *(line(f"r{i}") for i in range(4))), tmp_path / "out.jsonl"
+    with monkeypatch.context() as full:
+        full.setattr(batch, "_locked", lambda path: Full(path, "ab"))
+        assert main([str(source), str(target)]) == 1
+    said = capsys.readouterr().err
+    assert f"cannot write {target}: no space is left on the disk (" in said and "bytes are needed, " in said
+    assert said.endswith("; 0 answered; run the same command to resume\n") and target.stat().st_size == 100
+    assert main([str(source), str(target)]) == 0 and len(results(target)) == 4
+
+
+def test_a_full_disk_is_named_before_anything_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(batch, "take_up", full)
+    target = tmp_path / "out.jsonl"
+    assert main([str(written(tmp_path / "in.jsonl", line("r"))), str(target)]) == 2
+    assert f"diptych batch: cannot write {target}: no space is left on the disk" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

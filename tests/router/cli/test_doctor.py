@@ -109,6 +109,45 @@ def test_invalid_settings_are_named(tmp_path: Path, capsys: Any) -> None:
     assert "failure  The settings are invalid: unknown setting prot in" in capsys.readouterr().out
 
 
+def settings(text: str, tmp_path: Path, **environ: str) -> list[tuple[str, str]]:
+    (tmp_path / "d.toml").write_text(text)
+    one = Doctor(LoadSource("127.0.0.1", 1), given=False, config=str(tmp_path / "d.toml"), environ=environ)
+    return [(finding.level, finding.text.replace(f"{tmp_path}/", "")) for finding in one._settings()]
+
+
+def test_values_are_checked_as_by_the_processes(tmp_path: Path) -> None:
+    assert settings("[router]\nport = 8001\n", tmp_path) == [
+        (doctor.OK, "Valid settings from d.toml and the environment: 1.")
+    ]
+    said = settings("[router]\nqueue_timeout_s = 999999\n[decode_worker]\nblock_size = 17\n", tmp_path)
+    assert [level for level, _ in said] == [doctor.FAILURE] * 2
+    assert "diptych router: invalid queue_timeout_s = 999999.0 under [router] in d.toml: must be" in said[0][1]
+    assert "diptych decode-worker: invalid block_size = 17 under [decode_worker] in d.toml: must be" in said[1][1]
+    ((level, text),) = settings('tls_cert = "c.pem"\n', tmp_path)
+    assert level == doctor.FAILURE and "missing --tls-key: must be a file" in text
+    ((level, text),) = settings("", tmp_path, DIPTYCH_PORT="99999")
+    assert level == doctor.FAILURE
+    assert "diptych router, prefill-worker, decode-worker: invalid DIPTYCH_PORT=99999: must be 0 to 65535" in text
+
+
+def test_a_shared_value_that_some_processes_accept_is_a_warning(tmp_path: Path) -> None:
+    ((level, text),) = settings('host = "0.0.0.0"\n', tmp_path)
+    assert level == doctor.WARNING and "for diptych prefill-worker, decode-worker: invalid host" in text
+    section = '[router]\nhost = "0.0.0.0"\n[decode_worker]\nhost = "0.0.0.0"\n'
+    assert [level for level, _ in settings(section, tmp_path)] == [doctor.FAILURE]
+
+
+@pytest.mark.parametrize("key", ["", "wrong"])
+async def test_a_router_that_requires_a_key_is_a_router(start: Any, key: str) -> None:
+    running = await start(api_key="right")
+    one = Doctor(LoadSource.of(running.url, key), given=True, config="", environ={})
+    found = await asyncio.to_thread(lambda: list(one._service()))
+    needs_key = "The router requires an API key: set --api-key or DIPTYCH_API_KEY."
+    assert doctor.Finding(doctor.WARNING, needs_key) in found
+    assert doctor.Finding(doctor.OK, "The router is healthy.") in found
+    assert not [finding for finding in found if finding.level == doctor.FAILURE] and "metrics.txt" in one.files
+
+
 @pytest.mark.parametrize(("named", "said"), [("sh", "compiles them with sh."), ("absent++", "Correct or unset CXX.")])
 def test_the_compiler_is_that_of_cxx(named: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIPTYCH_CACHE", str(tmp_path))

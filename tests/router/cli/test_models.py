@@ -57,6 +57,22 @@ def test_a_model_is_listed_described_and_deleted(
     assert "org/absent is not in the Hugging Face cache" in capsys.readouterr().err
 
 
+def test_only_files_of_the_model_are_deleted_from_a_folder(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("mine/m-Q4_0.gguf", "mine/tokenizer.json", "mine/thesis.txt"):
+        (path := tmp_path / "own" / name).parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(100_000))
+    arguments = ["mine", "--models-dir", str(tmp_path / "own")]
+    folder = tmp_path / "own" / "mine"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    assert rm.main(arguments) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"Delete {folder} (0.2 MB, 2 files in {folder})? ")
+    assert said.endswith(f"deleted {folder}: 0.2 MB; other files in the folder are kept\n")
+    assert [path.name for path in folder.iterdir()] == ["thesis.txt"]
+
+
 def test_fetch_is_the_former_name_of_pull(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         diptych(["fetch", "--help"])

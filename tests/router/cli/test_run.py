@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from common.model_files import DEFAULT_MODEL
 from router.cli import run
 from router.cli.client_flags import run_parser
+from router.cli.router_client import LoadSource
 
 
 def chunks(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -42,3 +45,45 @@ def test_after_the_first_answer_of_the_default_model_a_better_one_is_named(
     shown = capsys.readouterr()
     assert shown.out.count("Hello.") == 2
     assert shown.err.count("For better answers: diptych run ") == hints
+
+
+class Child:
+    """A `diptych serve` that only pretends to start."""
+
+    def __init__(self, *_: object, alive: bool = True, **__: object) -> None:
+        self.alive, self.stopped = alive, False
+
+    def launch(self, *_: object) -> None: ...
+
+    def log_tail(self) -> str:
+        return "address already in use\n"
+
+    def stop(self, grace_s: float) -> None:
+        self.stopped = True
+
+
+@pytest.mark.parametrize(("served", "status"), [("OTHER", 1), ("tiny-random", 0)])
+def test_a_service_that_appears_during_the_start_must_serve_the_model(
+    served: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    child, answers = Child(), iter((None, [{"id": served, "root": served}]))
+    monkeypatch.setattr(run, "ChildProcess", lambda *_, **__: child)
+    monkeypatch.setattr(run.Service, "models", lambda self: next(answers))
+    monkeypatch.setattr(run.Service, "is_ready", lambda self: True)
+    monkeypatch.setattr(run.Service, "answer", lambda self, body: chunks(body))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert run.main(["tiny:random", "hi", "--url", "http://127.0.0.1:1"]) == status
+    shown = capsys.readouterr()
+    assert ("Hello." in shown.out) is (status == 0) and child.stopped
+    assert status == 0 or "http://127.0.0.1:1 serves OTHER, not tiny-random: stop it" in shown.err
+
+
+def test_a_service_that_answers_for_a_child_that_has_exited_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    child = Child(alive=False)
+    monkeypatch.setattr(run, "ChildProcess", lambda *_, **__: child)
+    monkeypatch.setattr(run.Service, "is_ready", lambda self: True)
+    with pytest.raises(run.RunError, match="the service did not start:\naddress already in use"):
+        run.start(run.Service(LoadSource("127.0.0.1", 1)), "tiny-random", (), tmp_path)
+    assert child.stopped

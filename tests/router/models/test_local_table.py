@@ -33,13 +33,14 @@ def names(table: LocalTable) -> dict[str, str]:
 def test_models_are_named_after_their_last_part_and_keep_their_names(folder: Path, tmp_path: Path) -> None:
     table = LocalTable(RouterConfig(), str(folder))
     assert names(table) == {}
-    add(folder, "b.Q4_K_M.gguf", "small/model.safetensors")
+    add(folder, "b.Q4_K_M.gguf", "small/model.safetensors", "small/config.json")
     before = {str(folder / "b.Q4_K_M.gguf"): "b.Q4_K_M", str(folder / "small"): "small"}
     assert names(table) == before
     assert table.num_bytes[str(folder / "small")] == 10
     built_in = tmp_path / "cache" / "models" / "smollm2-135m" / "model.gguf"
     downloaded = tmp_path / "hub" / "hub" / "models--org--small" / "snapshots" / "1" / "model.safetensors"
-    add(folder, str(built_in), str(downloaded), "a/small.gguf", "a/large.gguf")
+    add(folder, str(built_in), str(downloaded), str(downloaded.with_name("config.json")))
+    add(folder, "a/small.gguf", "a/large.gguf")
     assert names(table) == before | {
         "smollm2-135m": "smollm2-135m",
         "org/small": "org/small",

@@ -139,9 +139,11 @@ def test_serve_takes_every_option_of_every_process() -> None:
 def test_settings_travel_as_flags_and_secrets_as_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIPTYCH_MAX_NUM_SEQS", "1")
     monkeypatch.setenv("DIPTYCH_CACHE", "/cache")
+    monkeypatch.setenv("DIPTYCH_MARCH", "x86-64-v3")
     plan = plan_of("--api-key", "hush")
     environ = {name: text for name, text in child_environment(plan.router).items() if name.startswith("DIPTYCH_")}
-    assert environ == {"DIPTYCH_CACHE": "/cache", "DIPTYCH_ROUTER_API_KEY": "hush"}
+    kept = {"DIPTYCH_CACHE": "/cache", "DIPTYCH_MARCH": "x86-64-v3"}
+    assert environ == kept | {"DIPTYCH_ROUTER_API_KEY": "hush"}
     assert "hush" not in " ".join(to_argv(plan.router))
 
 
