@@ -61,7 +61,8 @@ class Duties:
         self.model: ServedModel | None = None
         self.facts: ModelFacts | None = None
         """Facts of the model, once the first engine was started."""
-        self.is_draining = False
+        self.is_draining = self.has_order = False
+        """`has_order`: an order to serve is executed. It may set `is_draining`, so no role change begins."""
         self._duty = self._new(home.role, identity)
         self._has_unused_socket = False
         self._change: asyncio.Task[None] | None = None
@@ -215,8 +216,8 @@ class Duties:
             why = "this is already its role"
         elif self._change is not None:
             why = "a role change is already in progress"
-        elif self.engine is None or self.is_draining:
-            why = "the worker is starting or draining"
+        elif self.engine is None or self.is_draining or self.has_order:
+            why = "the worker is starting, draining or executing an order to serve"
         else:
             self._change = asyncio.create_task(self._change_role(order, self.engine, control), name="change of role")
             return

@@ -234,6 +234,20 @@ async def test_a_second_order_meanwhile_is_ignored(make: Callable[..., Rig], cap
     assert len(rig.control.hellos) == 1
 
 
+async def test_no_change_begins_while_an_order_to_serve_is_executed(
+    make: Callable[..., Rig], caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make()
+    rig.duties.has_order = True
+    rig.order("prefill")
+    assert not rig.duties.is_changing and not rig.duties.is_draining
+    assert "the worker is starting, draining or executing an order to serve" in caplog.text
+    rig.duties.has_order = False
+    rig.order("prefill")
+    await rig.ends()
+    assert rig.duties.role == "prefill"
+
+
 async def test_a_pinned_worker_refuses(make: Callable[..., Rig], caplog: pytest.LogCaptureFixture) -> None:
     rig = make(pinned=True)
     rig.order("prefill")
