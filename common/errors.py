@@ -49,6 +49,10 @@ class ConfigError(DiptychError):
         return error
 
 
+class InUseError(ConfigError):
+    """A setting names a resource that another process, or the previous role of this worker, uses."""
+
+
 class UsageError(ConfigError):
     """An unknown or incomplete option, variable or key. `message` is the whole sentence."""
 

@@ -59,13 +59,13 @@ class DecodeDuty(LoopDuty):
 
     def new_engine(self, files: ModelFiles, loaded: LoadedModel, grammars: Grammars, send: Send) -> DecodeEngine:
         assert self._listener is not None  # set by `bind_kv`
+        pool = self.new_pool(loaded)
+        tiers = self.new_tiers(loaded, pool, lambda event: self._engine.notify(event))
         settings, in_message = self.settings, blocks_per_message(loaded.kv.wire_bytes)
         blocks, quantised = incoming_blocks(loaded.kv, in_message), None
         incoming = self.transport.incoming(loaded.kv, blocks)
         if loaded.kv.dtype not in SMALL_DTYPES.values():  # otherwise blocks already have 8 bits
             quantised = quantised_incoming(loaded.kv, in_message)
-        pool = self.new_pool(loaded)
-        tiers = self.new_tiers(loaded, pool, lambda event: self._engine.notify(event))
         places = settings.places_within(loaded.kv.num_blocks * loaded.kv.block_size)
         scheduler = DecodeScheduler(
             pool,

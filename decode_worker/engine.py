@@ -298,7 +298,8 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
     def report_progress(self, *, has_stepped: bool) -> None:
         for sequence in self.scheduler:
             is_due = (has_stepped and sequence.awaits_turn) or (self._is_held and sequence.runs)
-            if is_due or sequence.awaits_mask or sequence.status is RequestStatus.TRANSFERRING:
+            receives = sequence.status is RequestStatus.TRANSFERRING and sequence.lent
+            if is_due or receives or sequence.awaits_mask:
                 self._reports.add(sequence)
         self._reports.flush()
 
@@ -353,6 +354,8 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
                 self._reports.flush()
         elif not request.prefill_worker:
             self.scheduler.prefill_locally(known, known.num_received_blocks)
+        else:
+            known.opened_at = time.monotonic()  # it keeps its blocks for some time, for the next announcement
         self._remote_prefills.expect(known)
         return True
 

@@ -3,6 +3,9 @@
     expected ──KVOpen──> opened ──blocks──> granted ──all received──> decoded
                  └── refused      └── no blocks in time ┘└── failed or stalled: received blocks stay cached
 
+After another prefill worker took over, a granted request keeps its blocks for the next announcement. If that takes as
+long as others may wait for blocks, it is expected again, without them.
+
 Announcements that arrive before their request are kept for a while.
 """
 
@@ -146,7 +149,11 @@ class RemotePrefills:
             sequence.num_received_blocks = transfer.num_prefix_received
 
     def expire(self, now: float) -> None:
-        """Fail sequences that have waited for too long, and renew the leases of the other prefill workers."""
+        """Fail sequences that have waited for too long, and renew the leases of the other prefill workers.
+
+        Those that wait for the announcement of another prefill worker only return their blocks: it may have a long
+        queue, and reports its progress to their router.
+        """
         self._transfers.expire_early(now)
         for transfer in self._transfers.stalled(now - self._transfer_timeout_s):
             sequence = self._scheduler.find(transfer.request_id)
@@ -154,12 +161,13 @@ class RemotePrefills:
                 missing = f"{transfer.num_missing} of {transfer.num_blocks - transfer.first_block} blocks missing"
                 self._fail(sequence, "transfer", f"no KV received for {self._transfer_timeout_s:g} s, {missing}")
         for sequence in self._scheduler:
-            if sequence.status is not RequestStatus.OPENED:
-                continue
-            if sequence.opened_at < now - self._grant_timeout_s:
+            is_late = sequence.opened_at < now - self._grant_timeout_s
+            if sequence.status is RequestStatus.TRANSFERRING and not sequence.lent and is_late:
+                self._scheduler.return_blocks(sequence, sequence.num_received_blocks)
+            elif sequence.status is RequestStatus.OPENED and is_late:
                 why = f"no free KV blocks for {sequence.num_tokens} tokens within {self._grant_timeout_s:g} s"
                 self._fail(sequence, "grant", why)
-            else:
+            elif sequence.status is RequestStatus.OPENED:
                 self._transfers.renew(sequence, now)
 
     # ------------------------------------------------------------ inside

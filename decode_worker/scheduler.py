@@ -184,9 +184,7 @@ class DecodeScheduler(DecodeQueue):
     def prefill_locally(self, sequence: DecodeSequence, num_received: int) -> None:
         """Compute the KV of `sequence` here instead of receiving it. Its first `num_received` blocks are kept."""
         if sequence.status is RequestStatus.TRANSFERRING:
-            self.num_transferring -= 1
-            self._publish_received(sequence, num_received)
-            self._release(sequence)
+            self.return_blocks(sequence, num_received)
         elif sequence.status is RequestStatus.OPENED:
             self._dequeue(sequence)
         sequence.status = RequestStatus.WAITING
@@ -197,6 +195,13 @@ class DecodeScheduler(DecodeQueue):
         if sequence.status is RequestStatus.OPENED:
             self._dequeue(sequence)
             sequence.status = RequestStatus.EXPECTING
+
+    def return_blocks(self, sequence: DecodeSequence, num_received: int) -> None:
+        """Let a sequence wait for the announcement without blocks. The first `num_received` of them stay cached."""
+        self.num_transferring -= 1
+        self._publish_received(sequence, num_received)
+        self._release(sequence)
+        sequence.status = RequestStatus.EXPECTING
 
     def schedule(
         self,

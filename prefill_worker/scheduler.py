@@ -153,12 +153,21 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         self._top_priority = 0
         self._on_time_at = -math.inf
         self._owned: Counter[int] = Counter()  # blocks of prompts, by priority
+        self._num_changes = 0  # of prompts and steps in flight, as far as `_plan` depends on them
+        self._planned_at, self._fits = (-1, -1), False
 
     @property
     def has_work(self) -> bool:
-        if any(self._is_ready(sequence) for sequence in self.running):
-            return True
-        return any(self._plan(sequence) is not None for sequence in self.waiting)
+        return any(self._is_ready(sequence) for sequence in self.running) or self._has_fitting
+
+    @property
+    def _has_fitting(self) -> bool:
+        """Whether a waiting prompt can be admitted. Kept until something changes, because the queue may be long."""
+        state = (self.pool.num_changes, self._num_changes)
+        if state != self._planned_at:
+            self._planned_at = state
+            self._fits = any(self._plan(sequence) is not None for sequence in self.waiting)
+        return self._fits
 
     @property
     def num_waiting(self) -> int:
@@ -209,6 +218,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
 
     def launched(self, chunk: PrefillChunk) -> None:
         """Record that a step in flight computes `chunk`. The next step continues after it."""
+        self._num_changes += 1
         sequence, size = chunk.sequence, self.block_size
         hashes = sequence.hasher.extend(sequence.token_ids)
         self._in_flight[chunk] = frozenset(hashes[chunk.start // size : chunk.end // size])
@@ -219,6 +229,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
 
         Call `advance` for computed chunks afterwards.
         """
+        self._num_changes += 1
         sequence = chunk.sequence
         del self._in_flight[chunk]
         sequence.num_in_flight -= chunk.num_tokens
@@ -231,6 +242,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
 
     def advance(self, chunk: PrefillChunk, now: float) -> int:
         """Record a computed chunk and publish its full blocks. Return the number of complete blocks of the prompt."""
+        self._num_changes += 1
         sequence = chunk.sequence
         sequence.num_computed = chunk.end
         self.pool.wrote(sequence.blocks, chunk.start, sequence.num_computed)
@@ -259,6 +271,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         if not self.has(sequence):
             return
         self._check_not_lent(sequence)
+        self._num_changes += 1
         del self._by_id[sequence.request_id]
         if self.held.pop(sequence.request_id, None) is None:
             next(state for state in (self.running, self.unready, self.waiting) if sequence in state).remove(sequence)
@@ -306,6 +319,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         return max((sequence.num_computed for sequence in self.running), default=0)
 
     def _enqueue(self, sequence: PrefillSequence) -> None:
+        self._num_changes += 1
         if sequence.awaits_grammar:
             self.unready.append(sequence)
         else:

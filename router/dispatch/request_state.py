@@ -383,10 +383,10 @@ class RequestState:
 
     @property
     def waits_for(self) -> Assignment | None:
-        """Assignment of the worker that must send the next token."""
+        """Assignment of the worker that must send the next token, or the KV for it if a prefill worker was replaced."""
         attempts = self.attempts
         prefill = attempts.prefill
-        if prefill is None or prefill.delivered or self.stage is not Stage.PREFILL or attempts.is_through_with(prefill):
+        if prefill is None or prefill.delivered or attempts.is_through_with(prefill):
             return attempts.decode
         return prefill
 

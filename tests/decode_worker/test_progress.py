@@ -32,6 +32,24 @@ def test_kv_that_arrives_is_progress_and_kv_that_does_not_come_is_none(engine: A
     assert engine.progress("a") == ["a"]  # it fails by itself when no frame comes for long
 
 
+def test_blocks_are_kept_for_the_next_prefill_worker_for_a_while_only(engine: Any) -> None:
+    tokens = prompt(70)
+    engine.ask(tokens, remote=True)
+    engine.peer.ship(engine.granted(tokens), 3)
+    engine.received_blocks("a", 0, 3)
+    engine.ask(tokens, attempt=1, remote=True)  # the prefill worker died, the next one says when it makes progress
+    assert engine.progress("a") == []
+    engine.later(29)
+    assert engine.engine.check_integrity().owned == 5
+    engine.later(31)
+    counts = engine.engine.check_integrity()
+    assert (counts.owned, counts.cached) == (0, 3) and not engine.failures()
+    other = engine.another_peer()
+    engine.ship(tokens, engine.granted(tokens, attempt=1, peer=other), attempt=1, peer=other)
+    engine.until(lambda: engine.is_clean)
+    assert engine.tokens(attempt=1) == engine.oracle(tokens)
+
+
 @pytest.mark.slow
 def test_a_preempted_stream_that_is_computed_again(make_engine: Any) -> None:
     engine = make_engine(num_blocks=8, chunk=16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -87,6 +88,24 @@ def test_blocks_are_held_until_removed() -> None:
     plan.remove(held)
     plan.remove(held)
     assert plan.check_integrity().cached == 2
+
+
+def test_a_long_queue_is_planned_once_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, planned = scheduler(num_blocks=4, max_num_seqs=2), list[object]()
+    match = plan.pool.match
+    monkeypatch.setattr(plan.pool, "match", lambda hashes: planned.append(hashes) or match(hashes))
+    plan.add(prompt("held", [1] * 2 * SIZE))
+    run(plan)
+    for number in range(1000):
+        plan.add(prompt(f"r{number}", [2, number] * 6, at=1.0))
+    planned.clear()
+    assert not any(plan.has_work for _ in range(8))
+    assert len(planned) == 1000
+    plan.add(prompt("short", [3] * SIZE, at=2.0))
+    assert plan.has_work
+    assert run(plan) == [("short", 0, SIZE)] and not plan.has_work
+    plan.remove(plan.held["held"])
+    assert plan.has_work
 
 
 def sizes(plan: PrefillScheduler, now: float) -> dict[str, int]:

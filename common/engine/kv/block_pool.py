@@ -36,6 +36,8 @@ class BlockPool:
     A block can be published under its hash once `wrote` has covered every slot since its allocation, that is, after
     completed steps or a verified transfer filled it. After its release, a published block stays cached until the pool
     needs it. Eviction order is least recently released first.
+
+    `num_changes` differs whenever blocks were allocated, acquired, released or published since.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
         self.log = log or BlockLog()
+        self.num_changes = 0
         self.on_published: Callable[[int, bytes], None] = lambda block, block_hash: None
 
     @property
@@ -75,6 +78,7 @@ class BlockPool:
         if count > self.num_available:
             raise BlockError(f"cannot allocate {count} blocks: {self.num_available} of {self.num_blocks} available")
         blocks = []
+        self.num_changes += 1
         for _ in range(count):
             block = self._free.pop() if self._free else self._evict()
             self._refs[block], self._num_written[block] = 1, 0
@@ -112,6 +116,7 @@ class BlockPool:
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """Add a reference to each published block (a prefix hit)."""
+        self.num_changes += 1
         for block in blocks:
             if self._refs[block] == 0:
                 if block not in self._cached:
@@ -121,6 +126,7 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference to each block. The last blocks of a sequence are evicted first."""
+        self.num_changes += 1
         for block in reversed(blocks):
             if block < 0 or self._refs[block] < 1:
                 raise BlockError(f"cannot release block {block}: it has no owner")
@@ -158,6 +164,7 @@ class BlockPool:
             raise BlockError(f"cannot publish block {block}: only {written} are written")
         if not self.enable_prefix_caching or block_hash in self._block_of or block in self._hash_of:
             return
+        self.num_changes += 1
         self._hash_of[block] = block_hash
         self._block_of[block_hash] = block
         self.log.stored(block_hash)
@@ -177,6 +184,7 @@ class BlockPool:
 
     def reset_cache(self) -> None:
         """Drop every published block. Unowned ones become free."""
+        self.num_changes += 1
         self._free.extend(self._cached)
         self._cached.clear()
         self._hash_of.clear()

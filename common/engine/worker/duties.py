@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 
@@ -23,7 +23,7 @@ from common.engine.worker.contract import Duty, DutyOffer, Engine, ModelFacts, S
 from common.engine.worker.control import ControlServer
 from common.engine.worker.metrics import WorkerMetrics
 from common.engine.worker.vitals import WorkerIdentity
-from common.errors import RankLost
+from common.errors import InUseError, RankLost
 from common.model_files import ModelFiles
 from common.wire import Curve, Role
 from common.wire.messages import ChangeRole
@@ -35,6 +35,9 @@ ROLE_DRAIN_S = 30.0
 """Drain time, in seconds, before a role change. If requests remain afterwards, the worker keeps its role."""
 BIND_S = 2.0
 """Time, in seconds, that the system may take to release the KV port of the previous role."""
+OPEN_S = 5.0
+"""Time, in seconds, that a slow disk may take to release the KV file of the previous role."""
+T = TypeVar("T")
 
 
 class Duties:
@@ -61,7 +64,8 @@ class Duties:
         self.model: ServedModel | None = None
         self.facts: ModelFacts | None = None
         """Facts of the model, once the first engine was started."""
-        self.is_draining = False
+        self.is_draining = self.has_order = False
+        """`has_order`: an order to serve is executed. It may set `is_draining`, so no role change begins."""
         self._duty = self._new(home.role, identity)
         self._has_unused_socket = False
         self._change: asyncio.Task[None] | None = None
@@ -215,8 +219,8 @@ class Duties:
             why = "this is already its role"
         elif self._change is not None:
             why = "a role change is already in progress"
-        elif self.engine is None or self.is_draining:
-            why = "the worker is starting or draining"
+        elif self.engine is None or self.is_draining or self.has_order:
+            why = "the worker is starting, draining or executing an order to serve"
         else:
             self._change = asyncio.create_task(self._change_role(order, self.engine, control), name="change of role")
             return
@@ -270,10 +274,10 @@ class Duties:
         return identity, self._new(role, identity)
 
     async def _enter(self, identity: WorkerIdentity, duty: Duty[Any], control: ControlServer) -> None:
-        await _bind_again(duty.bind)
+        await _retried(duty.bind, zmq.ZMQError, BIND_S)
         self._metrics.change_role(duty.role)
         try:
-            engine = self._start_engine(duty, control)
+            engine = await _retried(lambda: self._start_engine(duty, control), InUseError, OPEN_S)
         except BaseException:
             duty.close_kv()
             raise
@@ -290,14 +294,13 @@ class Duties:
         return engine
 
 
-async def _bind_again(bind: Callable[[], None]) -> None:
-    """Bind sockets, possibly on the ports of the previous role. Raises zmq.ZMQError after `BIND_S`."""
-    deadline = time.monotonic() + BIND_S
+async def _retried(acquire: Callable[[], T], error: type[Exception], limit_s: float) -> T:
+    """Acquire something that the previous role may release late. Raises its `error` after `limit_s`."""
+    deadline = time.monotonic() + limit_s
     while True:
         try:
-            bind()
-            return
-        except zmq.ZMQError:
+            return acquire()
+        except error:
             if time.monotonic() > deadline:
                 raise
         await asyncio.sleep(DRAIN_POLL_S)

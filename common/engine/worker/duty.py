@@ -128,7 +128,7 @@ class LoopDuty(ABC):
     def new_tiers(self, loaded: LoadedModel, pool: BlockPool, notify: Callable[[ReadEnded], None]) -> BlockTiers | None:
         """Create and start the tiers below the prefix cache; None if not configured. Raises ConfigError or OSError.
 
-        Must be called before creating sockets that only the engine closes.
+        Must be called before anything that is costly or that only the engine closes: it is retried after an InUseError.
         """
         from common.engine.kv.tiers import open_tiers
 

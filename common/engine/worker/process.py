@@ -275,17 +275,20 @@ class WorkerProcess:
         elif isinstance(message, WeightsPart):
             self.serving.on_part(router, message)
         elif duties.is_draining and control is not None and isinstance(message, PrefillRequest | DecodeRequest):
-            control.send(router, self._refusal(message))  # sent before the router was notified of the drain
+            # The message was sent before the router was notified of the drain.
+            control.send(router, self._refusal(message, "the worker is draining"))
+        elif duties.engine is None and control is not None and isinstance(message, PrefillRequest | DecodeRequest):
+            control.send(router, self._refusal(message, "the worker is starting"))
         elif duties.engine is not None and not duties.engine.submit(RequestReceived(router, message)):
             log.error("engine inbox is full: dropped %s", type(message).__name__)
 
-    def _refusal(self, message: PrefillRequest | DecodeRequest) -> RequestFailed:
+    def _refusal(self, message: PrefillRequest | DecodeRequest, why: str) -> RequestFailed:
         return RequestFailed(
             worker_id=self.duties.identity.worker_id,
             request_id=message.request_id,
             attempt=message.attempt,
             phase="queue",
-            message="the worker is draining",
+            message=why,
             retryable=True,
         )
 

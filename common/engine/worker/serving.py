@@ -132,6 +132,13 @@ class WorkerServing:
             self.order(back, control)
 
     async def _execute(self, control: ControlServer) -> None:
+        self._duties.has_order = True
+        try:
+            await self._execute_orders(control)
+        finally:
+            self._duties.has_order = False
+
+    async def _execute_orders(self, control: ControlServer) -> None:
         while self._status == "busy":
             order = self._order
             try:

@@ -42,13 +42,13 @@ D, E = "tcp://d:1", "tcp://e:1"
 class Rig:
     """A core over one decode worker. `later` holds what it wants called back, by the delay."""
 
-    def __init__(self, **config: object) -> None:
+    def __init__(self, prefill: tuple[str, ...] = (), **config: object) -> None:
         self.sent: list[Message] = []
         self.woken: list[str] = []
         self.later: list[tuple[float, Callable[[float], None]]] = []
-        self.registry = WorkerRegistry((), (D,), worker_timeout_s=1.0)
+        self.registry = WorkerRegistry(prefill, (D,), worker_timeout_s=1.0)
         actions = Actions(self.send, self.abort, self.call_later, self.woken.append)
-        settings = RouterConfig(decode=(D,), **config)  # type: ignore[arg-type]
+        settings = RouterConfig(prefill=prefill, decode=(D,), **config)  # type: ignore[arg-type]
         self.core = DispatchCore(settings, self.registry, PrefixIndex(), actions)
 
     def send(self, address: str, message: Message) -> bool:
@@ -350,3 +350,31 @@ def test_ticks_ask_seldom_of_streams_that_wait(monkeypatch: pytest.MonkeyPatch) 
     assert asked[3:] == [3.25] and state.attempts.num_failures == 1, "as soon as if each tick asked"
     rig.core.end(state)
     assert not any(rig.core._silence._slots.values())
+
+
+def test_a_stream_waits_for_the_prefill_worker_that_replaces_another() -> None:
+    """The first one died with KV in transit, after its first token: only the next one can make progress."""
+    prefill = ("tcp://p0:1", "tcp://p1:1")
+    rig = Rig(prefill, local_prefill_threshold=0, token_timeout_s=3.0)
+    for address, role in ((prefill[0], "prefill"), (prefill[1], "prefill"), (D, "decode")):
+        rig.registry.on_hello(address, hello_of(address, role), 0.0)
+        rig.registry.on_heartbeat(address, heartbeat_of(address, num_running=1), 0.0)
+    state = rig.core.submit(request("a"), 0.0)
+    first, decode = state.attempts.prefill, state.attempts.decode
+    assert first is not None and decode is not None
+
+    def report(address: str, token_ids: tuple[int, ...], now: float) -> None:
+        delta = TokenDelta("a", state.attempts.number, 0, token_ids)
+        rig.core.on_output(address, TokenOutput(worker_id=address, epoch=1, outputs=(delta,)), now)
+
+    report(first.address, (7,), 0.1)
+    rig.core.on_lost(first.address, "died", 0.2)
+    second = state.attempts.prefill
+    assert second is not None and second is not first and state.stage == "transfer"
+    for tick in range(1, 41):  # a long queue
+        report(second.address, (), tick * 0.25)
+        rig.core.on_tick(tick * 0.25)
+    assert state.attempts.prefill is second and state.attempts.num_failures == 1
+    for tick in range(41, 54):  # it has lost the request, and the decode worker waits for its KV
+        rig.core.on_tick(tick * 0.25)
+    assert state.attempts.decode is decode and state.attempts.prefill is not second

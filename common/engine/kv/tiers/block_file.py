@@ -21,7 +21,7 @@ from pathlib import Path
 import xxhash
 
 from common.blocks import DIGEST_BYTES
-from common.errors import ConfigError
+from common.errors import ConfigError, InUseError
 from common.machine import write_failure
 
 log = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ def _lock(fd: int, path: Path) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ConfigError("kv_disk_path", str(path), "a file that no other worker uses: one per worker") from None
+        raise InUseError("kv_disk_path", str(path), "a file that no other worker uses: one per worker") from None
 
 
 def _seal(slot: int, head: bytes) -> bytes:

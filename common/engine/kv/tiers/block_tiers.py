@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 MOST_OFFERED = 65_536
 """Maximum number of blocks queued for writing. The queue holds indices, not copies."""
 STOP_S = 2.0
-"""Timeout, in seconds, for the writer thread at shutdown. Unwritten blocks are only copies."""
+"""Timeout, in seconds, for each thread at shutdown. Unwritten blocks are only copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,7 @@ class BlockTiers:
         self._offered: deque[tuple[int, bytes]] = deque(maxlen=MOST_OFFERED)
         self._reads: deque[BlockRead] = deque()  # at most one per running request
         self._to_clear = self._stopping = False
+        self._num_running = 0  # threads
         self.num_unread_blocks = 0
         self.num_lost = 0
         self._threads = [
@@ -70,20 +71,21 @@ class BlockTiers:
                 pool.log.in_tier(block_hash, True)
 
     def start(self) -> None:
+        self._num_running = len(self._threads)
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
-        """Stop the threads, then close the tiers unless a thread did not stop. Callable from any thread."""
+        """Stop the threads. The last one closes the tiers, possibly after this returned. Callable from any thread."""
         with self._wake:
             self._stopping = True
+            has_ended = not self._num_running
             self._wake.notify_all()
+        if has_ended:
+            self._close_tiers()
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(STOP_S)
-        if not any(thread.is_alive() for thread in self._threads):
-            for tier in self.tiers:
-                tier.close()
 
     @property
     def counts(self) -> Sequence[TierCounts]:
@@ -162,6 +164,16 @@ class BlockTiers:
             log.exception("KV tiers: thread %s died", threading.current_thread().name)
             for tier in self.tiers:
                 tier.fail("written or read", error)
+        finally:
+            with self._wake:
+                self._num_running -= 1
+                is_last = self._stopping and not self._num_running
+            if is_last:
+                self._close_tiers()
+
+    def _close_tiers(self) -> None:
+        for tier in self.tiers:
+            tier.close()
 
     def _write_turn(self) -> bool:
         with self._wake:

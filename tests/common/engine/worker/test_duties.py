@@ -24,7 +24,7 @@ from common.engine.worker.loop_model import LoopModel
 from common.engine.worker.metrics import WorkerMetrics
 from common.engine.worker.step_times import StepTimes
 from common.engine.worker.vitals import WorkerIdentity
-from common.errors import ModelError, RankLost
+from common.errors import InUseError, ModelError, RankLost
 from common.wire.messages import ChangeRole
 
 WAIT_S = 60.0
@@ -234,6 +234,20 @@ async def test_a_second_order_meanwhile_is_ignored(make: Callable[..., Rig], cap
     assert len(rig.control.hellos) == 1
 
 
+async def test_no_change_begins_while_an_order_to_serve_is_executed(
+    make: Callable[..., Rig], caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make()
+    rig.duties.has_order = True
+    rig.order("prefill")
+    assert not rig.duties.is_changing and not rig.duties.is_draining
+    assert "the worker is starting, draining or executing an order to serve" in caplog.text
+    rig.duties.has_order = False
+    rig.order("prefill")
+    await rig.ends()
+    assert rig.duties.role == "prefill"
+
+
 async def test_a_pinned_worker_refuses(make: Callable[..., Rig], caplog: pytest.LogCaptureFixture) -> None:
     rig = make(pinned=True)
     rig.order("prefill")
@@ -307,19 +321,28 @@ async def test_what_a_failed_load_after_a_sleep_has_taken_is_freed(make: Callabl
     assert freed == ["memory"] * 2
 
 
-async def test_a_port_that_is_released_late_is_bound_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_port_that_is_released_late_is_bound_in_the_end() -> None:
     tries = iter((zmq.ZMQError(98), zmq.ZMQError(98), None))
 
     def bind() -> None:
         if (error := next(tries)) is not None:
             raise error
 
-    await duties._bind_again(bind)
+    await duties._retried(bind, zmq.ZMQError, 2.0)
     assert next(tries, "all") == "all"
-    monkeypatch.setattr(duties, "BIND_S", 0.0)
     tries = iter((zmq.ZMQError(98),) * 9)
     with pytest.raises(zmq.ZMQError):
-        await duties._bind_again(bind)
+        await duties._retried(bind, zmq.ZMQError, 0.0)
+
+
+async def test_a_file_that_a_slow_disk_releases_late_is_opened_in_the_end(make: Callable[..., Rig]) -> None:
+    rig = make()
+    rig.fails["prefill"] = InUseError("kv_disk_path", "kv", "free")
+    rig.order("prefill")
+    await rig.until(lambda: "prefill" in rig.bound)
+    rig.fails.clear()
+    await rig.ends()
+    assert rig.duties.role == "prefill"
 
 
 async def test_a_worker_whose_model_generates_no_text_refuses(

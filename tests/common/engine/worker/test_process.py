@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,6 +154,17 @@ async def test_a_foreign_engine_from_loading_to_drain(connect: Callable[[str], R
 def process_of(model: ForeignModel, **settings: Any) -> WorkerProcess:
     config = DecodeWorkerConfig(model="tiny-random", host="127.0.0.1", **settings)
     return WorkerProcess(foreign_offer(config, model))
+
+
+async def test_a_request_without_an_engine_is_refused() -> None:
+    worker, sent = process_of(ForeignModel()), list[Message]()
+    control: Any = SimpleNamespace(send=lambda router, message: sent.append(message))
+    worker.control = control
+    worker._on_message(b"router", request("a", [1, 2, 3], 5, 1))
+    (refused,) = sent
+    assert isinstance(refused, RequestFailed) and refused.retryable
+    assert (refused.request_id, refused.phase, refused.message) == ("a", "queue", "the worker is starting")
+    worker.context.destroy(linger=0)
 
 
 async def test_a_dead_engine_ends_the_process_and_its_model() -> None:

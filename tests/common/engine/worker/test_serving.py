@@ -42,6 +42,7 @@ class Worker:
     engine: Engine | None = field(default_factory=Engine)
     is_draining: bool = False
     is_changing: bool = False
+    has_order: bool = False
     can_unload: bool = True
     has_renew: bool = True
     model: Any = "model"
@@ -134,6 +135,19 @@ async def test_an_update_stages_drains_and_exchanges() -> None:
     assert (await rig.done(4)).active_number == 0 and worker.serves == "own", "the way back"
     rig.order(3, **NEW)
     assert rig.state.version == 4, "an older order is ignored"
+
+
+async def test_the_role_stays_while_an_order_is_executed() -> None:
+    """A role change during the download of weights would drain a worker that reports itself as ready."""
+    rig = Rig()
+    rig.worker.is_changing = True
+    rig.order(1, **STAGED)
+    await until(lambda: rig.worker.has_order)
+    assert rig.worker.staged == [], "the role change comes first"
+    rig.worker.is_changing = False
+    await until(lambda: rig.state.status == "done" and not rig.worker.has_order)
+    await rig.done(2, staged="/bad", staged_number=2)
+    await until(lambda: not rig.worker.has_order)
 
 
 async def test_received_weights_replace_those_of_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from common.engine.kv.block_pool import BlockPool
+from common.engine.kv.tiers import block_tiers
 from common.engine.kv.tiers.block_read import BlockRead
 from common.engine.kv.tiers.block_tiers import BlockTiers, ReadEnded
 from common.engine.kv.tiers.host_slots import HostSlotStore
@@ -61,9 +62,13 @@ class Slots(HostSlotStore):
         self.error: OSError | None = None
         self.gate = threading.Event()
         self.gate.set()
-        self.num_reads = 0
+        self.num_writes = self.num_reads = self.num_closed = 0
+
+    def close(self) -> None:
+        self.num_closed += 1
 
     def write(self, slot: int, block_hash: bytes, block: memoryview) -> None:
+        self.num_writes += 1
         self._meet()
         super().write(slot, block_hash, block)
 
@@ -214,3 +219,18 @@ def test_a_reset_forgets_also_what_is_being_written(make_rig: Callable[..., Rig]
     rig.publish(4)
     wait_until(lambda: rig.held(4))
     assert rig.tiers.tiers[0].hashes() == [digest(4)]
+
+
+def test_tiers_are_closed_when_a_slow_write_ends(make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next role of the worker opens the same file."""
+    monkeypatch.setattr(block_tiers, "STOP_S", 0.01)
+    slots = Slots(4)
+    rig = make_rig(slots)
+    slots.gate.clear()
+    rig.publish(1)
+    wait_until(lambda: slots.num_writes)
+    rig.tiers.close()
+    assert slots.num_closed == 0
+    slots.gate.set()
+    wait_until(lambda: slots.num_closed)
+    assert slots.num_closed == 1
