@@ -110,7 +110,7 @@ def test_a_damaged_cached_model_is_refused(smollm2_files: ModelFiles, cache: Pat
     with file.open("r+b") as damaged:
         damaged.write(b"GGUG")
     os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))  # as a bad disk would: same size, same time
-    with pytest.raises(ModelError, match="is damaged: its SHA-256 .* Fetch it again: .* smollm2-135m --force"):
+    with pytest.raises(ModelError, match="is damaged: its SHA-256 .* Download it again: .* smollm2-135m --force"):
         resolve_model("smollm2-135m", download=False)
     os.truncate(file, 1000)
     with pytest.raises(ModelError, match="it has 1,000 bytes, not 98,362,432"):
@@ -262,7 +262,7 @@ def test_a_cache_that_cannot_be_written_is_named(tiny_folder: Path, monkeypatch:
 @pytest.mark.slow
 def test_neither_torch_nor_transformers_is_loaded() -> None:
     code = (
-        "import sys; from common.model_files import resolve, template, tokenizer, tiny, fetch, describe\n"
+        "import sys; from common.model_files import resolve, template, tokenizer, tiny, download, describe\n"
         "resolve.resolve_model('smollm2-135m')\n"
         "sys.exit(sum(name in sys.modules for name in ('torch', 'triton', 'transformers', 'gguf')))"
     )
