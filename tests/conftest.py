@@ -32,8 +32,9 @@ ROOT = Path(__file__).resolve().parents[1]
 BEGAN = pytest.StashKey[float]()
 FORGES = pytest.StashKey[SharedForges]()
 NUM_THREADS = pytest.StashKey[int]()
-LONG_S = 360
-"""A deadline is against what hangs: real processes start, and state machines run, at the pace of the machine."""
+LONG_S = 1200 if os.environ.get("TEST_ENGINE") == "vllm" else 360
+"""A deadline is against what hangs: real processes start, and state machines run, at the pace of the machine. A worker
+with vLLM takes a minute to start."""
 STATE_MACHINE = "runTest"
 """Hypothesis' name of a test that runs one."""
 ALL_SLOW = re.compile(r"^pytestmark = (\[[^\]]*)?pytest\.mark\.slow\b", re.MULTILINE)
