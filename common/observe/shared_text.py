@@ -6,9 +6,9 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-LARGE_BYTES = 256 * 1024
+REUSED_BYTES = 256 * 1024
 REUSE_S = 1.0
-"""Time, in seconds, for which a text above LARGE_BYTES is returned again."""
+"""Time, in seconds, for which a text above REUSED_BYTES is returned again."""
 
 
 class SharedText:
@@ -37,6 +37,6 @@ class SharedText:
             text = await self._create()
         finally:
             self._creating = None
-        if len(text) > LARGE_BYTES:
+        if len(text) > REUSED_BYTES:
             self._text, self._expires_at = text, self._clock() + self._reuse_s
         return text

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 
 from common.observe import SharedText
-from common.observe.shared_text import LARGE_BYTES, REUSE_S
+from common.observe.shared_text import REUSE_S, REUSED_BYTES
 
 
 class Source:
@@ -31,7 +31,7 @@ async def test_concurrent_requests_share_a_text_and_later_ones_get_a_new_one() -
 
 
 async def test_a_large_text_is_reused_for_a_while() -> None:
-    source = Source(LARGE_BYTES + 1)
+    source = Source(REUSED_BYTES + 1)
     source.may_end.set()
     first = await source.text.get()
     source.now = REUSE_S / 2
