@@ -28,6 +28,13 @@ MAX_RETRY_AFTER_S = 60.0
 """Maximum of `Retry-After` in seconds. Predictions of a queue are not valid for longer."""
 MAX_SHOWN_CHARS = 80
 """Maximum number of characters of client input in an error."""
+MAX_DOUBLINGS = 64
+"""A float overflows after 1,023. No first delay needs more to reach the longest one."""
+
+
+def backoff_s(first_s: float, longest_s: float, num_doublings: int) -> float:
+    """Return the delay before the next attempt, in seconds: exponential backoff up to `longest_s`."""
+    return min(longest_s, first_s * 2.0 ** min(num_doublings, MAX_DOUBLINGS))
 
 
 class DiptychError(Exception):

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from common.errors import backoff_s
 from router.dispatch.growth import num_more_blocks
 from router.dispatch.handover import HandOverOrders
 from router.dispatch.load import DispatchCounters
@@ -130,7 +131,7 @@ class Balancer:
             num_failed = self._num_failed.pop(move.source, 0) + 1 if has_failed else 0
             if num_failed:
                 self._num_failed[move.source] = num_failed
-            pause_s = min(MAX_PAUSE_S, PAUSE_S * 2.0 ** min(num_failed, 16))
+            pause_s = backoff_s(PAUSE_S, MAX_PAUSE_S, num_failed)
             self._rests_until |= {move.source: now + pause_s, move.target: now + PAUSE_S}
         for request_id in [one for one, at in self._moved_at.items() if now - at > SETTLED_S]:
             del self._moved_at[request_id]

@@ -23,6 +23,7 @@ from common.errors import (
     InvalidRequest,
     RequestError,
     Unavailable,
+    backoff_s,
 )
 from common.wire.messages import RequestFailed
 from router.dispatch.load import DispatchCounters
@@ -94,7 +95,7 @@ class Recovery:
         self._placement.start_over(state)
         state.stream.drop_ahead()
         if state.attempts.num_fruitless > 1:
-            state.times.not_before = now + min(MAX_BACKOFF_S, BACKOFF_S * 2.0 ** (state.attempts.num_fruitless - 2))
+            state.times.not_before = now + backoff_s(BACKOFF_S, MAX_BACKOFF_S, state.attempts.num_fruitless - 2)
         self._waiting.add(state, now)
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from common.cluster import KubernetesClient, KubernetesError
+from common.errors import backoff_s
 from common.wire import Role
 from router.fleet.discovery import DiscoveryStatus, Publish
 from router.fleet.slices import (
@@ -152,4 +153,4 @@ class KubernetesSource:
         return str(error)
 
     def _backoff_s(self, num_bad_rounds: int) -> float:
-        return min(MAX_BACKOFF_S, BACKOFF_S * 2.0 ** min(num_bad_rounds - 1, 16)) * (0.5 + self._chance() / 2)
+        return backoff_s(BACKOFF_S, MAX_BACKOFF_S, num_bad_rounds - 1) * (0.5 + self._chance() / 2)

@@ -9,6 +9,7 @@ from enum import StrEnum
 from hashlib import blake2b
 
 from common.blocks import Window
+from common.errors import backoff_s
 from common.latency import LinkModel, StepModel
 from common.observe import Ewma
 from common.wire import ROLES, Role
@@ -94,8 +95,8 @@ class Liveness:
         if self.num_consecutive_failures < MAX_CONSECUTIVE_FAILURES:
             return False
         self.suspect = True
-        num_more = min(self.num_consecutive_failures - MAX_CONSECUTIVE_FAILURES, 16)
-        self.suspect_until = now + min(MAX_SUSPECT_S, SUSPECT_S * 2.0**num_more)
+        num_more = self.num_consecutive_failures - MAX_CONSECUTIVE_FAILURES
+        self.suspect_until = now + backoff_s(SUSPECT_S, MAX_SUSPECT_S, num_more)
         return True
 
     def served(self) -> bool:

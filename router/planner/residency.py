@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from common.errors import MAX_RETRY_AFTER_S, RETRY_AFTER_S, Unavailable
+from common.errors import MAX_RETRY_AFTER_S, RETRY_AFTER_S, Unavailable, backoff_s
 from common.observe import in_bytes
 
 Stage = Literal["idle", "waiting", "loading", "loaded", "unloading"]
@@ -123,7 +123,7 @@ class Residency:
     def failed(self, name: str, reason: str, now: float) -> None:
         """Report that a model could not be loaded, or lost its workers for good, and that it has none left."""
         model = self.models.setdefault(name, Residence(0, self.keep_s))
-        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(model.num_failures, 16))
+        pause_s = backoff_s(FIRST_PAUSE_S, LONGEST_PAUSE_S, model.num_failures)
         model.failure, model.num_failures, model.retry_at = reason, model.num_failures + 1, now + pause_s
         model.move("idle", now)
 
