@@ -15,7 +15,7 @@ from router.cli.models.table import ago, clean, span, table
 from router.cli.router_client import ROUTER_ANSWER_S, source_of
 
 PROG = "diptych ps"
-NAMES = ("NAME", "STATE", "REPLICAS", "MEMORY", "IN FLIGHT", "LAST REQUEST", "UNLOADED")
+NAMES = ("NAME", "STATE", "REPLICAS", "WEIGHTS + KV", "IN FLIGHT", "LAST REQUEST", "UNLOADED")
 
 
 def rows(load: Mapping[str, Any]) -> list[dict[str, Any]]:
