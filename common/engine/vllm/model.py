@@ -56,7 +56,7 @@ from common.engine.vllm.link import (
     joined_addresses,
 )
 from common.engine.worker import ModelFacts, WorkerMetrics, WorkerParts
-from common.errors import ModelError
+from common.errors import ConfigError, ModelError
 from common.machine import PrivateFolder
 from common.model_files import ModelFiles, ServedTask, served_task, weights_fingerprint
 from common.wire import Pooling, SamplingParams, in_url
@@ -282,6 +282,7 @@ def _load(
     arguments = engine_arguments(config, files, task)
     of_host = hosts.arguments() if hosts is not None else ()
     vllm_config = engine_config([*arguments, *of_host], core_files, settings.extra_config())
+    check_drafts(vllm_config)
     weights = weights_of(files, vllm_config)
     settings = msgspec.structs.replace(settings, weights=weights)
     vllm_config.kv_transfer_config.kv_connector_extra_config.update(settings.extra_config())
@@ -326,6 +327,13 @@ def _load(
     if config.enable_prefix_caching:
         thread.call(_reading(thread, context, core_files.events_address, cached), CALL_S)
     return model
+
+
+def check_drafts(config: VllmConfig) -> None:
+    """Raise ConfigError for drafts with recurrent state: answers from received KV differ from vLLM's own."""
+    if config.speculative_config is not None and config.model_config.is_hybrid:
+        method = config.speculative_config.method
+        raise ConfigError("speculative_config", method, "omitted for a model with recurrent state")
 
 
 def connector_settings(

@@ -33,13 +33,14 @@ from common.engine.vllm.model import (
     VllmCollector,
     VllmModel,
     advertised,
+    check_drafts,
     connector_settings,
     facts_of,
     load_vllm,
 )
 from common.engine.worker import EngineStatus, WorkerMetrics, WorkerParts
 from common.engine.worker.vitals import WorkerIdentity
-from common.errors import ModelError
+from common.errors import ConfigError, ModelError
 from common.machine import PrivateFolder
 from common.model_files import GENERATES, ModelFiles
 
@@ -127,6 +128,18 @@ def test_timeouts_and_streams_reach_the_connectors() -> None:
 def test_only_decode_workers_have_memory_for_kv_that_arrives(role: str) -> None:
     parts: Any = SimpleNamespace(identity=SimpleNamespace(worker_id="w", epoch=1, role=role))
     assert connector_settings(DecodeWorkerConfig(engine="vllm"), parts, "ipc:///x", b"").receives is (role == "decode")
+
+
+@pytest.mark.parametrize(("is_hybrid", "method"), [(True, None), (False, "ngram")])
+def test_drafts_are_for_models_without_recurrent_state(is_hybrid: bool, method: str | None) -> None:
+    speculation = SimpleNamespace(method=method) if method else None
+    model = SimpleNamespace(is_hybrid=is_hybrid)
+    check_drafts(SimpleNamespace(model_config=model, speculative_config=speculation))  # type: ignore[arg-type]
+    refused: Any = SimpleNamespace(
+        model_config=SimpleNamespace(is_hybrid=True), speculative_config=SimpleNamespace(method="ngram")
+    )
+    with pytest.raises(ConfigError, match=r"speculative_config='ngram': must be omitted for a model with recurrent"):
+        check_drafts(refused)
 
 
 FULL, WINDOW = KVGroup("full", 16, 2, 100), KVGroup("window", 16, 2, 100, window=64)
