@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -195,6 +196,15 @@ def no_settings_from_outside(request: pytest.FixtureRequest, monkeypatch: pytest
     for name in list(os.environ):
         if name.startswith("DIPTYCH_") and name not in kept:
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def signals_still_end_the_process() -> Iterator[None]:
+    """A handler that a test or a command leaves behind makes later signals do nothing."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    assert [signal.getsignal(number) for number in numbers] == before
 
 
 @pytest.fixture(autouse=True)

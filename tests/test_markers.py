@@ -1,9 +1,11 @@
-"""The markers that tests/conftest.py reads."""
+"""What tests/conftest.py reads and prevents."""
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,3 +68,10 @@ def test_functions_marked_slow_are_not_collected_without_slow_tests(pytester: py
         found = pytester.inline_run("--collect-only", *flags, plugins=[conftest])
         (call,) = found.getcalls("pytest_collection_modifyitems")
         assert [item.name for item in call.items] == expected
+
+
+def test_no_test_sets_the_clock_of_servers_that_run_in_its_process(repository: Path) -> None:
+    """A test that replaces `time.monotonic`, not the `time` of one module, stops timers of every event loop."""
+    changed = re.compile(r"""setattr\((?:\w+\.)*(?:time|asyncio), ["']""")
+    files = (repository / "tests").rglob("*.py")
+    assert [path.name for path in files if changed.search(path.read_text(encoding="utf-8"))] == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from common.engine.models.batch import SequenceChunk
 from common.errors import ModelError
 from common.latency.step_model import StepShape
 
+from . import paced
 from .paced import (
     EXAMPLE,
     FIRST_TOKEN,
@@ -37,7 +39,7 @@ PACE = StepCoefficients(fixed_s=0.5, floor_s=0.2, token_s=0.01, pair_s=1e-4, row
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What steps would have slept."""
     seconds: list[float] = []
-    monkeypatch.setattr(time, "sleep", seconds.append)
+    monkeypatch.setattr(paced, "time", SimpleNamespace(sleep=seconds.append, perf_counter=time.perf_counter))
     return seconds
 
 

@@ -197,13 +197,16 @@ def find_rate(config: BenchConfig, server: Server, workload: Workload, console: 
 async def _until_interrupted(work: Coroutine[Any, Any, None]) -> bool:
     """Run `work` to its end or until a signal; True after a signal."""
     task = asyncio.ensure_future(work)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    loop, numbers = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
         loop.add_signal_handler(number, task.cancel)
     try:
         await task
     except asyncio.CancelledError:
         return True
+    finally:
+        for number in numbers:  # uvloop leaves them installed when it is closed: later signals would do nothing
+            loop.remove_signal_handler(number)
     return False
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ import pytest
 from common.blocks.block_hash import block_hashes
 from common.engine.run.runner import ModelRunner
 from common.engine.sampling.sampler import Sampler
+from common.engine.worker import loop
 from common.wire.messages import AbortRequest, KVGrant
 from common.wire.sampling_params import BadWord
+from decode_worker import engine as decode_engine
 
 from .lazy_device import LazyDevice
 
@@ -279,8 +282,10 @@ def test_a_step_with_prompts_is_not_charged_for_the_step_in_flight_before_it(
 ) -> None:
     """Its time would teach the worker that prompts are dear. The tokens of the other step leave before it begins."""
     engine, observed, jumps = ahead(), list[tuple[bool, float]](), [0.0]
-    real, observe = time.monotonic, engine.engine.step_fit.observe
-    monkeypatch.setattr(time, "monotonic", lambda: real() + jumps[0])
+    observe = engine.engine.step_fit.observe
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + jumps[0])
+    for module in (decode_engine, loop):
+        monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(
         engine.engine.step_fit,
         "observe",

@@ -138,8 +138,7 @@ def test_a_stall_is_told_with_what_is_missing(monkeypatch: pytest.MonkeyPatch) -
         if clock[0] <= 400.0:
             row.add(STARTED)
 
-    monkeypatch.setattr(figures.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(figures.time, "sleep", pass_time)
+    monkeypatch.setattr(figures, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=pass_time))
     bench_of(tally)._wait(STARTED, 0, 6, "streams began")
     with pytest.raises(StackError, match="8 of 10 streams began, no other one within 60 s"):
         bench_of(tally)._wait(STARTED, 0, 10, "streams began")

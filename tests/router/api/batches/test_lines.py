@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import tracemalloc
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,7 +110,7 @@ async def test_empty_lines_cost_few_turns_of_the_event_loop(monkeypatch: pytest.
         nonlocal turns
         turns += 1
 
-    monkeypatch.setattr(lines.asyncio, "sleep", sleep)
+    monkeypatch.setattr(lines, "asyncio", SimpleNamespace(sleep=sleep))
     blank = b"\n \r\n" * 50_000
     assert await lines_in(blank, blank, b"a") == [(200_001, b"a")]
     assert turns < 3 + 2 * len(blank) / TURN_BYTES

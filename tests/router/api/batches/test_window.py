@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from common.machine.wall_clock import AGES_S, WallClock
+from router.api.batches import run
 from router.api.batches.halt import HaltReason
 from router.api.batches.run import BatchRun
 from router.stored.records import IN_PROGRESS, StoredBatch
@@ -58,7 +59,7 @@ class Batch:
 @pytest.fixture
 def batch(monkeypatch: pytest.MonkeyPatch) -> Batch:
     loop = Loop()
-    monkeypatch.setattr(asyncio, "get_running_loop", lambda: loop)
+    monkeypatch.setattr(run, "asyncio", SimpleNamespace(get_running_loop=lambda: loop, Lock=asyncio.Lock))
     return Batch(loop)
 
 
