@@ -48,6 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     session.config.stash[BEGAN] = time.monotonic()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # scripts ignore it for what they start in the background
     os.environ.setdefault("DIPTYCH_DEVICE", "cpu")  # of whole systems, on a machine with a GPU too
     if os.environ.get("TEST_ENGINE") == "vllm" and "PYTEST_XDIST_WORKER" not in os.environ:
         from .rig import make_tiny_models_for_vllm

@@ -33,7 +33,7 @@ from common.wire import DropLog, in_url, listen
 log = logging.getLogger(__name__)
 MOST_HANDSHAKES = 64
 """Maximum number of unauthenticated connections. Further ones are closed at once."""
-ACCEPT_POLL_S = 0.5
+ACCEPT_POLL_S = 0.1
 SESSION_BYTES = 16
 JOIN_S = 900.0
 """Maximum time, in seconds, until all hosts have joined."""

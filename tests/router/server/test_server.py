@@ -123,7 +123,7 @@ async def test_answers_that_take_too_long_end_with_an_error(served: Served, tool
 @pytest.mark.parametrize("in_time", [True, False])
 async def test_answers_in_the_background_finish_or_are_cancelled(served: Served, tools: Any, in_time: bool) -> None:
     router_state, kept = served.app.state.router_state, served.app.state.responses
-    router_state.config = dataclasses.replace(router_state.config, drain_timeout_s=60.0 if in_time else 0.0)
+    router_state.config = dataclasses.replace(router_state.config, drain_timeout_s=12.0 if in_time else 0.0)
     body = {"input": "a", "max_output_tokens": 5, "background": True}
     name = (await served.http.post("/v1/responses", json=body)).json()["id"]
     await tools.until(lambda: kept.background.find(name, "").response["status"] == "in_progress")
