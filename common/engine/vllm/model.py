@@ -330,10 +330,13 @@ def _load(
 
 
 def check_drafts(config: VllmConfig) -> None:
-    """Raise ConfigError for drafts with recurrent state: answers from received KV differ from vLLM's own."""
-    if config.speculative_config is not None and config.model_config.is_hybrid:
-        method = config.speculative_config.method
-        raise ConfigError("speculative_config", method, "omitted for a model with recurrent state")
+    """Raise ConfigError for drafts with recurrent state on CPUs, where they change vLLM's own answers.
+
+    Its kernels for CPUs expect as many drafts in every step: after a step with fewer, they read another state.
+    """
+    drafts, is_cpu = config.speculative_config, config.device_config.device_type == "cpu"
+    if drafts is not None and config.model_config.is_hybrid and is_cpu:
+        raise ConfigError("speculative_config", drafts.method, "omitted on CPUs for a model with recurrent state")
 
 
 def connector_settings(

@@ -130,16 +130,21 @@ def test_only_decode_workers_have_memory_for_kv_that_arrives(role: str) -> None:
     assert connector_settings(DecodeWorkerConfig(engine="vllm"), parts, "ipc:///x", b"").receives is (role == "decode")
 
 
-@pytest.mark.parametrize(("is_hybrid", "method"), [(True, None), (False, "ngram")])
-def test_drafts_are_for_models_without_recurrent_state(is_hybrid: bool, method: str | None) -> None:
-    speculation = SimpleNamespace(method=method) if method else None
-    model = SimpleNamespace(is_hybrid=is_hybrid)
-    check_drafts(SimpleNamespace(model_config=model, speculative_config=speculation))  # type: ignore[arg-type]
-    refused: Any = SimpleNamespace(
-        model_config=SimpleNamespace(is_hybrid=True), speculative_config=SimpleNamespace(method="ngram")
+def drafting(is_hybrid: bool, method: str | None, device: str) -> Any:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(is_hybrid=is_hybrid),
+        speculative_config=SimpleNamespace(method=method) if method else None,
+        device_config=SimpleNamespace(device_type=device),
     )
-    with pytest.raises(ConfigError, match=r"speculative_config='ngram': must be omitted for a model with recurrent"):
-        check_drafts(refused)
+
+
+@pytest.mark.parametrize(
+    ("is_hybrid", "method", "device"), [(True, None, "cpu"), (False, "ngram", "cpu"), (True, "mtp", "cuda")]
+)
+def test_drafts_with_recurrent_state_are_for_gpus(is_hybrid: bool, method: str | None, device: str) -> None:
+    check_drafts(drafting(is_hybrid, method, device))
+    with pytest.raises(ConfigError, match=r"speculative_config='ngram': must be omitted on CPUs for a model with rec"):
+        check_drafts(drafting(True, "ngram", "cpu"))
 
 
 FULL, WINDOW = KVGroup("full", 16, 2, 100), KVGroup("window", 16, 2, 100, window=64)
