@@ -158,7 +158,7 @@ async def test_a_refusal_for_lack_of_room_says_when_there_is_some(start: Any, to
     router_state.num_active = 19
     reply = await running.completion(max_tokens=2)
     router_state.num_active -= 19
-    assert 9 <= int(reply.headers["retry-after"]) <= 11
+    assert 9 <= int(reply.headers["retry-after"]) <= 30
     running.engine.error = Unavailable("full", retry_after_s=7.0)
     assert (await running.completion(max_tokens=2)).headers["retry-after"] == "7"
 

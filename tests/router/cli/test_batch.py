@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import io
+import itertools
 import json
 import os
 import signal
@@ -127,10 +128,11 @@ async def test_a_wrong_key_stops_all(start: Any, tmp_path: Path) -> None:
 )
 async def test_a_stopped_run_goes_on(start: Any, tools: Any, tmp_path: Path, number: signal.Signals) -> None:
     class Slow(tools.Engine):  # type: ignore[misc, name-defined]
-        delay_s = 0.3  # so that the run goes on for seconds after its fifth line
+        others, all_may = itertools.count(-5), asyncio.Event()  # the run does not end before its sixth line
 
         async def _events(self, request: GenerationRequest) -> AsyncIterator[TokenEvent]:
-            await asyncio.sleep(self.delay_s)
+            if next(self.others) >= 0:
+                await self.all_may.wait()
             async for event in super()._events(request):
                 yield event
 
@@ -152,7 +154,7 @@ async def test_a_stopped_run_goes_on(start: Any, tools: Any, tmp_path: Path, num
     assert number == signal.SIGKILL or b"run the same command to resume" in said
     before = target.read_bytes().count(b"\n")
     assert before < 40
-    engine.delay_s = 0.0
+    engine.all_may.set()
     with target.open("ab") as torn:
         torn.write(b'{"custom_id": "r39", "resp')
     assert await run(source, target, running.url) == 0

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from common.blocks.block_hash import block_hashes
 from common.engine.kv.block_log import BlockLog
 from common.wire.messages import BlockSnapshotRequest, DecodeRequest, PrefillRequest
 from router.dispatch.dispatcher import Dispatcher
+from router.fleet import prefix_index
 
 PROMPT = list(range(100, 140))
 HASHES = block_hashes(PROMPT, 4)
@@ -48,7 +51,8 @@ async def test_a_router_uses_what_another_had_a_worker_cache(cluster: Any, tools
     await tools.until(lambda: num_hits(dispatcher, worker) == 2)
 
 
-async def test_a_new_router_asks_for_a_snapshot(cluster: Any, tools: Any) -> None:
+async def test_a_new_router_asks_for_a_snapshot(cluster: Any, tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_index, "ASK_AGAIN_S", 3600.0)
     first = await cluster.start(0, 1)
     (worker,) = cluster.decode
     log = logs(worker)

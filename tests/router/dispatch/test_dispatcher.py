@@ -190,8 +190,10 @@ async def test_a_deadline_names_its_phase_and_aborts(cluster, tools):
 async def test_a_deadline_in_transfer_comes_after_the_first_token(cluster, tools):
     dispatcher = await cluster.start()
     cluster.decode[0].serving = False
-    stream = dispatcher.generate(tools.request(PROMPT, deadline_s=1.0))
+    stream = dispatcher.generate(tools.request(PROMPT, deadline_s=60.0))
     assert len((await anext(stream)).token_ids) == 1
+    (state,) = dispatcher.core.states.values()
+    dispatcher.core._on_deadline(state)
     with pytest.raises(DeadlineExceeded, match="transfer phase"):
         await anext(stream)
 

@@ -159,12 +159,15 @@ async def test_a_collector_that_hangs_does_not_keep_the_router_from_ending(start
         assert collector.arrived.is_set() and time.monotonic() - began < 30
 
 
-async def test_what_is_left_is_sent_at_the_end(start: Any, collector: Collector) -> None:
+async def test_what_is_left_is_sent_at_the_end(
+    start: Any, tools: Any, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "3600000")
     running = await start(otlp_traces_endpoint=collector.url)
     await running.completion(prompt="hi")
     assert not collector.spans
     running.app.state.router_state.tracing.close()
-    assert collector.named("text_completion tiny-random")
+    await tools.until(lambda: collector.named("text_completion tiny-random"))
 
 
 async def test_the_librarys_variables_count(start: Any, collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:

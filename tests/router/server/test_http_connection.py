@@ -81,7 +81,8 @@ async def test_a_head_that_does_not_end(start: Any, tools: Any, connect: Connect
     running = await start(header_timeout_s=0.1)
     reader, writer = await connect(running)
     writer.write(sent)
-    await tools.until(lambda: running.server.server_state.connections)
+    connections = running.server.server_state.connections
+    await tools.until(lambda: any(connection._in_head for connection in connections))
     await closed(running)
     assert error_in(await all_of(reader)) == (408, "request_timeout")
 

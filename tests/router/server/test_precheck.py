@@ -24,6 +24,12 @@ Pipe = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Connect = Callable[[Any], Awaitable[Pipe]]
 
 
+@pytest.fixture(autouse=True)
+def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a client still sends is read however long this process gets no core."""
+    monkeypatch.setattr(connection_module, "LINGER_S", 3600.0)
+
+
 def overloaded() -> Overloaded:
     return Overloaded("The request would wait about 42.0 s; the limit is 30 s.", retry_after_s=12.0)
 

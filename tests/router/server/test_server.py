@@ -211,7 +211,8 @@ class Process:
         await catch_up(service, siblings, stop or asyncio.Event())
 
 
-async def test_it_waits_for_each_model_that_another_process_has_workers_of() -> None:
+async def test_it_waits_for_each_model_that_another_process_has_workers_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subject, "PATIENCE_S", 3600.0)
     process = Process(["a"])
     begun = asyncio.create_task(process.begin(["a"], ["b"]))
     await asyncio.sleep(5 * subject.POLL_S)

@@ -103,5 +103,4 @@ def test_results_of_many_calls_are_joined_in_linear_time() -> None:
         assert len(joined_results["content"]) > 2000 * number
         return time.process_time() - began
 
-    few, many = (min(spent_s(number) for _ in range(3)) for number in (500, 5000))
-    assert many < 30 * max(few, 0.001), "each result is copied once for each that follows"
+    assert spent_s(5000) < 1.0, "if each result is copied once for each that follows, 25 GB are"
