@@ -33,10 +33,10 @@ def time_limit(seconds: float, grace_s: float = GRACE_S) -> Iterator[None]:
         raise TimeOver(f"the limit of {seconds:g} s" if number == signal.SIGALRM else "told to end")
 
     before = {number: signal.signal(number, stop) for number in numbers}
-    if seconds:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        faulthandler.dump_traceback_later(seconds + grace_s, exit=True, file=STDERR)
     try:
+        if seconds:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            faulthandler.dump_traceback_later(seconds + grace_s, exit=True, file=STDERR)
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

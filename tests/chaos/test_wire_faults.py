@@ -131,7 +131,10 @@ async def test_late_frames_after_their_blocks_went_to_another_request(rig: Rig) 
 @only_tcp
 async def test_duplicate_done(rig: Rig) -> None:
     rule = rig.strike(KVDone, Fault.DUPLICATE, times=3)
-    await rig.same_answers("duplicate done")
+    for turn in range(9):  # a worker that got no core for a second takes part in fewer
+        await rig.same_answers(f"duplicate done {turn}")
+        if rule.struck == 3:
+            break
     assert rule.struck == 3
 
 
@@ -202,7 +205,7 @@ async def plainly(rig: Rig, salt: str) -> None:
 
 async def left_alone(rig: Rig, salt: str) -> None:
     """Beside the usual streams one whose client goes away."""
-    leaving = Ask({**some_asks()[0].body, "max_tokens": 300}, leaves_after=3)
+    leaving = Ask({**some_asks()[0].body, "max_tokens": 1500}, leaves_after=3)
     (heard, *_), _ = await asyncio.gather(rig.ask([leaving], salt), rig.same_answers(salt))
     assert heard.left
 

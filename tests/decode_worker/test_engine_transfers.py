@@ -190,7 +190,7 @@ def test_a_request_whose_prefill_worker_is_replaced_waits_for_the_next_one_not_f
     engine.until(lambda: len(engine.tokens("b")) > 1)
     engine.ask(tokens, remote=True)
     engine.peer.open("a", 3)
-    engine.until(lambda: engine.engine.scheduler.queue)
+    engine.gently(lambda: engine.engine.scheduler.queue)
     engine.ask(tokens, attempt=1, remote=True)  # the prefill worker died; the next one has a long queue
     engine.turn(2)
     engine.tell(AbortRequest(request_id="b", attempt=0))

@@ -19,11 +19,11 @@ import pytest
 
 from common.model_files.tiny import make_tiny_model
 
-from ..rig import PATIENCE_S, Program, command_with_faults, wait_until
+from ..rig import PATIENCE_S, READY_S, Program, command_with_faults, wait_until
 
 pytestmark = pytest.mark.e2e
 
-START_S = 90.0
+START_S = READY_S
 NUM_TOKENS = 600
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from common.blocks.block_hash import block_hashes
 from common.latency.step_model import StepModel, StepShape
 from common.wire.messages import AbortRequest, KVBlocks, KVDone, PromptLogprobs, ResetPrefixCache
+from prefill_worker import engine as prefill_engine
 from prefill_worker.launcher import ChunkOutput
 from prefill_worker.pipeline import LEAD_S, LEAD_SHARE, LOOK_S, PromptPipeline
 from prefill_worker.scheduler import PrefillChunk
@@ -269,13 +272,18 @@ def test_a_step_is_launched_shortly_before_the_one_in_flight_ends(token_s: float
     assert pipeline.hold_s(10.0, model) == 0.0, "it has ended earlier"
 
 
-def test_what_waits_is_less_by_the_part_of_the_step_in_flight_that_is_over(ahead: Rig) -> None:
+def test_what_waits_is_less_by_the_part_of_the_step_in_flight_that_is_over(
+    ahead: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ahead.ask(prompt(100))
     ahead.turn()
+    now = time.monotonic()
+    monkeypatch.setattr(prefill_engine, "time", SimpleNamespace(monotonic=lambda: now))
     step = ahead.engine._pipeline.in_flight
+    ahead.engine._pipeline.in_flight = type(step)(step.chunks, step.shape, step.launched, now)
     for _ in range(8):  # the fit of steps of 32 tokens that take a second
         ahead.engine.took(step.shape, 1.0)
     waiting_s = ahead.engine.snapshot().waiting_s
     assert waiting_s > 1.0 and ahead.engine.snapshot().num_waiting_tokens == 100
-    ahead.engine._pipeline.in_flight = type(step)(step.chunks, step.shape, step.launched, step.launched_at - 0.5)
-    assert ahead.engine.snapshot().waiting_s == pytest.approx(waiting_s - 0.5, abs=0.2)
+    ahead.engine._pipeline.in_flight = type(step)(step.chunks, step.shape, step.launched, now - 0.5)
+    assert ahead.engine.snapshot().waiting_s == pytest.approx(waiting_s - 0.5)

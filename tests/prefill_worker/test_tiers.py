@@ -10,6 +10,7 @@ import pytest
 
 from common.engine.kv.copy_stream import CopyStream
 from common.engine.kv.staging import StagedIncoming, StagedOutgoing
+from common.latency.step_fit import StepFit
 from common.latency.step_model import StepModel
 from common.wire.messages import AbortRequest, KVBlocks, KVDone, ResetPrefixCache
 
@@ -20,6 +21,14 @@ from ..waiting import wait_until
 Rig = Any  # EngineRig of conftest, which test modules cannot import
 FIRST, OTHERS = prompt(70), prompt(160, 1)
 """Of 4 full blocks, and as many as the pool has."""
+
+
+@pytest.fixture(autouse=True)
+def reads_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the disk of this machine is, and however fast its cores."""
+    monkeypatch.setattr(StepFit, "observe", lambda *observed: None)
+    monkeypatch.setattr("common.engine.sequences.restores.LEAST_WAIT_S", 60.0)
+    monkeypatch.setattr("common.engine.sequences.restores.MOST_WAIT_S", 60.0)
 
 
 @pytest.fixture
@@ -151,9 +160,7 @@ def test_a_read_that_takes_too_long_is_given_up(make: Callable[..., Rig], monkey
     rig.until(lambda: rig.is_clean)
 
 
-def test_others_are_computed_while_one_is_read(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.engine.sequences.restores.LEAST_WAIT_S", 60.0)
-    monkeypatch.setattr("common.engine.sequences.restores.MOST_WAIT_S", 60.0)
+def test_others_are_computed_while_one_is_read(make: Callable[..., Rig]) -> None:
     rig = make()
     evicted(rig)
     rig.tiers.file.gate.clear()

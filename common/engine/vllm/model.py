@@ -332,7 +332,7 @@ def _load(
 def check_drafts(config: VllmConfig) -> None:
     """Raise ConfigError for drafts with recurrent state on CPUs, where they change vLLM's own answers.
 
-    Its kernels for CPUs need the same number of drafts in every step. After a step with fewer, they read the wrong state.
+    Its kernels for CPUs need the same number of drafts in every step. After fewer, they read the wrong state.
     """
     drafts, is_cpu = config.speculative_config, config.device_config.device_type == "cpu"
     if drafts is not None and config.model_config.is_hybrid and is_cpu:

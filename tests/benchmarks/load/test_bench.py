@@ -26,7 +26,7 @@ def test_closed_loop_writes_json_and_plot(
     server: ScriptedServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output, picture = tmp_path / "r.json", tmp_path / "sub" / "r.png"
-    flags = ("--concurrency=3", "--slo-ttft-ms=5000", "--api-key=hidden", f"--output={output}", f"--plot={picture}")
+    flags = ("--concurrency=3", "--slo-ttft-ms=60000", "--api-key=hidden", f"--output={output}", f"--plot={picture}")
     assert run(server, *flags) == 0
     written = json.loads(output.read_text())
     assert written["summary"]["outcomes"] == {"ok": 6}

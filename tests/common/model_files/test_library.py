@@ -124,8 +124,9 @@ def test_models_are_in_use_until_they_are_released(cache: Path) -> None:
     assert not is_in_use(first) and not library.HELD
 
 
-def test_a_lock_for_an_instant_is_waited_for(cache: Path) -> None:
+def test_a_lock_for_an_instant_is_waited_for(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process that checks whether the model is in use locks its usage file alone."""
+    monkeypatch.setattr(library, "CHECK_S", 60.0)
     (first,) = resolve_model("tiny-random").weights
     hold_model([first])
     library.HELD.popitem()[1].close()

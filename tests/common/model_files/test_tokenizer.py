@@ -276,14 +276,17 @@ def test_other_threads_run_while_a_long_text_is_encoded_or_decoded(smollm2: Toke
         before = num_turns()
         ids = smollm2.encode(text)
         encoded = num_turns()
-        smollm2.decode(ids)
+        for _ in range(100):
+            smollm2.decode(ids)
+            if num_turns() > encoded:
+                break
         assert num_turns() > encoded > before
 
 
 def test_a_text_is_tokenised_by_the_thread_that_asks(tiny: Tokenizer) -> None:
     before = len(list(Path("/proc/self/task").iterdir()))
     tiny.decode(tiny.encode("x" * 100_000))
-    assert len(list(Path("/proc/self/task").iterdir())) == before
+    assert len(list(Path("/proc/self/task").iterdir())) <= before
 
 
 @pytest.mark.parametrize("text", ["ab", "ab" * 3000], ids=["short", "long"])

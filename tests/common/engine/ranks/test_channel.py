@@ -62,7 +62,7 @@ def test_silence_ends_at_the_deadline(ends: Ends) -> None:
         ends[0].receive(0.05)
     with pytest.raises(RankLost, match="cannot receive a file from rank 1: timed out"):
         ends[0].receive_descriptor(0.05)
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 30.0
 
 
 def test_messages_that_nobody_reads_end_at_the_deadline(ends: Ends) -> None:

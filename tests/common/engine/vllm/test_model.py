@@ -318,7 +318,7 @@ async def test_an_adapter_is_freed_while_another_is_loaded(tmp_path: Path, monke
 
         freed = asyncio.run_coroutine_threadsafe(free(), thread.loop)
         with contextlib.suppress(TimeoutError):
-            freed.result(2.0)
+            freed.result(60.0)
         loaded.append(freed.done())
         return SimpleNamespace(lora_int_id=len(loaded))
 

@@ -412,8 +412,8 @@ def test_small_prompts_do_not_overtake_a_large_one(make: Callable[..., WorkerRig
         decode.expect(name, num_tokens)
         send_all(prefill, decode, name, num_tokens)
         wait_until(lambda n=name: decode.ranks[0].transfers._incoming[n, 0].pairs, "the announcement", 20)
-    assert decode.ranks[0].transfers.slots.num_free == 2
     decode.wait(Arrived)
+    assert decode.ranks[0].transfers.slots.num_free == 2
     decode.load([TARGET], name="first")
     arrived = decode.wait(Arrived, 3)
     assert {each.request_id for each in decode.ranks[0].events_of(Arrived)} == set(sizes) and arrived  # type: ignore[attr-defined]
@@ -443,7 +443,8 @@ def test_waiting_for_slots_renews_the_lease_and_ends_after_a_while(make: Callabl
         send_all(prefill, decode, name)
     decode.wait(Arrived)
     rank = decode.ranks[0].transfers
-    now = time.monotonic()
+    wait_until(lambda: rank._incoming["b", 0].pairs, "the announcement", 20)
+    now = max(pair.opened_at for pair in rank._incoming["b", 0].pairs.values())
     rank.expire(now + 29)
     assert not decode.ranks[0].events_of(TransferLost)
     rank.expire(now + 31)

@@ -328,7 +328,7 @@ async def test_a_port_that_is_released_late_is_bound_in_the_end() -> None:
         if (error := next(tries)) is not None:
             raise error
 
-    await duties._retried(bind, zmq.ZMQError, 2.0)
+    await duties._retried(bind, zmq.ZMQError, 60.0)
     assert next(tries, "all") == "all"
     tries = iter((zmq.ZMQError(98),) * 9)
     with pytest.raises(zmq.ZMQError):

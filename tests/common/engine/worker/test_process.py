@@ -26,6 +26,7 @@ from common.wire import decode, encode
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import (
     PROTOCOL_VERSION,
+    AbortRequest,
     AnyMessage,
     DecodeRequest,
     Message,
@@ -134,7 +135,7 @@ async def test_a_foreign_engine_from_loading_to_drain(connect: Callable[[str], R
         await router.tell(SetAdapter(name="y", version=2, path="/elsewhere"))
         await until(lambda: [each.status for each in router.last(WorkerHeartbeat).adapters] == ["loaded", "failed"])
 
-        await router.tell(request("b", tokens, 40, 2))
+        await router.tell(request("b", tokens, 1000, 2))
         await until(lambda: router.tokens("b"))
         worker.send_signal(signal.SIGTERM)
         await until(lambda: router.last(WorkerHeartbeat).draining)
@@ -142,7 +143,7 @@ async def test_a_foreign_engine_from_loading_to_drain(connect: Callable[[str], R
         await until(lambda: router.last(RequestFailed))
         refused = router.last(RequestFailed)
         assert (refused.request_id, refused.retryable, refused.message) == ("c", True, "the worker is draining")
-        await until(lambda: len(router.tokens("b")) == 40)
+        await router.tell(AbortRequest(request_id="b", attempt=0))
         async with asyncio.timeout(WAIT_S):
             assert await worker.wait() == 0
     finally:

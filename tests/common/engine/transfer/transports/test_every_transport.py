@@ -211,8 +211,11 @@ def test_blocks_reused_under_the_sender_never_land_as_good(make_pair: Callable[.
 
 
 def test_a_lost_grant_ends_on_both_sides(make_pair: Callable[..., Pair]) -> None:
-    pair = make_pair(lease_s=0.5)  # what was never announced would not be taken back
-    pair.rig.on_event = lambda event: pair.failed.append(event) if isinstance(event, TransferFailed) else None
+    pair = make_pair()
+    events = list[object]()
+    pair.rig.on_event = lambda event: (pair.failed if isinstance(event, TransferFailed) else events).append(event)
     pair.open("a", [0], [0], num_ready=1)
+    pair.wait(lambda: events)  # what was never announced would not be taken back
+    pair.sender._transfers["a", 0].lease_until = 0.0
     pair.wait(lambda: pair.failed and pair.ended)
     assert [(event.reason, event.by_peer) for event in pair.failed] == [("lease expired", True)]
