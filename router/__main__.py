@@ -23,9 +23,11 @@ def main(argv: Sequence[str]) -> int:
     """Serve until SIGTERM; 0 after a clean end, 1 when the port is taken, 2 when a setting or the model is refused."""
     config = load(RouterConfig, argv, prog=PROG)
     # Imported after the command line is parsed, so that --help and refusals are instant.
+    from router.access import check_access_files
     from router.policy import load_policy
 
     try:  # before the model is fetched, and before other processes start
+        check_access_files(config)
         load_policy(config.routing_policy, config.local_prefill_threshold)
     except ConfigError as error:
         exit_refused(error, PROG)

@@ -25,8 +25,8 @@ CHECKS = (
     *("not_a_server_error", "status_code_conformance", "content_type_conformance", "response_headers_conformance"),
     *("response_schema_conformance", "unsupported_method", "allow_header_conformance"),
 )
-MANAGING = ("/api/pull", "/api/delete")
-"""Endpoints that change the caches of this machine. They are not asked."""
+MANAGING = ("/api/pull", "/api/delete", "/pause", "/sleep")
+"""Endpoints that change the caches of this machine, or hold every other request. They are not asked."""
 
 
 @pytest.fixture
