@@ -100,10 +100,10 @@ class BatchStore:
                 f"INSERT INTO batches ({COLUMNS}, router, lease_until) VALUES ({marks})",
                 (*values, *more, self._router, self.clock.now() + LEASE_S),
             )
-            self._own_ids.add(batch.id)
             self._evict(connection)
 
         await self._database.run(work)
+        self._own_ids.add(batch.id)  # not in `work`: a creation that was given up may still commit
 
     async def find(self, batch_id: str, owner: str) -> StoredBatch | None:
         """Return the current state of a batch. Raises StoreFailed."""
@@ -268,7 +268,8 @@ class BatchStore:
         asked = connection.execute(
             "SELECT id FROM batches WHERE status = ? AND router = ?", (CANCELLING, self._router)
         ).fetchall()
-        claimed = self._claim(connection, now) if self.max_claimed > len(self._own_ids) else []
+        room = self.max_claimed - len(self._own_ids)  # read once: both change on the event loop
+        claimed = self._claim(connection, now, room) if room > 0 else []
         connection.execute(
             f"DELETE FROM batches WHERE id IN (SELECT id FROM batches WHERE status NOT IN ({MARKS}) "
             "AND created_at <= ? LIMIT ?)",
@@ -276,11 +277,11 @@ class BatchStore:
         )
         self.on_news(BatchChanges(claimed, [name for (name,) in asked], [*lost]))
 
-    def _claim(self, connection: sqlite3.Connection, now: float) -> list[StoredBatch]:
+    def _claim(self, connection: sqlite3.Connection, now: float, most: int) -> list[StoredBatch]:
         rows = connection.execute(
             f"SELECT {COLUMNS} FROM batches WHERE status IN ({MARKS}) AND lease_until NOT BETWEEN ? AND ? "
             "ORDER BY created_at LIMIT ?",
-            (*UNFINISHED, *lease_bounds(self.clock), self.max_claimed - len(self._own_ids)),
+            (*UNFINISHED, *lease_bounds(self.clock), most),
         )
         claimed = [_batch(row) for row in rows.fetchall()]
         for batch in claimed:

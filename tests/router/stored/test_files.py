@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -301,6 +303,28 @@ async def test_who_claims_no_more_than_it_may(open_store: Open, clock: Clock) ->
     assert [one.id for one in theirs[-1].claimed] == ["batch_0", "batch_1"], "a lease that was given up has run out"
     await second.batches.look()
     assert theirs[-1].claimed == []
+
+
+async def test_a_batch_whose_creation_was_given_up_is_claimed(open_store: Open, clock: Clock) -> None:
+    first, second = open_store(), open_store()
+    begun, resumed = threading.Event(), threading.Event()
+
+    def stall(total: int, own: int) -> None:
+        begun.set()
+        assert resumed.wait(30)
+
+    creation = asyncio.create_task(first.batches.create(batch(), stall))
+    assert await asyncio.to_thread(begun.wait, 30)
+    creation.cancel()  # as after `WAIT_S`
+    resumed.set()
+    await first.batches.look()
+    clock.now += LEASE_S - 1
+    await first.batches.look()
+    clock.now += 2
+    theirs = news_of(second)
+    second.batches.max_claimed = 5
+    await second.batches.look()
+    assert [one.id for one in theirs[-1].claimed] == ["batch_1"]
 
 
 async def test_a_cancellation_reaches_the_router_that_works(open_store: Open) -> None:
