@@ -151,8 +151,9 @@ class BatchService:
         self._keep(asyncio.create_task(self._look(), name="batches-look"))
 
     def drain(self) -> None:
-        """Start no new lines. Running lines get the same time as other requests."""
+        """Start no new lines, and claim no batches. Running lines get the same time as other requests."""
         self._stopping = True
+        self.store.batches.max_claimed = 0
         for run in self._runs.values():
             run.halt.set(HaltReason.DRAINING)
 
@@ -211,7 +212,8 @@ class BatchService:
 
     def _begin(self, batch: StoredBatch) -> None:
         if self._stopping or batch.id in self._runs:
-            return  # `stop` releases the batch; the lease of a run that ends expires
+            self.store.batches.stop_renewing(batch)  # the lease expires, and a router claims the batch again
+            return
         run = self._runs[batch.id] = BatchRun(self._router_state, self.store, self._executor, batch)
         if batch.status == CANCELLING:
             run.halt.set(HaltReason.CANCELLED)

@@ -7,14 +7,19 @@ import json
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 
+from common.machine.wall_clock import WallClock
 from router.access.keys import digest_of
 from router.api.batches import service
 from router.dispatch.client import GenerationRequest, TokenEvent
+from router.stored.database import LEASE_S
+from router.stored.files import FileStore
+from router.stored.records import IN_PROGRESS, BatchChanges, StoredBatch
 
 from ...sdk import client_of
 from .batching import COMPLETIONS, ended, line, lines_in, made
@@ -311,6 +316,39 @@ async def test_a_draining_router_begins_nothing(start: Any, tools: Any) -> None:
         ):
             with pytest.raises(openai.InternalServerError, match="shutting down"):
                 await asked
+
+
+async def test_a_draining_router_leaves_batches_to_others(tmp_path: Path) -> None:
+    now = 1000.0
+    clock = WallClock(lambda: now, lambda: now)
+    bounds: Any = {"max_bytes": 10**6, "max_entries": 20, "max_age_s": 1e6, "chore_s": 3600.0}
+    first, second = (FileStore(str(tmp_path / "files.sqlite3"), clock=clock, **bounds) for _ in range(2))
+    batch = StoredBatch("batch_1", "", IN_PROGRESS, COMPLETIONS, "file-1", "out", "err", now, now + 1e6, 100.0)
+    await second.batches.create(batch, lambda total, own: None)
+    await second.batches.release()
+    router_state: Any = SimpleNamespace(config=SimpleNamespace(batch_concurrency=1))
+    unused: Any = None
+    batches = service.BatchService(router_state, first, unused)
+    batches.start()
+    pass_on, claimed = first.batches.on_news, list[StoredBatch]()
+
+    def drain(news: BatchChanges) -> None:
+        """The signal arrives while the claim is on its way to the event loop."""
+        claimed.extend(news.claimed)
+        batches.drain()
+        pass_on(news)
+
+    first.batches.on_news = drain
+    await first.batches.look()
+    assert [one.id for one in claimed] == ["batch_1"] and batches.running == (0, 0)
+    now += LEASE_S + 1
+    await first.batches.look()
+    theirs: list[BatchChanges] = []
+    second.batches.on_news, second.batches.max_claimed = theirs.append, 5
+    await second.batches.look()
+    assert [one.id for one in theirs[-1].claimed] == ["batch_1"]
+    await batches.close()
+    second.close()
 
 
 async def test_a_batch_has_its_lines_in_the_log(sdk: openai.AsyncOpenAI, caplog: pytest.LogCaptureFixture) -> None:
