@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,7 +85,7 @@ def parse_line(number: int, line: bytes, endpoint: str) -> InputLine:
     """Parse a line as a request to `endpoint`. Raises InvalidLine. The body is validated when the line is executed."""
     try:
         fields = msgspec.json.decode(line, type=_Line)
-    except (msgspec.ValidationError, msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise InvalidLine("invalid_json_line", f"This line is not a valid JSON object: {error}") from error
     name, method, url = _value(fields.custom_id), _value(fields.method), _value(fields.url)
     if name is None:
@@ -102,11 +102,18 @@ def parse_line(number: int, line: bytes, endpoint: str) -> InputLine:
 
 
 def _value(raw: msgspec.Raw) -> Any:
-    """Parse valid JSON. Returns only its first bytes if it is long or nested too deeply."""
+    """Parse a member of a valid object. Returns only its first bytes if it is long or nested too deeply.
+
+    Raises InvalidLine: `msgspec.Raw` checks neither UTF-8 nor the range of numbers.
+    """
     view = memoryview(raw)
     if len(view) <= MAX_MEMBER_BYTES:
-        with suppress(RecursionError):
+        try:
             return msgspec.json.decode(view)
+        except RecursionError:
+            pass
+        except msgspec.MsgspecError as error:
+            raise InvalidLine("invalid_json_line", f"This line has an invalid value: {error}") from error
     return bytes(view[:MAX_SHOWN_CHARS])
 
 
@@ -115,7 +122,7 @@ def _with_body(number: int, name: str, body: bytes) -> InputLine:
         raise InvalidLine("missing_required_parameter", "body is required", "body")
     try:
         fields = msgspec.json.decode(body, type=_Body)
-    except (msgspec.ValidationError, msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise InvalidLine("invalid_request", "body must be a JSON object", "body") from error
     for param in ("stream", "background"):
         if _value(getattr(fields, param)):

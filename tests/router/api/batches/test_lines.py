@@ -64,6 +64,15 @@ def test_members_mean_what_they_meant() -> None:
     assert outcome(request(body='{"stream":false,"model":null}')) == InputLine(1, "a", b'{"stream":false,"model":null}')
 
 
+@pytest.mark.parametrize("value", [b'"Jos\xe9"', b"1e999", b"1" + b"0" * 5000], ids=["latin-1", "float", "integer"])
+def test_a_value_that_cannot_be_decoded_is_a_fault_of_its_line(value: bytes) -> None:
+    for member in ("custom_id", "method", "url"):
+        assert outcome(request(**{member: '"VALUE"'}).replace(b'"VALUE"', value)) == ("invalid_json_line", None)
+    for member in ("model", "stream", "background", "service_tier", "request_class"):
+        line = request(body=f'{{"{member}":"VALUE"}}').replace(b'"VALUE"', value)
+        assert outcome(line) == ("invalid_json_line", None)
+
+
 @pytest.mark.parametrize("is_long", [True, False])
 async def test_a_long_line_is_parsed_in_a_thread(monkeypatch: pytest.MonkeyPatch, is_long: bool) -> None:
     ran: list[threading.Thread] = []
