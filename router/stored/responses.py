@@ -67,7 +67,7 @@ class ResponseStore:
     """SQLite store of responses at `path` (":memory:": not persistent). Raises sqlite3.Error or OSError.
 
     `on_failure` is called on any thread, with the reason of each failure. `on_cancel` is called on the store's thread,
-    with the ids of this router's running responses that another router was asked to cancel.
+    with the ids of this router's running responses that another router was asked to cancel, or has deleted.
     """
 
     def __init__(
@@ -120,15 +120,15 @@ class ResponseStore:
         with suppress(StoreFailed):
             self._database.submit(work, record.num_bytes)
 
-    async def finish(self, record: StoredResponse) -> None:
-        """Store the result of a response from `begin`, unless it has been deleted. Raises StoreFailed.
+    async def finish(self, record: StoredResponse) -> bool:
+        """Store the result of a response from `begin`. Return False if it has been deleted. Raises StoreFailed.
 
         If that fails, the lease expires, and the response is reported as incomplete.
         """
         self._running.discard(record.id)
 
-        def work(connection: sqlite3.Connection) -> None:
-            connection.execute(
+        def work(connection: sqlite3.Connection) -> bool:
+            updated = connection.execute(
                 "UPDATE responses SET status = ?, head = ?, output = ?, num_bytes = ?, used_at = ?, router = '', "
                 "lease_until = 0 WHERE id = ? AND router = ?",
                 (
@@ -137,8 +137,9 @@ class ResponseStore:
                 ),
             )
             self._evict(connection)
+            return updated.rowcount > 0
 
-        await self._database.run(work, record.num_bytes)
+        return await self._database.run(work, record.num_bytes)
 
     async def delete(self, response_id: str, owner: str) -> bool:
         """Delete a response. Return whether it existed. Raises StoreFailed."""
@@ -267,15 +268,20 @@ class ResponseStore:
             self._has_begun = True
 
     def _maintain(self, connection: sqlite3.Connection) -> None:
-        """Renew leases, collect cancellation requests, and delete expired responses."""
+        """Renew leases, collect cancellation requests and deletions, and delete expired responses."""
         self._begin(connection)
         lease_until = self._clock.now() + LEASE_S
-        renewed = [(lease_until, name, self._router) for name in list(self._running)]
-        connection.executemany("UPDATE responses SET lease_until = ? WHERE id = ? AND router = ?", renewed)
+        ids = []
+        for name in list(self._running):
+            renewed = connection.execute(
+                "UPDATE responses SET lease_until = ? WHERE id = ? AND router = ?", (lease_until, name, self._router)
+            )
+            if not renewed.rowcount:
+                ids.append(name)
         asked = connection.execute(
             "SELECT id FROM responses WHERE router != '' AND router = ? AND cancel = 1", (self._router,)
         )
-        ids = [name for (name,) in asked]
+        ids += [name for (name,) in asked]
         connection.execute(
             "DELETE FROM responses WHERE id IN "
             "(SELECT id FROM responses WHERE used_at <= ? AND lease_until NOT BETWEEN ? AND ? LIMIT ?)",

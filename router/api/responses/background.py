@@ -262,18 +262,18 @@ class BackgroundAnswers:
     async def _run(
         self, answer: BackgroundAnswer, generation: GenerationResponse, serializer: ResponsesSerializer
     ) -> None:
-        stored = False
+        stored = is_deleted = False
         try:
             await answer.make(generation, serializer)
-            await self._store.finish(answer.record(answer.response))
-            stored = True
+            stored = await self._store.finish(answer.record(answer.response))
+            is_deleted = not stored
         except StoreFailed:  # already counted and logged; only the copy in memory remains
             pass
         finally:
             answer.ended.set()
             answer.add(b"")  # wakes the readers
             self._router_state.access.leave(answer.client_request)
-            if stored and answer.events is None:
+            if is_deleted or (stored and answer.events is None):
                 self.forget(answer.id)
             else:
                 asyncio.get_running_loop().call_later(KEPT_S, self.forget, answer.id)
@@ -297,7 +297,7 @@ class BackgroundAnswers:
             max(kept, key=lambda answer: answer.num_bytes).forget_events()
 
     def _on_cancel(self, ids: Sequence[str]) -> None:
-        """Cancel responses as requested at another router. Called on the store's thread."""
+        """Cancel responses that were cancelled or deleted at another router. Called on the store's thread."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._cancel, ids)
 

@@ -191,16 +191,14 @@ class ResponseService:
         return _shown(record, lapsed=lapsed)
 
     async def delete(self, response_id: str, owner: str) -> None:
-        """Delete a response, cancelling it first if it runs. Raises RequestError."""
+        """Delete a response, cancelling it if it runs. Raises RequestError."""
         answer = self.background.find(response_id, owner)
         if answer is not None:
             answer.cancel()
             await answer.end()
             self.background.forget(response_id)
         else:
-            record, lapsed = await self._stored(response_id, owner)
-            if record.status in RUNNING and not lapsed:
-                await asked(self.store.ask_to_cancel(response_id, owner))
+            await self._stored(response_id, owner)  # its router finds the row deleted, and cancels it
         if not await asked(self.store.delete(response_id, owner)) and answer is None:
             raise UnknownResponse(response_id)
 

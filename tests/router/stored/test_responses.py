@@ -256,6 +256,19 @@ async def test_another_router_asks_for_a_cancellation(open_store: Open) -> None:
     assert asked == ["run"]
 
 
+async def test_a_running_answer_that_another_router_deletes_is_cancelled(open_store: Open) -> None:
+    mine, other = open_store(), open_store()
+    asked: list[str] = []
+    mine.on_cancel = asked.extend
+    for name in ("deleted", "run", "ended"):
+        await mine.begin(response(name, status="in_progress"))
+    assert await mine.finish(response("ended")) and await other.delete("ended", "alice")
+    assert await other.delete("deleted", "alice")
+    maintain(other)
+    maintain(mine)
+    assert asked == ["deleted"] and not await mine.finish(response("deleted"))
+
+
 async def test_a_restart_keeps_everything(open_store: Open) -> None:
     store = open_store()
     store.keep(response("a"))

@@ -370,6 +370,24 @@ async def test_another_router_cancels_it(start: Any, tools: Any, tmp_path: Path)
     assert len(mine.engine.aborted) == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_another_router_deletes_it(start: Any, tools: Any, tmp_path: Path, stream: bool) -> None:
+    path = str(tmp_path / "r.sqlite3")
+    mine, other = await start(tools.Engine(hold_after=2), response_store=path), await start(response_store=path)
+    body = ASKED | {"background": True, "stream": stream}
+    reading = asyncio.create_task(mine.http.post("/v1/responses", json=body))
+    background = mine.app.state.responses.background
+    await tools.until(lambda: background._answers)
+    (name,) = background._answers
+    await polled(other, name, "in_progress")
+    assert (await other.http.delete(f"/v1/responses/{name}")).status_code == 200
+    store = mine.app.state.responses.store
+    await asyncio.wrap_future(store._database.submit(store._maintain))
+    await tools.until(lambda: not background.num_running)
+    assert (await reading).status_code == 200 and len(mine.engine.aborted) == 1
+    assert (await mine.http.get(f"/v1/responses/{name}")).status_code == 404
+
+
 async def test_an_answer_that_cannot_be_stored_is_there_for_minutes(held: Any, caplog: Any) -> None:
     caplog.set_level(logging.ERROR)
     name = await begun(held)
