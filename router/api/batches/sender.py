@@ -1,6 +1,6 @@
 """Client of `diptych batch`: sends the requests of a batch concurrently and retries until their answers are final.
 
-request ──> 2xx, 4xx ──> result
+request ──> 2xx, 4xx ──> result; 401 ends the run
    ^└─ 408, 409, 425, 429, 5xx, no connection: after Retry-After or an exponential backoff ─┐
    └──────────────────────────── until `patience_s` has passed ─────────────────────────────┘
 """
@@ -18,8 +18,8 @@ import httpx
 
 from router.api.batches.batch_format import AGAIN, FIRST_WAIT_S, LONGEST_WAIT_S, MAX_FAILURES, BatchRequest, BatchResult
 
-STOPS = frozenset((401, 403))
-"""Statuses that all other requests would get too."""
+REFUSED = 401
+"""Status that all other requests would get too. A 403 is about the model, adapter or class of one request."""
 CONNECT_S = 10.0
 """Connection timeout. A router that is running accepts connections quickly."""
 MAX_PROBLEM_CHARS = 300
@@ -80,7 +80,7 @@ class BatchSender:
                 result = BatchResult(request.custom_id, 0, problem=_shown(error))
             else:
                 result = _result(request.custom_id, reply)
-                if reply.status_code in STOPS:
+                if reply.status_code == REFUSED:
                     raise Refused(f"HTTP {reply.status_code}: {_message(result.body)}")
                 num_failures += reply.status_code == 500
                 if reply.status_code not in AGAIN or num_failures >= MAX_FAILURES:

@@ -12,13 +12,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from common.errors import InternalError, Overloaded
-from router.api.batches.batch_format import BadBatch, BatchResult, check_requests, take_up
+from router.api.batches.batch_format import BadBatch, BatchRequest, BatchResult, check_requests, take_up
+from router.api.batches.sender import BatchSender, Refused, SendSettings
 from router.cli import batch
 from router.cli.batch import main
 from router.dispatch.client import GenerationRequest, TokenEvent
@@ -116,6 +119,24 @@ async def test_a_wrong_key_stops_all(start: Any, tmp_path: Path) -> None:
     source, target = written(tmp_path / "in.jsonl", *(line(f"r{i}") for i in range(9))), tmp_path / "out.jsonl"
     assert await run(source, target, running.url) == 2 and target.read_text() == ""
     assert await run(source, target, running.url, "--api-key", "right") == 0
+
+
+async def test_a_model_that_the_key_may_not_use_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A 401 is an answer to the client, a 403 one to its request."""
+    status = 403
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(status if b"other" in request.content else 200, json={"error": {"message": "no"}})
+
+    monkeypatch.setattr(httpx, "AsyncClient", partial(httpx.AsyncClient, transport=httpx.MockTransport(answer)))
+    found: list[BatchResult] = []
+    subject = BatchSender(SendSettings("http://router", {}, 1, 60.0, 60.0), found.append)
+    names = ("mine", "other", "mine too")
+    await subject.run(BatchRequest(name, "/v1/completions", {"model": name}) for name in names)
+    assert [(result.custom_id, result.status) for result in found] == [*zip(names, (200, 403, 200), strict=True)]
+    status = 401
+    with pytest.raises(Refused, match="HTTP 401: no"):
+        await subject.run(iter([BatchRequest("other", "/v1/completions", {"model": "other"})]))
 
 
 @pytest.mark.parametrize(
