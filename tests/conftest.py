@@ -50,6 +50,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     session.config.stash[BEGAN] = time.monotonic()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # scripts ignore it for what they start in the background
     os.environ.setdefault("DIPTYCH_DEVICE", "cpu")  # of whole systems, on a machine with a GPU too
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"  # what tests start is here
     if os.environ.get("TEST_ENGINE") == "vllm" and "PYTEST_XDIST_WORKER" not in os.environ:
         from .rig import make_tiny_models_for_vllm
 

@@ -27,12 +27,16 @@ START_S = READY_S
 NUM_TOKENS = 600
 
 
+SERVE = (
+    "import sys; from router.cli.serve import serve, supervisor; supervisor.STOP_GRACE_S = 60.0; sys.exit(serve.main())"
+)
+"""Processes end by themselves, however long they get no core."""
+
+
 class Served(Program):
     """One `diptych serve` in a process group of its own."""
 
-    def __init__(
-        self, log: Path, *flags: str, program: Sequence[str] = ("-m", "router.cli.serve.serve"), wait: bool = True
-    ) -> None:
+    def __init__(self, log: Path, *flags: str, program: Sequence[str] = ("-c", SERVE), wait: bool = True) -> None:
         super().__init__("serve", log, group=True)
         model = () if {"--models-file", "--models-dir"}.intersection(flags) else ("--model", "tiny-random")
         self.launch([sys.executable, "-P", *program, *model, "--port", "0", *flags])
