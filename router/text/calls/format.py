@@ -60,8 +60,8 @@ class Function:
         return Shapes(self.arguments)
 
     def read(self) -> None:
-        """Compute and cache the shapes. Raises Unenforceable."""
-        _ = self.shapes
+        """Compute and cache the shapes, and those of the arguments. Raises Unenforceable."""
+        _ = self.shapes.root_objects
 
 
 @dataclass(frozen=True, slots=True)

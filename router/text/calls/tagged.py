@@ -472,7 +472,7 @@ class ValueReader:
         return "string" in self.types
 
     def accepts(self, value: Any) -> bool:
-        return any(self.shapes.accepts(value, *schemas) for schemas in self.alternatives)
+        return self.shapes.accepts(value, *self.alternatives)
 
 
 def reader_of(shapes: Shapes, name: str) -> ValueReader | None:

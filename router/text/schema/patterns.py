@@ -54,6 +54,8 @@ LOOK = re.compile(r"\(\?<?[=!]")
 BACK_REFERENCE = re.compile(r"\\(?:[1-9]|k$)")
 PATTERNS_KEPT = 512
 """Maximum number of cached (pattern, name) pairs. They recur in each call of a function."""
+LEXERS_KEPT = 64
+"""Maximum number of compiled patterns in the cache. Compiling one takes milliseconds; it may grow to 2 MiB."""
 ANY_CHARACTER = r"[\s\S]"
 MAX_CHARS = 4096
 """Maximum total length of excluded texts. The resulting pattern is about five times as long."""
@@ -353,13 +355,34 @@ def _unanchored(pieces: list[str]) -> str:
 def matches(pattern: str, text: str) -> bool:
     """Whether a pattern matches anywhere in a text, in linear time. False for unsupported patterns."""
     written = searched(pattern)
-    if not written:
-        return False
-    matcher = llguidance.LLMatcher(_bytes(), f"start: TEXT\nTEXT: {written}\n", log_level=0)
-    if matcher.is_error():
-        return False
-    ids = list(text.encode(errors="surrogatepass"))
-    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+    return bool(written) and _lexer(written).accepts(list(text.encode(errors="surrogatepass")))
+
+
+class _Lexer:
+    """A compiled lexeme. Its automaton grows with the texts it reads, up to a limit."""
+
+    def __init__(self, written: str) -> None:
+        self._written, self._is_new = written, True
+        self._matcher = self._compiled()
+
+    def accepts(self, text: list[int]) -> bool:
+        """Whether the lexeme matches the whole text. False for unsupported lexemes, and texts over the limit."""
+        was_new, self._is_new = self._is_new, False
+        matcher = self._matcher.deep_copy()
+        if matcher.try_consume_tokens(text) == len(text) and matcher.is_accepting():
+            return True
+        if not matcher.is_error() or self._matcher.is_error():
+            return False
+        self._matcher, self._is_new = self._compiled(), True  # all copies share the limit
+        return not was_new and self.accepts(text)
+
+    def _compiled(self) -> llguidance.LLMatcher:
+        return llguidance.LLMatcher(_bytes(), f"start: TEXT\nTEXT: {self._written}\n", log_level=0)
+
+
+@lru_cache(LEXERS_KEPT)
+def _lexer(written: str) -> _Lexer:
+    return _Lexer(written)
 
 
 @lru_cache(1)

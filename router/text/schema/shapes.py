@@ -7,6 +7,7 @@ The document must be canonical and rewritten to the keywords that llguidance sup
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -31,7 +32,7 @@ from router.text.schema.keywords import (
     types_of,
 )
 from router.text.schema.logic import Proofs, any_of
-from router.text.schema.patterns import matches
+from router.text.schema.patterns import LEXERS_KEPT, matches
 
 MAX_COMBINATIONS = 256
 """Maximum number of cases of one value. Further alternatives are ignored, so the grammar accepts more."""
@@ -41,6 +42,15 @@ MAX_COUNTED = 6
 """Maximum number of optional members for which a member count is expanded to one shape per combination."""
 MAX_COMPARED_DEPTH = 64
 """Maximum nesting depth at which values are compared with schemas."""
+MAX_COMPARISON_STEPS = 50_000
+"""Maximum number of steps of one comparison of a value with schemas, which runs on the event loop.
+
+A step is the comparison with one schema, or one character of a text with a pattern. Takes about 0.3 s in total.
+"""
+PATTERN_STEPS = MAX_COMPARISON_STEPS // LEXERS_KEPT
+"""Steps of compiling a pattern. The cache is large enough for the patterns of one comparison."""
+MEMBERS_PER_STEP = 64
+"""Number of items or members that are counted in one step."""
 STRUCTURE: Final = frozenset(("$ref", "allOf", "anyOf", "$defs"))
 PARTS: Final = frozenset(
     ("properties", "patternProperties", "additionalProperties", "items", "prefixItems", "required")
@@ -131,8 +141,16 @@ class _Alternatives:
     ancestors: frozenset[int]
 
 
+class _UsedUpError(Exception):
+    """The comparison has used up its steps."""
+
+
 class Shapes:
-    """Cases and shapes of the values of one document."""
+    """Cases and shapes of the values of one document.
+
+    Finding cases may take exponential time. The compiler process, which has limits, first finds those of the arguments.
+    Comparisons of nested values need further ones, so they have a limit.
+    """
 
     def __init__(self, document: Document) -> None:
         self.document, self.root = document, document.root
@@ -141,6 +159,11 @@ class Shapes:
         self._plain: dict[int, tuple[Schema, dict[str, Any]]] = {}
         self._equal: dict[str, dict[str, Any]] = {}
         self._objects: dict[int, tuple[Case, tuple[ObjectShape, ...]]] = {}
+        self._arrays: dict[int, tuple[Case, ArrayShape | None]] = {}
+        self._value_keys: dict[int, tuple[Case, frozenset[str]]] = {}
+        self._left = math.inf  # steps of the comparison in progress
+        self._compared: dict[tuple[int, ...], bool] = {}
+        self._patterns: set[str] = set()
 
     def cases(self, *schemas: Schema) -> tuple[Case, ...]:
         """Return the cases of a value that must match all schemas; empty if nothing can match."""
@@ -178,18 +201,9 @@ class Shapes:
 
     def array_shape(self, case: Case) -> ArrayShape | None:
         """Return the shape of a case's arrays, or None if it has no arrays."""
-        if "array" not in case.types:
-            return None
-        length = max((len(sequence(part, "prefixItems")) for part in case.parts), default=0)
-        first = [_essential(_item(part, i) for part in case.parts) for i in range(length)]
-        others = _essential(part.get("items", True) for part in case.parts)
-        least, most = int(case.most("minItems") or 0), case.least("maxItems")
-        impossible = next((i for i, each in enumerate([*first, others]) if not self.cases(*each)), None)
-        if impossible is not None:
-            first, most = first[:impossible], impossible if most is None else min(most, impossible)
-        if most is not None and most < least:
-            return None
-        return ArrayShape(tuple(first), others, least, None if most is None else int(most))
+        if id(case) not in self._arrays:
+            self._arrays[id(case)] = case, self._found_array(case) if "array" in case.types else None
+        return self._arrays[id(case)][1]
 
     def members(self, name: str) -> list[Schemas]:
         """Return the alternatives for the root's member of this name."""
@@ -198,12 +212,23 @@ class Shapes:
             if name in shape.named:
                 found.append(shape.named[name])
             elif name not in shape.taken:
-                found += [kind.schemas for kind in shape.unnamed if _is_named(kind, name)]
+                found += [kind.schemas for kind in shape.unnamed if self._is_named(kind, name)]
         return found
 
-    def accepts(self, value: Any, *schemas: Schema, depth: int = 0) -> bool:
-        """Whether a JSON value matches all schemas. Formats and unsupported patterns are ignored."""
-        return depth > MAX_COMPARED_DEPTH or any(self._accepts(value, case, depth) for case in self.cases(*schemas))
+    def accepts(self, value: Any, *alternatives: Schemas) -> bool:
+        """Whether a JSON value matches all schemas of an alternative. Ignores formats and unsupported patterns.
+
+        False if that takes more than `MAX_COMPARISON_STEPS`.
+        """
+        self._left = MAX_COMPARISON_STEPS
+        try:
+            return any(self._is_accepted(value, schemas, 0) for schemas in alternatives)
+        except _UsedUpError:
+            return False
+        finally:
+            self._left = math.inf
+            self._compared.clear()  # the ids of its values may be reused
+            self._patterns.clear()
 
     def _reachable(self, schema: Schema) -> dict[str, Schema]:
         """Return the definitions that a schema uses, directly or indirectly."""
@@ -243,6 +268,7 @@ class Shapes:
         seen: set[int] = set()
         while left:
             schema, ancestors = left.pop()
+            self._spend()
             if schema is False or id(schema) in choices:  # a choice that contains itself adds no values
                 return None
             if not isinstance(schema, Mapping) or id(schema) in seen:
@@ -289,6 +315,7 @@ class Shapes:
         lists = [values for part in parts if (values := listed(part)) is not None]
         if not lists:
             return Case(parts, types)
+        self._spend(sum(map(len, lists)))
         unlisted = Case(tuple({k: v for k, v in p.items() if k not in ("enum", "const")} for p in parts), types)
         common = frozenset.intersection(*(frozenset(map(key_of, each)) for each in lists))
         distinct = {key: value for value in lists[0] if (key := key_of(value)) in common}
@@ -299,7 +326,7 @@ class Shapes:
         known = dict.fromkeys(name for part in case.parts for name in mapping(part, "properties"))
         required = dict.fromkeys(name for part in case.parts for name in names(part))
         schemas = {
-            name: _essential(each for part in case.parts for each in _of_name(part, name))
+            name: _essential(each for part in case.parts for each in self._of_name(part, name))
             for name in {**known, **required}
         }
         named = {name: each for name, each in schemas.items() if self.cases(*each)}
@@ -339,12 +366,63 @@ class Shapes:
             if self.cases(*schemas):
                 yield UnlistedMembers(some, without, schemas)
 
+    def _found_array(self, case: Case) -> ArrayShape | None:
+        length = max((len(sequence(part, "prefixItems")) for part in case.parts), default=0)
+        self._spend(length)
+        first = [_essential(_item(part, i) for part in case.parts) for i in range(length)]
+        others = _essential(part.get("items", True) for part in case.parts)
+        least, most = int(case.most("minItems") or 0), case.least("maxItems")
+        impossible = next((i for i, each in enumerate([*first, others]) if not self.cases(*each)), None)
+        if impossible is not None:
+            first, most = first[:impossible], impossible if most is None else min(most, impossible)
+        if most is not None and most < least:
+            return None
+        return ArrayShape(tuple(first), others, least, None if most is None else int(most))
+
+    def _of_name(self, part: Mapping[str, Any], name: str) -> Iterator[Schema]:
+        """Yield a part's schemas for the member `name`."""
+        self._spend()
+        patterns = mapping(part, "patternProperties").items()
+        found = [child for pattern, child in patterns if self._matches(pattern, name)]
+        known = mapping(part, "properties")
+        if name in known:
+            found.append(known[name])
+        yield from found or [part.get("additionalProperties", True)]
+
+    def _is_named(self, kind: UnlistedMembers, name: str) -> bool:
+        return all(self._matches(p, name) for p in kind.patterns) and not any(
+            self._matches(p, name) for p in kind.without
+        )
+
+    # ------------------------------------------------------------ comparison
+
+    def _spend(self, steps: int = 1) -> None:
+        self._left -= steps
+        if self._left < 0:
+            raise _UsedUpError
+
+    def _matches(self, pattern: str, text: str) -> bool:
+        self._spend(len(text) + (0 if pattern in self._patterns else PATTERN_STEPS))
+        self._patterns.add(pattern)
+        return matches(pattern, text)
+
+    def _is_accepted(self, value: Any, schemas: Schemas, depth: int) -> bool:
+        """Whether a value matches all schemas. Results are kept, or nested alternatives would multiply the work."""
+        if depth > MAX_COMPARED_DEPTH:
+            return True
+        self._spend()
+        key = (id(value), *map(id, schemas))
+        if key not in self._compared:
+            self._compared[key] = any(self._accepts(value, case, depth) for case in self.cases(*schemas))
+        return self._compared[key]
+
     def _accepts(self, value: Any, case: Case, depth: int) -> bool:
         kind = type_of(value)
+        self._spend(1 + (len(value) // MEMBERS_PER_STEP if isinstance(value, list | Mapping) else 0))
         if kind not in case.types:
             return False
         if case.values is not None:
-            return key_of(value) in map(key_of, case.values)
+            return key_of(value) in self._keys_of(case)
         own = ({key: each for key, each in part.items() if key not in PARTS} for part in case.parts)
         if any(rejects(part, value) for part in own):
             return False
@@ -352,7 +430,7 @@ class Shapes:
             case "number":
                 return all(_divides(each["multipleOf"], value) for each in case.keywords("multipleOf"))
             case "string":
-                return all(matches(each["pattern"], value) for each in case.keywords("pattern"))
+                return all(self._matches(each["pattern"], value) for each in case.keywords("pattern"))
             case "array":
                 shape = self.array_shape(case)
                 return shape is not None and self._accepts_items(value, shape, depth)
@@ -360,24 +438,33 @@ class Shapes:
                 return any(self._accepts_members(value, shape, depth) for shape in self.object_shapes(case))
         return True
 
+    def _keys_of(self, case: Case) -> frozenset[str]:
+        """Return the keys of a case's values."""
+        if id(case) not in self._value_keys:
+            values = case.values or ()
+            self._spend(len(values))
+            self._value_keys[id(case)] = case, frozenset(map(key_of, values))
+        return self._value_keys[id(case)][1]
+
     def _accepts_items(self, value: list[Any], shape: ArrayShape, depth: int) -> bool:
         if len(value) < shape.least or (shape.most is not None and len(value) > shape.most):
             return False
         wanted = [*shape.first, *[shape.others] * max(0, len(value) - len(shape.first))]
-        return all(self.accepts(item, *each, depth=depth + 1) for item, each in zip(value, wanted, strict=False))
+        return all(self._is_accepted(item, each, depth + 1) for item, each in zip(value, wanted, strict=False))
 
     def _accepts_members(self, value: Mapping[str, Any], shape: ObjectShape, depth: int) -> bool:
+        self._spend(1 + (len(value) + len(shape.named)) // MEMBERS_PER_STEP)
         if any(name not in value for name in shape.required):
             return False
         others = [name for name in value if name not in shape.named]
         if len(others) < shape.least or (shape.most is not None and len(others) > shape.most):
             return False
-        if not all(self.accepts(value[n], *each, depth=depth + 1) for n, each in shape.named.items() if n in value):
+        if not all(self._is_accepted(value[n], each, depth + 1) for n, each in shape.named.items() if n in value):
             return False
         return all(
             name not in shape.taken
             and any(
-                _is_named(k, name) and self.accepts(value[name], *k.schemas, depth=depth + 1) for k in shape.unnamed
+                self._is_named(k, name) and self._is_accepted(value[name], k.schemas, depth + 1) for k in shape.unnamed
             )
             for name in others
         )
@@ -410,23 +497,10 @@ def _item(part: Mapping[str, Any], index: int) -> Schema:
     return first[index] if index < len(first) else part.get("items", True)
 
 
-def _of_name(part: Mapping[str, Any], name: str) -> Iterator[Schema]:
-    """Yield a part's schemas for the member `name`."""
-    found = [child for pattern, child in mapping(part, "patternProperties").items() if matches(pattern, name)]
-    known = mapping(part, "properties")
-    if name in known:
-        found.append(known[name])
-    yield from found or [part.get("additionalProperties", True)]
-
-
 def _of_patterns(part: Mapping[str, Any], patterns: Sequence[str]) -> Iterator[Schema]:
     """Yield a part's schemas for an unlisted member whose name matches these patterns."""
     known = mapping(part, "patternProperties")
     yield from [known[pattern] for pattern in patterns if pattern in known] or [part.get("additionalProperties", True)]
-
-
-def _is_named(kind: UnlistedMembers, name: str) -> bool:
-    return all(matches(p, name) for p in kind.patterns) and not any(matches(p, name) for p in kind.without)
 
 
 def _divides(divisor: Any, value: float) -> bool:
