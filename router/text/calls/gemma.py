@@ -231,9 +231,11 @@ def _value(text: str, position: int, quote: str, depth: int) -> tuple[Any, int]:
         items: list[Any] = []
         position = _skip(text, position + 1, ", \t\r\n")
         while position < len(text) and text[position] != "]":
-            item, position = _value(text, position, quote, depth + 1)
+            item, end = _value(text, position, quote, depth + 1)
+            if end == position:  # a closing brace
+                raise NotLiteralError
             items.append(item)
-            position = _skip(text, position, ", \t\r\n")
+            position = _skip(text, end, ", \t\r\n")
         return items, min(position + 1, len(text))
     end = next((i for i in range(position, len(text)) if text[i] in ",{}[]"), len(text))
     return _scalar(text[position:end].strip()), end

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -402,3 +404,56 @@ def test_no_text_is_lost_or_told_twice(name: str, text: st.DataObject) -> None:
     assert parts == parts_of(form, ["".join(pieces)]) == parts_of(form, list("".join(pieces)))
     if name != "harmony" and not any(isinstance(part, CallPart) for part in parts):
         assert "".join([part.text for part in parts if isinstance(part, TextPart)]) == "".join(pieces)
+
+
+@contextmanager
+def bounded(max_calls: int = 20_000) -> Iterator[None]:
+    """Fail after this number of function calls, as in an endless loop."""
+    left = max_calls
+
+    def count(*_: object) -> None:
+        nonlocal left
+        left -= 1
+        assert left > 0, "too many function calls"
+
+    earlier = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        yield
+    finally:
+        sys.setprofile(earlier)
+
+
+def read_damaged(form: CallFormat, text: str) -> None:
+    for cut in (False, True):
+        with bounded():
+            parts_of(form, [text], cut=cut)
+
+
+DAMAGE = ("{", "}", "[", "]", "(", ")", ":", ",", '"', "'", "\\", "=", "<", ">", "-", "*", "\n")
+
+
+@pytest.mark.parametrize("name", ["gemma4", "functiongemma"])
+@pytest.mark.parametrize("inner", ["[}", "[1, }", "[[}]", "{a:[}"])
+def test_a_list_that_a_brace_ends_is_text(name: str, inner: str) -> None:
+    form = WITHOUT_CHANNELS[name]
+    text = f"{form.openings[0]}call:now{{l:{inner}}}"
+    read_damaged(form, text)
+    assert taken_apart(form, text) == [text]
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    name=st.sampled_from([*WITHOUT_CHANNELS, "harmony"]),
+    calls=st.lists(called, min_size=1, max_size=2),
+    damage=st.lists(st.tuples(st.integers(0, 200), st.sampled_from(DAMAGE), st.integers(0, 3)), max_size=3),
+    data=st.data(),
+)
+def test_damaged_calls_are_read_to_their_end(
+    name: str, calls: list[tuple[str, str]], damage: list[tuple[int, str, int]], data: st.DataObject
+) -> None:
+    form = WITHOUT_CHANNELS.get(name) or HarmonyFormat()
+    text = form.written(calls)
+    for place, piece, num_lost in damage:
+        text = text[:place] + piece + text[place + num_lost :]
+    read_damaged(form, text[: data.draw(st.integers(0, len(text)))])
