@@ -247,6 +247,8 @@ def _scalar(text: str) -> Any:
         return WORDS[text]
     try:
         value = json.loads(text)
+        if isinstance(value, str):
+            value.encode()  # JSON can express an unpaired surrogate, but UTF-8 cannot
     except ValueError:
         return text
     return value if not isinstance(value, float) or math.isfinite(value) else text

@@ -27,6 +27,7 @@ ESCAPED = {
     **{"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v"},
     **{"\\": "\\", "'": "'", '"': '"', "\n": ""},
 }
+OCTAL = frozenset("01234567")
 QUOTES = ('"""', "'''", '"', "'")
 COMMA = "/, ?/"
 COLON = "/: ?/"
@@ -190,7 +191,7 @@ def _number(text: str, position: int) -> tuple[int | float, int]:
         value = float(found[0]) if set(found[0]) & set(".eE") else int(found[0])
     except ValueError as error:
         raise NotLiteralError from error
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise NotLiteralError
     if EXPONENT.fullmatch(text, found.end()):
         raise UnfinishedError
@@ -219,7 +220,7 @@ def _unescaped(found: re.Match[str]) -> str:
         if (number := int(code[1:], 16)) > 0x10FFFF:
             raise NotLiteralError
         return chr(number)
-    return chr(int(code, 8)) if code.isdigit() and int(code[0]) < 8 else found[0]
+    return chr(int(code, 8)) if code[0] in OCTAL else found[0]
 
 
 def _list(text: str, position: int, end: str, depth: int) -> tuple[list[Any], int]:

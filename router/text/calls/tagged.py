@@ -495,11 +495,10 @@ def as_json(text: str, reader: ValueReader | None, *, python: bool = False) -> s
         value = _read(text, python)
         made = json.dumps(value, ensure_ascii=False, allow_nan=False)
         made.encode()  # JSON can express an unpaired surrogate, but UTF-8 cannot
+        is_text = isinstance(value, str) or (reader is not None and reader.may_be_text and not reader.accepts(value))
     except (ValueError, RecursionError, NotLiteralError):
         return json_string(text)
-    if isinstance(value, str) or (reader is not None and reader.may_be_text and not reader.accepts(value)):
-        return json_string(text)
-    return made
+    return json_string(text) if is_text else made
 
 
 def spellings(value: Any, *, python: bool = False) -> list[str]:

@@ -126,10 +126,19 @@ def listed(schema: Schema) -> list[Any] | None:
     return values
 
 
+def is_finite(value: float) -> bool:
+    """Whether a number is finite. Integers may be too large for a float."""
+    return isinstance(value, int) or math.isfinite(value)
+
+
+def is_whole(value: float) -> bool:
+    return isinstance(value, int) or value.is_integer()
+
+
 def number(schema: Mapping[str, Any], key: str) -> float | None:
     """Return a numeric keyword, or None if it is missing or not a finite number."""
     value = schema.get(key)
-    return value if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
+    return value if isinstance(value, int | float) and not isinstance(value, bool) and is_finite(value) else None
 
 
 def names(schema: Mapping[str, Any], key: str = "required") -> list[str]:
@@ -165,7 +174,7 @@ def rejects(schema: Schema, value: Any) -> bool:
     kind, values = type_of(value), listed(schema)
     if kind not in types_of({"type": schema["type"]} if "type" in schema else True):
         return True
-    if kind == "number" and not _takes_fractions(schema) and not float(value).is_integer():
+    if kind == "number" and not _takes_fractions(schema) and not is_whole(value):
         return True
     if values is not None and len(values) <= MAX_LISTED and key_of(value) not in map(key_of, values):
         return True

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
+from fractions import Fraction
 from functools import cached_property
 from itertools import combinations
 from typing import Any, Final
@@ -21,6 +21,7 @@ from router.text.schema.keywords import (
     Schema,
     Unenforceable,
     children,
+    is_finite,
     key_of,
     listed,
     mapping,
@@ -504,6 +505,11 @@ def _of_patterns(part: Mapping[str, Any], patterns: Sequence[str]) -> Iterator[S
 
 
 def _divides(divisor: Any, value: float) -> bool:
-    if not isinstance(divisor, int | float) or divisor <= 0:
+    if not isinstance(divisor, int | float) or divisor <= 0 or not is_finite(divisor):
         return True
-    return Decimal(str(value)) % Decimal(str(divisor)) == 0
+    return is_finite(value) and _exact(value) % _exact(divisor) == 0
+
+
+def _exact(value: float) -> Fraction:
+    """Return a number as it is written: 0.01, not the nearest float."""
+    return Fraction(value) if isinstance(value, int) else Fraction(str(value))

@@ -211,6 +211,8 @@ VARIANTS: list[tuple[str, str, list[Item]]] = [
         [("now", '{"a": true, "b": null, "c": -1.5, "d": [1, "x"], "e": {"k": [null, false]}, '
                  '"f": "éé\\n", "g": "a\'b"}')],
     ),
+    ("pythonic", r"""[now(a="\²\٣\8\7", b='\x31')]""", [("now", r'{"a": "\\²\\٣\\8\u0007", "b": "1"}')]),
+    ("pythonic", f"[now(a={'1' * 400})]", [("now", f'{{"a": {"1" * 400}}}')]),
     ("deepseek", "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>", [NOW]),
     (
         "deepseek",
@@ -264,6 +266,8 @@ VARIANTS: list[tuple[str, str, list[Item]]] = [
      [("get_weather", '{"city": "3", "days": [1]}')]),
     ("gemma4", "<|tool_call>call:now{a:1.5,b:[true,<|\"|>x, {}<|\"|>],c:{d:None}, e: word}<tool_call|>",
      [("now", '{"a": 1.5, "b": [true, "x, {}"], "c": {"d": null}, "e": "word"}')]),
+    ("gemma4", r'<|tool_call>call:now{a:"\ud83d",b:"\ud83d\ude00"}<tool_call|>',
+     [("now", r'{"a": "\"\\ud83d\"", "b": "😀"}')]),
     ("gemma4", "<|tool_call>:now{}<tool_call|><|tool_call>call:now{}<tool_call|>", [NOW, NOW]),
     ("functiongemma", "<start_function_call>call:get_weather{days:<escape>[1]<escape>}<end_function_call>",
      [("get_weather", '{"days": [1]}')]),
@@ -301,6 +305,12 @@ def test_other_ways_to_write_calls(name: str, text: str, expected: list[Item]) -
         ('["1"]', {"type": ["string", "array"], "items": {"type": "string"}}, '["1"]'),
         ("True", {"type": ["boolean", "string"]}, "true"),
         ("2", {"allOf": [{"$ref": "#/$defs/letter"}, {"type": "string"}]}, '"2"'),
+        pytest.param("1" * 400, {"type": ["integer", "string"]}, "1" * 400, id="an integer above all floats"),
+        ("1" * 40, {"type": ["number", "string"], "multipleOf": 0.01}, "1" * 40),
+        ("1e300", {"type": ["number", "string"], "multipleOf": 0.01}, "1e+300"),
+        ("0.07", {"type": ["number", "string"], "multipleOf": 0.01}, "0.07"),
+        ("1e300", {"type": ["number", "string"], "maximum": 10**400}, "1e+300"),
+        pytest.param("[" * 700 + "]" * 700, {"enum": ["x", [1]]}, f'"{"[" * 700}{"]" * 700}"', id="deep lists"),
     ],
 )
 def test_a_text_becomes_what_its_schema_says(text: str, schema: dict[str, Any], expected: str) -> None:
@@ -427,10 +437,11 @@ def bounded(max_calls: int = 20_000) -> Iterator[None]:
 def read_damaged(form: CallFormat, text: str) -> None:
     for cut in (False, True):
         with bounded():
-            parts_of(form, [text], cut=cut)
+            parts = parts_of(form, [text], cut=cut)
+        "".join([part.arguments if isinstance(part, CallPart) else part.text for part in parts]).encode()
 
 
-DAMAGE = ("{", "}", "[", "]", "(", ")", ":", ",", '"', "'", "\\", "=", "<", ">", "-", "*", "\n")
+DAMAGE = (*"{}[](),:\"'\\=<>-*\n²", "\\²", r'"\ud83d"', "1" * 400, "1e999", "NaN")
 
 
 @pytest.mark.parametrize("name", ["gemma4", "functiongemma"])
