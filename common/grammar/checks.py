@@ -123,6 +123,7 @@ class GrammarChecks:
         self._num_bytes = 0  # of verdicts
         self._pending: dict[bytes, _Pending] = {}
         self._compiler: _Compiler | None = None
+        self._faults: set[str] = set()
         self._closed = False
 
     def start(self) -> None:
@@ -208,7 +209,7 @@ class GrammarChecks:
 
     def _finish(self, key: bytes, report: Report, cpu_s: float) -> None:
         if report.outcome == "broken":
-            log.error("grammars: the writer failed (please report it), its requests get status 400: %s", report.problem)
+            self._log_fault(report.problem)
         verdict = Verdict(_problem(report, cpu_s), report.num_bytes, report.cpu_s, report.grammar)
         with self._lock:
             self._verdicts[key] = verdict
@@ -218,6 +219,14 @@ class GrammarChecks:
             pending = self._pending.pop(key, None)
         if pending is not None:
             pending.future.set_result(verdict)
+
+    def _log_fault(self, place: str) -> None:
+        """Log a fault of the writer once per source line: clients may cause it again and again."""
+        with self._lock:
+            if place in self._faults:
+                return
+            self._faults.add(place)
+        log.error("grammars: the writer failed (please report it), its requests get status 400: %s", place)
 
     def _live_compiler(self) -> _Compiler:
         with self._lock:

@@ -23,6 +23,7 @@ from router.text.schema.keywords import (
     SINGLES,
     Schema,
     Unenforceable,
+    check,
     children,
     draft_of,
     escaped,
@@ -132,8 +133,10 @@ class _Writer:
         elif key in (*MAPS, *LISTS):
             kind = "an array" if key in LISTS else "an object"
             raise Unenforceable(f"{location.pointer}/{key}", f"must be {kind}")
-        elif key in PLAIN and not (key == "format" and isinstance(value, str) and value not in FORMATS):
-            found[key] = value
+        elif key in PLAIN:
+            check(key, value, f"{location.pointer}/{key}")
+            if key != "format" or value in FORMATS:
+                found[key] = value
 
     def _write_reference(self, key: str, value: Any, location: Location, found: dict[str, Any]) -> None:
         if key == "$recursiveRef" and self.resources.is_recursive_anchored:
@@ -151,6 +154,7 @@ class _Writer:
         for name, needed in value.items():
             if isinstance(needed, list | str):  # draft 3 allows a single name
                 names[name] = [needed] if isinstance(needed, str) else needed
+                check("required", names[name], f"{location.pointer}/dependencies/{escaped(name)}")
             else:
                 schemas[name] = self._child(location, f"/dependencies/{escaped(name)}", needed, depth)
         return {"dependentRequired": names, "dependentSchemas": schemas}

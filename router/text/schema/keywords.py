@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from router.text.schema.formats import PATTERNS
@@ -135,10 +135,46 @@ def is_whole(value: float) -> bool:
     return isinstance(value, int) or value.is_integer()
 
 
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and is_finite(value)
+
+
+def is_count(value: Any) -> bool:
+    return is_number(value) and is_whole(value) and value >= 0
+
+
+def is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+VALUES: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+    "type": (lambda value: isinstance(value, str) or is_names(value), "a string or an array of strings"),
+    "enum": (lambda value: isinstance(value, list), "an array"),
+    "required": (is_names, "an array of strings"),
+    "dependentRequired": (
+        lambda value: isinstance(value, Mapping) and all(map(is_names, value.values())),
+        "an object of arrays of strings",
+    ),
+    **{key: (lambda value: isinstance(value, str), "a string") for key in ("pattern", "format")},
+    **{key: (is_count, "a non-negative integer") for kind in ("string", "array", "object") for key in BOUNDS[kind]},
+    **dict.fromkeys(
+        ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), (is_number, "a number")
+    ),
+}
+"""The test of a keyword's value, and what the value must be. Of other keywords, invalid values are ignored."""
+
+
+def check(key: str, value: Any, pointer: str) -> None:
+    """Raise Unenforceable if the value of a keyword, which is at `pointer`, is invalid."""
+    is_valid, kind = VALUES.get(key, (None, ""))
+    if is_valid is not None and not is_valid(value):
+        raise Unenforceable(pointer, f"must be {kind}")
+
+
 def number(schema: Mapping[str, Any], key: str) -> float | None:
     """Return a numeric keyword, or None if it is missing or not a finite number."""
     value = schema.get(key)
-    return value if isinstance(value, int | float) and not isinstance(value, bool) and is_finite(value) else None
+    return value if is_number(value) else None
 
 
 def names(schema: Mapping[str, Any], key: str = "required") -> list[str]:

@@ -227,7 +227,7 @@ class _Reader:
             return text
         letter = text[1]
         if (
-            len(text) == PAIR
+            _is_pair(text)
             or letter == "0"
             or (letter == "c" and len(text) == 3)
             or text[1:].isdigit()
@@ -282,12 +282,16 @@ def _is_of_controls(text: str) -> bool:
     return all(high < 0x20 or low == high == 0x7F for low, high in left)
 
 
+def _is_pair(text: str) -> bool:
+    return len(text) == PAIR and text[6:8] == r"\u"
+
+
 def _code_point(text: str) -> int:
     """Return the code point of a character or escape, or -1 for escapes of several characters or of a position."""
     if len(text) == 1:
         return ord(text)
     letter, rest = text[1:2], text[2:]
-    if len(text) == PAIR:
+    if _is_pair(text):
         return 0x10000 + ((int(text[2:6], 16) & 0x3FF) << 10) + (int(text[8:], 16) & 0x3FF)
     if letter in "uxU" and rest:
         return int(rest.strip("{}"), 16)

@@ -209,8 +209,11 @@ def test_a_fault_of_the_writer_is_logged_by_its_place(
     program = "from common.grammar.compiler import main\ndef write(text): return text.missing\nmain(write)\n"
     (tmp_path / "faulty_writer.py").write_text(program)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert verdict(make(program="faulty_writer"), "secret").problem == "internal error while converting the grammar"
+    checks = make(program="faulty_writer")
+    for text in ("secret", "another secret"):
+        assert verdict(checks, text).problem == "internal error while converting the grammar"
     assert "AttributeError in" in caplog.text and "line 2" in caplog.text and "secret" not in caplog.text
+    assert caplog.text.count("the writer failed") == 1
 
 
 @pytest.mark.slow

@@ -50,6 +50,8 @@ TEXTS = st.text("[]-&~^ab*+,0", max_size=2)
         (r"[\w-.]", r"[\w\-.]"),
         (r"[a-\d]", r"[a\-\d]"),
         (r"[\p{L}-x]", r"[\p{L}\-x]"),
+        (r"\u{0001F600}[\x{0001F600}]", r"\u{0001F600}[\x{0001F600}]"),
+        (r"\p{Cyrillic}[\p{Cyrillic}]", r"\p{Cyrillic}[\p{Cyrillic}]"),
         (r"[\u0041-\u0043]", r"[\u0041-\u0043]"),
         ("[^]a]", r"[^\]a]"),
         ("[[:alpha:]]", r"[\[:alpha:]]"),
