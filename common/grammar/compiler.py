@@ -7,8 +7,10 @@ A fork takes milliseconds, and the vocabulary survives the death of a child. `Gr
 sends it orders. The process ends at the end of its standard input.
 
 Workers submit grammars. The router's program (`router/text/grammar_writer.py`) passes a writer to `main`: the router
-submits format specifications, and the child first writes the grammar from them. The router process therefore never
-parses a schema, pattern or rule of a client.
+submits format specifications, and the child first writes the grammar from them. The router process does not parse a
+client's patterns and rules. It reads schemas of tool arguments only after a child has accepted them, in a thread, for
+formats whose scanner needs them. The scanner then compares values with these schemas on the event loop, within
+`MAX_COMPARISON_STEPS` of `router/text/schema/shapes.py`; patterns in these schemas are compiled there.
 """
 
 from __future__ import annotations

@@ -67,6 +67,17 @@ def test_a_comparison_compiles_few_patterns(monkeypatch: pytest.MonkeyPatch) -> 
     assert tried.num_calls <= patterns.LEXERS_KEPT
 
 
+def test_a_scanner_finds_what_was_computed_when_the_schemas_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schemas are read in a thread, and scanners run on the event loop."""
+    kinds = [{"type": "object", "properties": {"y": {"type": "integer"}}}, {"type": "string", "maxLength": 3}]
+    function = Function("f", None, {"properties": {"x": {"anyOf": kinds}}, "additionalProperties": {"anyOf": kinds}})
+    function.read()
+    monkeypatch.setattr(shapes.Shapes, "_found_cases", None)
+    for name in ("x", "z"):
+        reader = reader_of(function.shapes, name)
+        assert reader is not None and reader.types == {"object", "string"}
+
+
 def test_texts_do_not_depend_on_those_that_a_pattern_read_before() -> None:
     """A long text can exhaust the limit of the compiled pattern."""
     pattern = "^([a-z]{1,50}[0-9]?){1,200}$"
