@@ -46,10 +46,15 @@ MAX_COMPARED_DEPTH = 64
 MAX_COMPARISON_STEPS = 50_000
 """Maximum number of steps of one comparison of a value with schemas, which runs on the event loop.
 
-A step is the comparison with one schema, or one character of a text with a pattern. Takes about 0.3 s in total.
+A step is the comparison of a value with a schema. All together take a tenth of a second, or most of a second with the
+slowest patterns.
 """
 PATTERN_STEPS = MAX_COMPARISON_STEPS // LEXERS_KEPT
 """Steps of compiling a pattern. The cache is large enough for the patterns of one comparison."""
+CHARACTER_STEPS = 2
+"""Steps of comparing one character of a text with a pattern."""
+PART_STEPS = 8
+"""Steps of finding a case, for each of its parts."""
 MEMBERS_PER_STEP = 64
 """Number of items or members that are counted in one step."""
 STRUCTURE: Final = frozenset(("$ref", "allOf", "anyOf", "$defs"))
@@ -310,6 +315,7 @@ class Shapes:
 
     def _case(self, found: list[Mapping[str, Any]]) -> Case | None:
         parts = tuple({id(part): part for part in found}.values())
+        self._spend(PART_STEPS * len(parts))
         types = frozenset(TYPES).intersection(*map(types_of, parts))
         if not types or (parts and self._proofs.is_impossible(*parts)):
             return None
@@ -403,7 +409,7 @@ class Shapes:
             raise _UsedUpError
 
     def _matches(self, pattern: str, text: str) -> bool:
-        self._spend(len(text) + (0 if pattern in self._patterns else PATTERN_STEPS))
+        self._spend(CHARACTER_STEPS * len(text) + (0 if pattern in self._patterns else PATTERN_STEPS))
         self._patterns.add(pattern)
         return matches(pattern, text)
 
@@ -511,5 +517,5 @@ def _divides(divisor: Any, value: float) -> bool:
 
 
 def _exact(value: float) -> Fraction:
-    """Return a number as it is written: 0.01, not the nearest float."""
+    """Return the number that a float is written as: 0.01, not the nearest binary fraction."""
     return Fraction(value) if isinstance(value, int) else Fraction(str(value))
