@@ -89,6 +89,11 @@ class Dialer:
         """Time of the next `dial`, after `on_event` has processed earlier events."""
         self.dial()
 
+    @property
+    def is_up(self) -> bool:
+        """Whether the handshake has succeeded and the connection still stands."""
+        return self._is_up
+
     def on_event(self, parts: list[bytes], now: float) -> int:
         """Process a message of the socket's monitor. Returns the event's number."""
         message = parse_monitor_message(parts)

@@ -36,6 +36,7 @@ class KVConnection:
         self.used_at = time.monotonic()
         self.num_transfers = 0
         self.was_cut = False
+        """Whether ZeroMQ ever reported a disconnection, also during a handshake."""
         self.way = ""  # how blocks are sent, as last logged
         try:
             for _ in range(num_streams):
@@ -52,16 +53,23 @@ class KVConnection:
     def dial_again(self, now: float) -> bool:
         """Process connection events and redial streams that failed or timed out.
 
-        Returns True if the first stream is redialled: messages sent so far are lost.
+        Returns True if an established stream was cut or the first is redialled: messages sent so far may be lost, and
+        the peer must learn the first stream's new routing id. ZeroMQ reconnects a cut stream without notice.
         """
-        first_again = False
+        first, must_announce, must_renew = self._dialers[0], False, False
         for monitor, dialer in zip(self._monitors, self._dialers, strict=True):
             while events(monitor) & zmq.POLLIN:
+                was_up = dialer.is_up
                 self.was_cut |= dialer.on_event(monitor.recv_multipart(), now) == zmq.EVENT_DISCONNECTED
+                if was_up and not dialer.is_up:
+                    must_announce = True
+                    must_renew |= dialer is not first
             if dialer.dial_at <= now:
                 dialer.dial()
-                first_again |= dialer is self._dialers[0]
-        return first_again
+                must_announce |= dialer is first
+        if must_renew:  # a peer knows by its routing id alone that blocks of another stream may be lost
+            first.dial()
+        return must_announce
 
     @property
     def dial_at(self) -> float:

@@ -425,7 +425,11 @@ class KVSender:
         self._unopened[transfer.key] = None
 
     def _dial(self, now: float) -> None:
-        """Redial broken connections and repeat their announcements. End transfers to a worker that rejects them."""
+        """Redial broken connections, and repeat the announcements of those that were cut or redialled.
+
+        A reconnected socket has a new routing id: answers to the previous one are lost, and blocks may be. Transfers to
+        a worker that rejects connections end.
+        """
         for address, connection in self._connections.items():
             if connection.dial_again(now):
                 theirs = [transfer for transfer in self._transfers.values() if transfer.target.address == address]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -32,6 +34,7 @@ class DecodeSide:
         self.router.bind("tcp://127.0.0.1:*")
         self.target = KVTarget("d", 7, self.router.get_string(zmq.LAST_ENDPOINT))
         self.peer = b""
+        self._connection = -1
 
     def make_sender(
         self, view: Callable[[int], memoryview], block_bytes: int, on_ended: Callable[[TransferEnded], None],
@@ -67,8 +70,15 @@ class DecodeSide:
     def read(self) -> tuple[AnyMessage, list[bytes]]:
         """The next message to the decode worker and the frames behind it."""
         assert self.router.poll(int(WAIT_S * 1000)), "nothing came"
-        self.peer, header, *frames = self.router.recv_multipart()
+        parts = self.router.recv_multipart(copy=False)
+        self._connection = parts[0].get(zmq.SRCFD)
+        self.peer, header, *frames = (part.bytes for part in parts)
         return decode(header), frames
+
+    def cut(self) -> None:
+        """Break the TCP connection that the last message came through. The sender's socket connects again."""
+        with socket.socket(fileno=os.dup(self._connection)) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
 
     def read_open(self) -> KVOpen:
         message, _ = self.read()

@@ -158,6 +158,40 @@ def test_slow_computing_costs_no_lease_and_says_so(
         pass
 
 
+def test_a_cut_connection_announces_its_transfers_again(rig: Rig) -> None:
+    """Answers to the name that the sender had before the cut are lost, although ZeroMQ itself connects again."""
+    rig.open("opened")
+    rig.open("sent")
+    rig.finish("sent")
+    while (message := rig.read()[0]).request_id != "sent":
+        pass
+    rig.grant("sent")
+    while not isinstance(message, KVDone):
+        message, _ = rig.read()
+    before = rig.peer
+    rig.cut()
+    assert {rig.read_open().request_id for _ in range(2)} == {"opened", "sent"} and rig.peer != before
+    rig.ack("sent")
+    rig.wait(lambda: [end.request_id for end in rig.ended] == ["sent"])
+
+
+def test_a_cut_of_any_stream_announces_the_transfers_under_a_new_name(make_sender_rig: Callable[..., Rig]) -> None:
+    """A decode worker takes the name of the first stream for the whole connection, and blocks of any may be lost."""
+    rig = make_sender_rig(num_streams=2)
+    rig.open(num_ready=1)
+    rig.read_open()
+    first = rig.peer
+    rig.grant()
+    num_ready = 1
+    while rig.read() and rig.peer == first:  # until a block comes through the other stream
+        num_ready += 1
+        rig.sender.progress("a", 0, num_ready)
+    second = rig.peer
+    rig.cut()
+    rig.read_open()
+    assert rig.peer not in (first, second)
+
+
 def test_cancelling_tells_the_decode_worker_and_nobody_else(rig: Rig) -> None:
     rig.open()
     rig.read_open()
