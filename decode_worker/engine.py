@@ -215,11 +215,13 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
 
     def _complete_step(self, step: StepInFlight) -> None:
         """Wait for a launched step, and process its tokens."""
-        self._in_step = [*(chunk.sequence for chunk in step.chunks), *self._in_step]
+        following = self._in_step
+        self._in_step = [*(chunk.sequence for chunk in step.chunks), *following]
         sampled = self._pipeline.complete(step)
         done_at = time.monotonic()
         step_s, self._completed_at = done_at - max(step.launched_at, self._completed_at), done_at
         self._process_outputs(step.chunks, sampled, done_at, step_s)
+        self._in_step = following  # a later error of the following step does not concern this one
 
     def _drain(self) -> None:
         """Complete the step in flight, if any."""

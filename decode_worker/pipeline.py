@@ -124,12 +124,14 @@ class Pipeline:
         for chunk in chunks:
             self._scheduler.launched(chunk)
         self.in_flight = StepInFlight(tuple(chunks), step, now)
-        special = [chunk for chunk in chunks if not chunk.is_plain]
-        follows = any(masks.rules.follows_tokens(chunk.sequence) for chunk in special)
-        if not follows:
-            step.sample(self._rows(chunks, masks) if special else {})
-        if before is not None:
-            complete(before)
+        try:
+            special = [chunk for chunk in chunks if not chunk.is_plain]
+            follows = any(masks.rules.follows_tokens(chunk.sequence) for chunk in special)
+            if not follows:
+                step.sample(self._rows(chunks, masks) if special else {})
+        finally:  # nothing else refers to the step before
+            if before is not None:
+                complete(before)
         if follows:
             step.sample(self._rows(chunks, masks))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -233,6 +233,28 @@ def test_a_step_that_fails_before_the_next_one_is_sampled_ends_both(ahead: Calla
     engine.ask(prompt(20), "c", **KINDS["penalties"])
     engine.until(lambda: engine.is_clean)
     assert engine.tokens("c") == engine.oracle(prompt(20), **KINDS["penalties"])
+
+
+def test_a_step_that_cannot_be_sampled_costs_no_token_of_the_step_before(
+    ahead: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last token of `b` is in flight when sampling the next step, which only has `a`, fails."""
+    engine, failed = ahead(), []
+    engine.ask(prompt(20), max_tokens=50)
+    engine.ask(prompt(30, 1), "b", max_tokens=10)
+    engine.until(lambda: len(engine.tokens("b")) > 4)
+    prepare = engine.device.sampler.prepare
+
+    def failing_once(rows: Sequence[object]) -> Any:
+        if len(rows) == 1 and not failed:
+            failed.append(rows)
+            raise RuntimeError("out of memory")
+        return prepare(rows)
+
+    monkeypatch.setattr(engine.device.sampler, "prepare", failing_once)
+    engine.until(lambda: engine.is_clean)
+    assert engine.tokens("b") == engine.oracle(prompt(30, 1), 10)
+    assert [len(engine.failures(name)) for name in "ab"] == [1, 0]
 
 
 @pytest.mark.slow
