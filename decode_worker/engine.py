@@ -294,12 +294,13 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         self._expire_requests(now)
         if self._pipeline.in_flight is None:
             self._free_adapters()
-        self._remote_prefills.expire(now)
+        self._remote_prefills.expire(now, is_held=self._is_held)
         self._handovers.expire(now)
 
     def report_progress(self, *, has_stepped: bool) -> None:
         for sequence in self.scheduler:
-            is_due = (has_stepped and sequence.awaits_turn) or (self._is_held and sequence.runs)
+            is_suspended = self._is_held and (sequence.runs or sequence.status is RequestStatus.OPENED)
+            is_due = is_suspended or (has_stepped and sequence.awaits_turn)
             receives = sequence.status is RequestStatus.TRANSFERRING and sequence.lent
             if is_due or receives or sequence.awaits_mask:
                 self._reports.add(sequence)

@@ -49,6 +49,7 @@ class RemotePrefills:
         self._refuse, self._fail = partial(fail, retryable=False), partial(fail, retryable=True)
         self.link_fits = LinkFits()
         self._grant_timeout_s, self._transfer_timeout_s = grant_timeout_s, transfer_timeout_s
+        self._expired_at = 0.0
 
     # ------------------------------------------------------------ events of the receiver
 
@@ -148,12 +149,14 @@ class RemotePrefills:
         if transfer is not None:
             sequence.num_received_blocks = transfer.num_prefix_received
 
-    def expire(self, now: float) -> None:
+    def expire(self, now: float, *, is_held: bool) -> None:
         """Fail sequences that have waited for too long, and renew the leases of the other prefill workers.
 
         Those that wait for the announcement of another prefill worker only return their blocks: it may have a long
-        queue, and reports its progress to their router.
+        queue, and reports its progress to their router. Time in which the engine is held does not count as a wait for
+        blocks or announcements, because no block is granted then.
         """
+        held_s, self._expired_at = now - self._expired_at if is_held else 0.0, now
         self._transfers.expire_early(now)
         for transfer in self._transfers.stalled(now - self._transfer_timeout_s):
             sequence = self._scheduler.find(transfer.request_id)
@@ -161,13 +164,17 @@ class RemotePrefills:
                 missing = f"{transfer.num_missing} of {transfer.num_blocks - transfer.first_block} blocks missing"
                 self._fail(sequence, "transfer", f"no KV received for {self._transfer_timeout_s:g} s, {missing}")
         for sequence in self._scheduler:
+            is_opened = sequence.status is RequestStatus.OPENED
+            if not is_opened and (sequence.status is not RequestStatus.TRANSFERRING or sequence.lent):
+                continue
+            sequence.opened_at = min(now, sequence.opened_at + held_s)
             is_late = sequence.opened_at < now - self._grant_timeout_s
-            if sequence.status is RequestStatus.TRANSFERRING and not sequence.lent and is_late:
+            if not is_opened and is_late:
                 self._scheduler.return_blocks(sequence, sequence.num_received_blocks)
-            elif sequence.status is RequestStatus.OPENED and is_late:
+            elif is_late:
                 why = f"no free KV blocks for {sequence.num_tokens} tokens within {self._grant_timeout_s:g} s"
                 self._fail(sequence, "grant", why)
-            elif sequence.status is RequestStatus.OPENED:
+            elif is_opened:
                 self._transfers.renew(sequence, now)
 
     # ------------------------------------------------------------ inside

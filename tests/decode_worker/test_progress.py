@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from common.wire.messages import KVWait
+
 from ..engine_rig import prompt
 
 Rig = Any  # EngineRig of conftest, which test modules cannot import
@@ -71,3 +73,37 @@ def test_a_held_stream_keeps_making_progress(make_engine: Any) -> None:
     engine.engine.hold(False)
     engine.until(lambda: engine.is_clean)
     assert engine.tokens() == engine.oracle(prompt(20))
+
+
+def test_a_held_worker_fails_no_request_that_waits_for_blocks(engine: Any) -> None:
+    """It grants none while it is held, whether they are free or not. Its prefill worker keeps the blocks it has."""
+    engine.engine.hold(True)
+    tokens = prompt(40)
+    engine.ask(tokens, remote=True)
+    engine.compute(tokens)
+    engine.peer.open("a", 3)
+    engine.until(lambda: engine.engine.scheduler.queue)
+    for passed in (20, 40, 60):
+        engine.later(passed)
+        assert isinstance(engine.peer.read(), KVWait)
+    assert not engine.failures() and engine.progress("a") == ["a"]
+    engine.engine.hold(False)
+    engine.later(80)  # its own wait begins now
+    assert isinstance(engine.peer.read(), KVWait) and not engine.failures()
+    engine.until(lambda: engine.peer.socket.poll(0))
+    engine.ship(tokens, engine.peer.read().first_block)
+    engine.until(lambda: engine.is_clean)
+    assert engine.tokens() == engine.oracle(tokens)
+
+
+def test_a_held_worker_keeps_the_blocks_for_the_next_prefill_worker(engine: Any) -> None:
+    tokens = prompt(70)
+    engine.ask(tokens, remote=True)
+    engine.peer.ship(engine.granted(tokens), 3)
+    engine.received_blocks("a", 0, 3)
+    engine.ask(tokens, attempt=1, remote=True)  # the prefill worker died, the next one is held too
+    engine.turn()
+    engine.engine.hold(True)
+    for passed in (20, 40, 60):
+        engine.later(passed)
+    assert engine.engine.check_integrity().owned == 5
