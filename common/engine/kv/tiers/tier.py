@@ -172,10 +172,10 @@ class BlockTier:
         )
 
     def _lose_all(self) -> None:
-        for block_hash in self._table.hashes():
-            self.on_change(block_hash, False)
-        self._table = SlotTable(self.num_slots if self.is_on else 0)
+        lost, self._table = self._table.hashes(), SlotTable(self.num_slots if self.is_on else 0)
         self.life += 1
+        for block_hash in lost:  # afterwards, because the listener asks which tiers hold the block
+            self.on_change(block_hash, False)
 
     def close(self) -> None:
         self._store.close()

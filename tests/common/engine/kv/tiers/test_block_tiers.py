@@ -16,6 +16,7 @@ from common.engine.kv.tiers.block_read import BlockRead
 from common.engine.kv.tiers.block_tiers import BlockTiers, ReadEnded
 from common.engine.kv.tiers.host_slots import HostSlotStore
 from common.engine.kv.tiers.tier import BlockTier
+from common.wire.messages import SHORT_HASH_BYTES
 
 from .....waiting import wait_until
 
@@ -23,7 +24,7 @@ BLOCK_BYTES = 32
 
 
 def digest(number: int) -> bytes:
-    return number.to_bytes(16, "big")
+    return number.to_bytes(16, "little")  # routers get the first bytes
 
 
 class Memory:
@@ -219,6 +220,23 @@ def test_a_reset_forgets_also_what_is_being_written(make_rig: Callable[..., Rig]
     rig.publish(4)
     wait_until(lambda: rig.held(4))
     assert rig.tiers.tiers[0].hashes() == [digest(4)]
+
+
+@pytest.mark.parametrize("loss", ["reset", "failure"])
+def test_routers_hear_that_a_tier_has_lost_its_blocks(make_rig: Callable[..., Rig], loss: str) -> None:
+    rig = make_rig(Slots(4))
+    (tier,) = rig.tiers.tiers
+    tier.on_change = rig.tiers._changed
+    rig.publish(1, 2)
+    wait_until(lambda: rig.held(1, 2))
+    rig.pool.reset_cache()
+    assert [len(piece.below) for piece in rig.pool.log.snapshot()] == [2 * SHORT_HASH_BYTES]
+    if loss == "reset":
+        rig.tiers.reset()
+    else:
+        tier.fail("written", "No space left on device")
+    assert [piece.below for piece in rig.pool.log.snapshot()] == [b""]
+    assert b"".join(event.below for event in rig.pool.log.take()) == b""
 
 
 def test_tiers_are_closed_when_a_slow_write_ends(make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
