@@ -98,7 +98,8 @@ class OutgoingTransfer:
     `num_ready` of `blocks` are computed. Once granted, `next_block` is the first that was not sent; the receiver
     already had the blocks before `first_block`. `token` is the secret of the grant. `revoked`: the engine revoked the
     blocks; only the engine thread sets it, under the sender's lock. Once granted, `shared` means that the receiver
-    accepted the offer of `transport`, and `quantised` that frames are 8-bit integers.
+    accepted the offer of `transport`, and `quantised` that frames are 8-bit integers. `announced_at` is the time of the
+    last announcement, 0 before the first.
 
     A growing sequence announces `room` blocks. Its `blocks` are those it has so far, and all of them once `done` is
     set. For a prompt, `room` is 0, and all blocks are known from the start (-1 for a block computed later).
@@ -515,6 +516,7 @@ class KVSender:
         for key in list(self._unopened):
             transfer = self._transfers[key]
             if try_send(self._streams(transfer)[0], self._open_message(transfer)):
+                transfer.announced_at = time.monotonic()
                 del self._unopened[key]
             else:
                 blocked.add(self._streams(transfer)[0])
@@ -587,8 +589,12 @@ class KVSender:
 
     def _send_failed(self, transfer: OutgoingTransfer, reason: str, phase: str = "") -> None:
         message = KVFailed(request_id=transfer.request_id, attempt=transfer.attempt, reason=reason[:1000], phase=phase)
-        if transfer.key not in self._unopened:
-            try_send(self._streams(transfer)[0], message)  # if the queue is full, the receiver's deadline applies
+        stream = self._streams(transfer)[0]
+        is_known = transfer.key not in self._unopened
+        if not is_known and transfer.announced_at:  # receivers ignore failures from a routing id that announced nothing
+            is_known = try_send(stream, self._open_message(transfer))
+        if is_known:
+            try_send(stream, message)  # if the queue is full, the receiver's deadline applies
 
     def _end(self, transfer: OutgoingTransfer, reason: str) -> None:
         self._forget(transfer)

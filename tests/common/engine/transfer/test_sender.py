@@ -13,6 +13,7 @@ from common.blocks.window import HOLE
 from common.engine.kv.shared_memory import KVMemory
 from common.engine.transfer import sender as sender_module
 from common.engine.transfer.frames import SEND_HWM
+from common.engine.transfer.sender import TransferState
 from common.wire.messages import KVAck, KVBlocks, KVDone, KVFailed, KVOffer, KVOpen, KVTarget, KVWait
 
 Rig = Any  # SenderRig of conftest, which test modules cannot import
@@ -198,6 +199,27 @@ def test_cancelling_tells_the_decode_worker_and_nobody_else(rig: Rig) -> None:
     rig.sender.cancel("a", 0, "aborted")
     assert rig.read_failed().reason == "aborted"
     assert not rig.ended
+
+
+@pytest.mark.parametrize("state", [TransferState.OPENED, TransferState.GRANTED])
+def test_cancelling_while_the_announcement_is_repeated_tells_the_decode_worker(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, state: TransferState
+) -> None:
+    """After a reconnection, it takes a failure only from a sender that it knows, by an announcement."""
+    rig.open()
+    rig.read_open()
+    if state is TransferState.GRANTED:
+        rig.grant()
+    transfer = rig.sender._transfers[("a", 0)]
+    rig.wait(lambda: transfer.state is state and not rig.sender._unopened)
+    send = sender_module.try_send
+    monkeypatch.setattr(sender_module, "try_send", lambda *message: transfer.revoked and send(*message))
+    rig.cut()
+    rig.wait(lambda: rig.sender._unopened)
+    rig.sender.cancel("a", 0, "aborted")
+    before = rig.peer
+    rig.read_open()
+    assert rig.read_failed().reason == "aborted" and rig.peer != before
 
 
 def test_cancelling_before_the_announcement_is_silent(rig: Rig) -> None:
