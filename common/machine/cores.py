@@ -45,9 +45,9 @@ class CoreShare:
             self._join()
 
     @property
-    def address(self) -> int:
-        """Address of the bytes, which steps read while they run; 0 if nothing is shared."""
-        return 0 if self._view is None else ctypes.addressof(self._view)
+    def view(self) -> ctypes.Array[ctypes.c_char] | None:
+        """Bytes of all workers, which steps read while they run, mapped while referenced; None if nothing is shared."""
+        return self._view
 
     def begin(self, *, prompts: bool = False) -> int:
         """Mark this worker as computing, possibly only `prompts`. Returns the number of threads for its next step."""
@@ -80,7 +80,7 @@ class CoreShare:
     def close(self) -> None:
         """Leave permanently. The lock is released with the file."""
         self.end()
-        self._page = None  # `address` stays mapped as long as this object lives
+        self._page = None  # `view` stays mapped while referenced
         if self._file >= 0:
             os.close(self._file)
         self._file = self._place = -1

@@ -93,6 +93,8 @@ class NativeBackend:
         self._library = library
         self.shared_cores = (0, 0)
         """Address of the bytes of `CoreShare` (0: none) and the number of shared cores. Applies to all later steps."""
+        self.shared_view: ctypes.Array[ctypes.c_char] | None = None
+        """Keeps these bytes mapped."""
         features = int(library.diptych_features())
         self.multiplies_bf16, self.multiplies_int8 = bool(features & BF16_PAIRS), bool(features & INT8_DOTS)
         self.widens_fp16 = bool(features & FP16_WIDENING)
@@ -382,11 +384,13 @@ def native_backend() -> NativeBackend | None:
     return native
 
 
-def share_cores(address: int, num_cores: int) -> None:
-    """Let long steps check, while they run, how many of `num_cores` threads they may use.
+def share_cores(view: ctypes.Array[ctypes.c_char] | None, num_cores: int) -> None:
+    """Let long steps check, while they run, how many of `num_cores` threads they may use. No step may be running.
 
-    `address`: address of the bytes of `CoreShare`, which must stay mapped; 0 disables sharing with other workers.
+    `view`: bytes of `CoreShare`, which stay mapped until the next call, because the warm-up of other weights reads them
+    after their engine has ended. None disables sharing with other workers.
     """
     native = native_backend()
     if native is not None:
-        native.shared_cores = (address, num_cores)
+        native.shared_cores = (0 if view is None else ctypes.addressof(view), num_cores)
+        native.shared_view = view

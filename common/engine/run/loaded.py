@@ -138,7 +138,7 @@ class LoadedModel:
     @staticmethod
     def share_cores(cores: CoreShare) -> None:
         """Make long steps follow changes of `cores` while they run. Call it before the first step."""
-        share_cores(cores.address, cores.num_cores)
+        share_cores(cores.view, cores.num_cores)
 
     @classmethod
     def load(cls, files: ModelFiles, config: WorkerConfig) -> LoadedModel:

@@ -172,7 +172,7 @@ class Duties:
         before = self.model
         await self._end_engine()
         try:
-            self.model = await asyncio.to_thread(renewed)
+            self.model = await _on_thread(renewed)
             await self._take_up(self.role, control)
         except Exception:
             self.model = before
@@ -182,13 +182,14 @@ class Duties:
     async def unload(self) -> None:
         """Stop the empty engine and free the model's memory."""
         await self._end_engine()
+        self._duty = self._new(self.role, self.identity)  # the previous one references the engine and KV memory
         await self._free_model()
 
     async def reload(self, load: Callable[[], ServedModel], control: ControlServer) -> None:
         """Load the model after `unload`, and serve it in the same role with a new epoch. Frees it if that fails."""
         begun = self._begun(self.role)
         try:
-            self.model = await asyncio.to_thread(load)
+            self.model = await _on_thread(load)
             await self._enter(*begun, control)
         except Exception:
             await self._free_model()
@@ -197,7 +198,7 @@ class Duties:
     async def _free_model(self) -> None:
         model, self.model = self.model, None
         if model is not None:
-            await asyncio.to_thread(model.close)
+            await _on_thread(model.close)
         del model
         if (free := self._home.free) is not None:
             await asyncio.to_thread(free)
@@ -205,7 +206,7 @@ class Duties:
     async def _end_engine(self) -> None:
         engine, self.engine = self.engine, None
         assert engine is not None  # the caller has seen it empty
-        if not await asyncio.to_thread(engine.stop):
+        if not await _on_thread(engine.stop):
             raise RuntimeError(f"the engine of the {self.role} role did not stop")
         engine.check_integrity()
 
@@ -292,6 +293,12 @@ class Duties:
         engine.start()
         self.facts = self.model.facts
         return engine
+
+
+async def _on_thread(call: Callable[[], T]) -> T:
+    """Like `asyncio.to_thread`, which may reference `call`, and so a model, for a moment after it has returned."""
+    calls = [call]
+    return await asyncio.to_thread(lambda: calls.pop()())
 
 
 async def _retried(acquire: Callable[[], T], error: type[Exception], limit_s: float) -> T:

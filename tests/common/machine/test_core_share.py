@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from common.engine.run.loaded import LoadedModel
 from common.machine.cores import CoreShare
+from kernels.cpu.backend import native_backend
 
 HOLD = """
 import sys
@@ -26,7 +28,7 @@ import resource, sys
 from common.machine.cores import CoreShare
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 with CoreShare(sys.argv[1], 8) as share:
-    print(share.begin(), share.address)
+    print(share.begin(), share.view)
 """
 
 
@@ -123,7 +125,24 @@ def test_a_file_that_is_taken_away_does_no_harm(path: Path) -> None:
     assert share.begin() == 4
 
 
+def test_the_page_is_mapped_until_steps_use_another(path: Path) -> None:
+    """The warm-up of other weights reads it after the engine has ended, and its `CoreShare` with it."""
+    if native_backend() is None:
+        pytest.skip("no C++ compiler here")
+
+    def is_mapped() -> bool:
+        return str(path) in Path("/proc/self/maps").read_text()
+
+    share = CoreShare(str(path), 4)
+    LoadedModel.share_cores(share)
+    share.close()
+    del share
+    assert is_mapped()
+    LoadedModel.share_cores(CoreShare("", 0))
+    assert not is_mapped()
+
+
 def test_a_full_disk_is_shared_with_nobody(path: Path) -> None:
     command = [sys.executable, "-P", "-c", ON_A_FULL_DISK, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "8 0\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "8 None\n"), done.stderr

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cached_property
 from types import SimpleNamespace
@@ -25,7 +27,10 @@ from common.engine.worker.metrics import WorkerMetrics
 from common.engine.worker.step_times import StepTimes
 from common.engine.worker.vitals import WorkerIdentity
 from common.errors import InUseError, ModelError, RankLost
+from common.model_files.resolve import resolve_model
 from common.wire.messages import ChangeRole
+from decode_worker.duty import decode_offer
+from prefill_worker.duty import prefill_offer
 
 WAIT_S = 60.0
 FACTS = ModelFacts(
@@ -180,6 +185,27 @@ async def make(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., R
         rig.duties.stop()
 
 
+@asynccontextmanager
+async def real_duties(role: str) -> AsyncIterator[Any]:
+    """A role with the tiny model."""
+    settings: dict[str, Any] = {"model": "tiny-random", "kv_memory_gib": 0.01, "threads": 1, "kernel_check": False}
+    decodes = role == "decode"
+    offer = decode_offer(DecodeWorkerConfig(**settings)) if decodes else prefill_offer(PrefillWorkerConfig(**settings))
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    metrics = WorkerMetrics("m", "w", EngineStatus, role=role)
+    duties = Duties(offer, None, context, None, metrics, WorkerIdentity.create(role, "w"))
+    duties.bind()
+    duties.adopt(offer.load(resolve_model("tiny-random")))
+    control: Any = Control()
+    control.duties = duties
+    duties.start(control)
+    try:
+        yield duties
+    finally:
+        duties.stop()
+        context.term()
+
+
 async def test_a_change_waits_for_requests_and_ends_with_a_hello_of_a_new_epoch(make: Callable[..., Rig]) -> None:
     rig = make()
     before, epoch = rig.engine, rig.duties.identity.epoch
@@ -297,6 +323,18 @@ async def test_the_end_of_the_process_gives_up_a_drain(make: Callable[..., Rig])
     await rig.until(lambda: rig.duties.is_draining)
     await rig.duties.settle()
     assert rig.duties.role == "decode" and rig.engine.alive
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+async def test_a_sleep_leaves_nothing_of_the_model(role: str) -> None:
+    async with real_duties(role) as duties:
+        assert duties.model is not None
+        loaded = duties.model.loaded
+        parts = [weakref.ref(part) for part in (loaded.runner, loaded.runner.model, loaded.kv)]
+        del loaded
+        await duties.unload()
+        assert [part() for part in parts] == [None] * 3
+        assert (duties.role, duties.kv_address, duties.lend_address) == (role, "", "")
 
 
 async def test_a_model_that_cannot_be_served_after_a_sleep_is_freed(make: Callable[..., Rig]) -> None:
