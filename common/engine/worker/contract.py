@@ -348,8 +348,8 @@ class DutyOffer(Generic[M]):
     - `renew(model, files)` loads other weights of the same model next to those of `model`, on a thread, and returns a
       function that returns the model with them. The process calls the function when no engine uses the model, and then
       drops `model` without closing it. Both raise ModelError, after which `model` still works.
-    - `free()` returns the memory of a closed model to the system. `load` may then be called again, after the `begin` of
-      the run that will use the model.
+    - `free()` returns the memory of closed and dropped models to the system. With `renew`, it is also called while
+      another model serves. `load` may then be called again, after the `begin` of the run that will use the model.
     """
 
     role: Role

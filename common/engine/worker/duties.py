@@ -179,6 +179,11 @@ class Duties:
             await self._take_up(self.role, control)
             raise
 
+    async def free_replaced(self) -> None:
+        """Free the memory of models that an exchange has replaced or could not start, while another one serves."""
+        if self._home.renew is not None and (free := self._home.free) is not None:
+            await asyncio.to_thread(free)
+
     async def unload(self) -> None:
         """Stop the empty engine and free the model's memory."""
         await self._end_engine()

@@ -152,11 +152,13 @@ class WorkerServing:
                     raise
                 why = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
                 log.error("order to serve in mode %s failed: %s", order.mode, why)
-                if order is self._order:
-                    self._status, self._message = "failed", why[:MAX_SHOWN_REASON]
+                status: ServingStatus = "failed"
             else:
-                if order is self._order:
-                    self._status = "done"
+                status, why = "done", ""
+            if status == "failed":  # nothing references the error any more, whose traceback references models
+                await self._duties.free_replaced()
+            if order is self._order:
+                self._status, self._message = status, why[:MAX_SHOWN_REASON]
             self._on_change()
 
     async def _carry_out(self, order: SetServing, control: ControlServer) -> None:
@@ -221,8 +223,10 @@ class WorkerServing:
             self._number, self.weight_version = before
             raise
         finally:
+            del exchange  # it references the previous model
             if self._duties.engine is not None:
                 control.broadcast_hello()
+        await self._duties.free_replaced()
         log.info(
             "weights changed to version %s in %.3f s", order.weight_version or "of the start", time.monotonic() - began
         )

@@ -24,13 +24,16 @@ from common.engine.worker.duty import LoopDuty
 from common.engine.worker.loop import EngineLoop
 from common.engine.worker.loop_model import LoopModel
 from common.engine.worker.metrics import WorkerMetrics
+from common.engine.worker.serving import WorkerServing
 from common.engine.worker.step_times import StepTimes
 from common.engine.worker.vitals import WorkerIdentity
 from common.errors import InUseError, ModelError, RankLost
 from common.model_files.resolve import resolve_model
-from common.wire.messages import ChangeRole
+from common.wire.messages import ChangeRole, SetServing
 from decode_worker.duty import decode_offer
 from prefill_worker.duty import prefill_offer
+
+from ....waiting import until
 
 WAIT_S = 60.0
 FACTS = ModelFacts(
@@ -335,6 +338,35 @@ async def test_a_sleep_leaves_nothing_of_the_model(role: str) -> None:
         await duties.unload()
         assert [part() for part in parts] == [None] * 3
         assert (duties.role, duties.kv_address, duties.lend_address) == (role, "", "")
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+async def test_updates_leave_nothing_of_weights_that_are_not_served(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    models: list[weakref.ref[Any]] = []
+    take_up = Duties._take_up
+
+    async def noted(duties: Duties, *arguments: Any) -> None:
+        assert isinstance(duties.model, LoopModel)
+        models.append(weakref.ref(duties.model.loaded.runner.model))
+        if len(models) == 3:
+            raise ModelError("no room")
+        await take_up(duties, *arguments)
+
+    async with real_duties(role) as duties:
+        monkeypatch.setattr(Duties, "_take_up", noted)
+        models.append(weakref.ref(duties.model.loaded.runner.model))
+        control: Any = SimpleNamespace(
+            broadcast_hello=lambda: None, send_threadsafe=lambda messages: None, broadcast_heartbeat=lambda: None
+        )
+        resolve: Any = resolve_model
+        serving = WorkerServing(duties, duties._home.load, lambda: None, resolve, lambda kept: None)
+        for number, status in enumerate(("done", "failed"), 1):
+            serving.order(SetServing(version=number, weights="tiny-random", weights_number=number), control)
+            await until(lambda: serving.state is not None and serving.state.status != "busy")
+            assert serving.state is not None and serving.state.status == status
+        served = [ref() for ref in models]
+        assert served == [None, duties.model.loaded.runner.model, None, duties.model.loaded.runner.model]
+        await serving.close()
 
 
 async def test_a_model_that_cannot_be_served_after_a_sleep_is_freed(make: Callable[..., Rig]) -> None:

@@ -68,6 +68,8 @@ class Worker:
             raise ModelError(self.fails)
         self.engine, self.serves = Engine(), renewed()
 
+    async def free_replaced(self) -> None: ...
+
     async def unload(self) -> None:
         self.engine = None
         if self.fails:
