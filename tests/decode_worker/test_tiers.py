@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
-from common.wire.messages import AbortRequest
+from common.blocks.block_hash import block_hashes
+from common.engine.kv.tiers.block_read import BlockRead
+from common.engine.worker.contract import RequestReceived
+from common.wire.messages import AbortRequest, ResetPrefixCache
 
 from ..engine_rig import prompt
 from ..waiting import wait_until
@@ -63,6 +66,27 @@ def test_a_prompt_may_be_aborted_while_it_is_read(rig: Rig) -> None:
     wait_until(lambda: rig.tiers.num_unread_blocks == 0)
     rig.turn()
     assert rig.is_clean
+
+
+def test_a_reset_drops_blocks_that_were_just_read(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.engine.sequences.restores.LEAST_WAIT_S", 60.0)
+    monkeypatch.setattr("common.engine.sequences.restores.MOST_WAIT_S", 60.0)
+    commit = BlockRead.commit
+
+    def first_only(read: BlockRead, tier: str, write: Callable[[], None]) -> bool:
+        done = commit(read, tier, write)
+        rig.tiers.file.gate.clear()
+        return done
+
+    monkeypatch.setattr(BlockRead, "commit", first_only)
+    rig.ask(FIRST, "again", max_tokens=1)
+    pool, hashes = rig.engine.scheduler.pool, block_hashes(FIRST, rig.kv.block_size)
+    rig.until(lambda: rig.tiers.file.num_reads == 2)
+    rig.engine.apply(RequestReceived(b"router", ResetPrefixCache(request_id="reset")))
+    assert not pool.match(hashes) and not rig.tiers.num_held(hashes) and not rig.tiers._offered
+    rig.tiers.file.gate.set()
+    rig.until(lambda: rig.is_clean)
+    assert rig.tokens("again") == rig.oracle(FIRST, 1)
 
 
 @pytest.mark.slow

@@ -142,9 +142,7 @@ class RequestEngine(EngineLoop, Generic[R, S]):
                 if sequence is not None and sequence.attempt <= attempt and sequence.router == router:
                     self._drop(sequence, "aborted")
             case RequestReceived(_, ResetPrefixCache()):
-                self.scheduler.pool.reset_cache()
-                self._restores.reset()
-                self._end_reads([sequence.read for sequence in self.scheduler if sequence.read is not None])
+                self._reset_cache()
             case RequestReceived(router, message):
                 self._refuse(router, message, f"a {self.role} worker does not accept {type(message).__name__}")
             case RouterLost(router):
@@ -289,6 +287,13 @@ class RequestEngine(EngineLoop, Generic[R, S]):
     @abstractmethod
     def _drop(self, sequence: S, reason: str) -> None:
         """Drop a sequence without notifying its router."""
+
+    def _reset_cache(self) -> None:
+        """Drop all cached blocks of memory and tiers. Reads end first, because their blocks enter the cache."""
+        while reads := [sequence.read for sequence in self.scheduler if sequence.read is not None]:
+            self._end_reads(reads)  # with windows, the end of a complete read begins the next one
+        self.scheduler.pool.reset_cache()
+        self._restores.reset()
 
     def _end_reads(self, reads: Iterable[BlockRead]) -> None:
         """End these reads and continue their prompts, if still present, from the blocks read."""

@@ -19,7 +19,7 @@ import zmq
 
 from common.config import WorkerConfig
 from common.engine.kv import BlockLog
-from common.engine.worker.contract import Duty, DutyOffer, Engine, ModelFacts, ServedModel, WorkerParts
+from common.engine.worker.contract import Duty, DutyOffer, Engine, ModelFacts, RequestReceived, ServedModel, WorkerParts
 from common.engine.worker.control import ControlServer
 from common.engine.worker.metrics import WorkerMetrics
 from common.engine.worker.vitals import WorkerIdentity
@@ -66,6 +66,8 @@ class Duties:
         """Facts of the model, once the first engine was started."""
         self.is_draining = self.has_order = False
         """`has_order`: an order to serve is executed. It may set `is_draining`, so no role change begins."""
+        self.pending_reset: RequestReceived | None = None
+        """`ResetPrefixCache` that arrived without an engine. The next one applies it: a file keeps its blocks."""
         self._duty = self._new(home.role, identity)
         self._has_unused_socket = False
         self._change: asyncio.Task[None] | None = None
@@ -296,6 +298,8 @@ class Duties:
         assert self.model is not None  # adopted before the first engine starts
         engine = duty.build_engine(self.model, control.send_threadsafe)
         engine.start()
+        if self.pending_reset is not None and engine.submit(self.pending_reset):
+            self.pending_reset = None
         self.facts = self.model.facts
         return engine
 

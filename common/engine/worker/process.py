@@ -44,6 +44,7 @@ from common.wire.messages import (
     DecodeRequest,
     PrefillRequest,
     RequestFailed,
+    ResetPrefixCache,
     SetAdapter,
     SetServing,
     WeightsPart,
@@ -279,7 +280,10 @@ class WorkerProcess:
             control.send(router, self._refusal(message, "the worker is draining"))
         elif duties.engine is None and control is not None and isinstance(message, PrefillRequest | DecodeRequest):
             control.send(router, self._refusal(message, "the worker is starting"))
-        elif duties.engine is not None and not duties.engine.submit(RequestReceived(router, message)):
+        elif duties.engine is None:
+            if isinstance(message, ResetPrefixCache):
+                duties.pending_reset = RequestReceived(router, message)
+        elif not duties.engine.submit(RequestReceived(router, message)):
             log.error("engine inbox is full: dropped %s", type(message).__name__)
 
     def _refusal(self, message: PrefillRequest | DecodeRequest, why: str) -> RequestFailed:

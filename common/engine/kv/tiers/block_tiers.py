@@ -178,7 +178,7 @@ class BlockTiers:
     def _write_turn(self) -> bool:
         with self._wake:
             self._wake.wait_for(lambda: self._stopping or self._to_clear or self._offered)
-            if self._stopping:
+            if self._stopping and not self._to_clear:  # a store that outlives this process must be cleared
                 return False
             to_clear, self._to_clear = self._to_clear, False
             offered = None if to_clear else self._offered.popleft()

@@ -19,6 +19,7 @@ import zmq.asyncio
 
 from common.config import DecodeWorkerConfig
 from common.engine.worker import process
+from common.engine.worker.contract import RequestReceived
 from common.engine.worker.process import WorkerProcess
 from common.errors import ConfigError, ModelError, RankLost
 from common.model_files import resolve_model
@@ -31,6 +32,7 @@ from common.wire.messages import (
     DecodeRequest,
     Message,
     RequestFailed,
+    ResetPrefixCache,
     RouterHello,
     SetAdapter,
     SetServing,
@@ -166,6 +168,20 @@ async def test_a_request_without_an_engine_is_refused() -> None:
     assert isinstance(refused, RequestFailed) and refused.retryable
     assert (refused.request_id, refused.phase, refused.message) == ("a", "queue", "the worker is starting")
     worker.context.destroy(linger=0)
+
+
+async def test_a_reset_without_an_engine_is_applied_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of blocks outlive engines."""
+    applied: list[object] = []
+    monkeypatch.setattr(ForeignEngine, "submit", lambda engine, command: applied.append(command) or True)
+    process, reset = process_of(ForeignModel()), ResetPrefixCache(request_id="reset")
+    process._on_message(b"router", reset)
+    running = asyncio.create_task(process.run())
+    await until(lambda: process.duties.engine is not None or running.done())
+    assert applied == [RequestReceived(b"router", reset)] and process.duties.pending_reset is None
+    os.kill(os.getpid(), signal.SIGTERM)
+    async with asyncio.timeout(WAIT_S):
+        await running
 
 
 async def test_a_dead_engine_ends_the_process_and_its_model() -> None:

@@ -63,10 +63,14 @@ class Slots(HostSlotStore):
         self.error: OSError | None = None
         self.gate = threading.Event()
         self.gate.set()
-        self.num_writes = self.num_reads = self.num_closed = 0
+        self.num_writes = self.num_reads = self.num_clears = self.num_closed = 0
 
     def close(self) -> None:
         self.num_closed += 1
+
+    def clear(self) -> None:
+        self.num_clears += 1
+        super().clear()
 
     def write(self, slot: int, block_hash: bytes, block: memoryview) -> None:
         self.num_writes += 1
@@ -237,6 +241,23 @@ def test_routers_hear_that_a_tier_has_lost_its_blocks(make_rig: Callable[..., Ri
         tier.fail("written", "No space left on device")
     assert [piece.below for piece in rig.pool.log.snapshot()] == [b""]
     assert b"".join(event.below for event in rig.pool.log.take()) == b""
+
+
+def test_a_reset_just_before_the_end_clears_the_store(make_rig: Callable[..., Rig]) -> None:
+    """The next worker finds what is left in a file."""
+    slots = Slots(4)
+    rig = make_rig(slots)
+    slots.gate.clear()
+    rig.publish(1)
+    wait_until(lambda: slots.num_writes)
+    rig.pool.reset_cache()
+    rig.tiers.reset()
+    closing = threading.Thread(target=rig.tiers.close)
+    closing.start()
+    wait_until(lambda: rig.tiers._stopping)
+    slots.gate.set()
+    closing.join()
+    assert slots.num_clears == slots.num_closed == 1
 
 
 def test_tiers_are_closed_when_a_slow_write_ends(make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
