@@ -16,6 +16,7 @@ import struct
 import sys
 import threading
 import time
+import weakref
 from typing import Annotated, Any
 
 import msgspec
@@ -68,7 +69,10 @@ class DeviceMap:
 
 
 class ExportedMemory:
-    """Owner side of exported GPU memory. The initial contents are undefined."""
+    """Owner side of exported GPU memory, offered until `close` or the last reference to this object is gone.
+
+    The initial contents are undefined.
+    """
 
     def __init__(self, num_bytes: int, device: int) -> None:
         """Raises DriverError, or DescriptorError if the system cannot pass descriptors."""
@@ -83,14 +87,15 @@ class ExportedMemory:
         finally:
             cuda.release(handle)  # the mapping and the descriptor keep the memory alive
         try:
-            self._given = DescriptorServer(descriptor)
+            given = DescriptorServer(descriptor)
         except OSError as error:
             raise DescriptorError(f"cannot offer GPU memory to other processes: {error}") from error
-        self.offer = KVDevice(os.getpid(), self._given.name, size)
+        self.offer = KVDevice(os.getpid(), given.name, size)
+        self._end = weakref.finalize(self, given.close)  # its thread and descriptor would keep the memory alive
 
     def close(self) -> None:
         """Stop offering the memory. Existing mappings remain valid."""
-        self._given.close()
+        self._end()
 
 
 def map_exported(offer: KVDevice, device: int) -> DeviceMap:
@@ -131,7 +136,8 @@ class DescriptorServer:
         self._closed = True
         with contextlib.suppress(OSError):  # the thread has already ended
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._thread.join(2 * WAIT_S)
+        if self._thread is not threading.current_thread():  # garbage is collected on any thread
+            self._thread.join(2 * WAIT_S)
         self._socket.close()
         os.close(self._descriptor)
 

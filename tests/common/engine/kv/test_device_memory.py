@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -271,6 +272,18 @@ def test_a_cache_in_exported_memory(new_cache: Callable[[int], KVCache]) -> None
     del kept
     gc.collect()
     assert not maps()
+
+
+def test_a_cache_without_references_is_no_longer_offered(new_cache: Callable[[int], KVCache]) -> None:
+    files, threads = num_files(), threading.active_count()
+    kv = new_cache(5)
+    assert kv.exported is not None
+    offer = kv.exported.offer
+    del kv
+    gc.collect()
+    assert (num_files(), threading.active_count(), maps()) == (files, threads, [])
+    with pytest.raises(DescriptorError):
+        receive_descriptor(offer.name, offer.pid)
 
 
 def test_a_cache_that_does_not_fit(new_cache: Callable[[int], KVCache]) -> None:
