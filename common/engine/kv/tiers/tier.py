@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from common.engine.kv.tiers.counts import TierCounts
@@ -114,6 +115,8 @@ class BlockTier:
             self._store.write(slot, block_hash, block)
         except OSError as error:
             self.fail("written", error)
+            with suppress(OSError):  # a full disk must not stay full of blocks that nothing can read
+                self._store.clear()
             return
         with self._lock:
             if life == self.life:

@@ -209,6 +209,7 @@ def test_a_full_disk_turns_the_tier_off_and_says_so_once(
     assert read.num_done == 0
     assert [line.count("No space left") for line in caplog.messages] == [1]
     assert not rig.tiers.counts[0].is_on and rig.changes[-1] == (digest(1), False)
+    wait_until(lambda: rig.slots[0].num_clears)  # otherwise the disk would stay full, also for the next worker
 
 
 def test_a_reset_forgets_also_what_is_being_written(make_rig: Callable[..., Rig]) -> None:
