@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,6 +149,30 @@ def test_a_model_that_embeds_is_loaded_without_its_head() -> None:
     assert (loaded.task.pooling, loaded.task.width, loaded.score) == ("last", 64, None)
     rows = loaded.runner.forward([SequenceChunk((1, 2, 3), 0, (0,), all_logits=True)])
     assert rows.shape == (3, 64) and rows.dtype == torch.float32
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_an_engine_that_cannot_lend_blocks_leaves_nothing_open(
+    model: LoopModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, role: str
+) -> None:
+    """A role change that fails returns to the previous role, which needs the same ports and file."""
+    monkeypatch.setattr("common.engine.worker.duty.LendableBlocks", lambda *arguments: 1 / 0)
+    settings: dict[str, Any] = {"kv_disk_path": str(tmp_path / "blocks"), "kv_disk_gib": 0.01}
+    offer = (
+        decode_offer(DecodeWorkerConfig(**settings))
+        if role == "decode"
+        else prefill_offer(PrefillWorkerConfig(**settings))
+    )
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    metrics = WorkerMetrics("m", "w", EngineStatus, role=role)
+    duty: Any = offer.begin(WorkerParts(WorkerIdentity("w", role, role, 1), context, None, metrics))
+    duty.bind()
+    with pytest.raises(ZeroDivisionError):
+        duty.build_engine(model, lambda messages: None)
+    duty.close_kv()
+    assert duty._tiers._num_running == 0 and duty._puller._commands.socket.closed
+    assert role == "prefill" or duty._receiver._socket.closed
+    context.destroy(linger=0)
 
 
 TRANSPORTS = [

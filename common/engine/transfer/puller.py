@@ -158,7 +158,11 @@ class KVPuller:
         self._thread.start()
 
     def stop(self, timeout_s: float = 2.0) -> None:
-        """Stop the thread and close its sockets."""
+        """Stop the thread if it runs, and close the sockets."""
+        if self._thread.ident is None:
+            self._commands.close_sending()
+            self._commands.close()
+            return
         self._commands.put(None)
         self._thread.join(timeout_s)
         self._commands.close_sending()
