@@ -154,7 +154,7 @@ class BlockRestorer:
             self._tiers.reset()
 
     def close(self) -> None:
+        if self._peers is not None:
+            self._peers.close()  # first, because the lender reads tiers
         if self._tiers is not None:
             self._tiers.close()
-        if self._peers is not None:
-            self._peers.close()
