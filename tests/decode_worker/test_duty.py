@@ -171,6 +171,7 @@ def test_an_engine_that_cannot_lend_blocks_leaves_nothing_open(
         duty.build_engine(model, lambda messages: None)
     duty.close_kv()
     assert duty._tiers._num_running == 0 and duty._puller._commands.socket.closed
+    assert duty._sender._commands.socket.closed
     assert role == "prefill" or duty._receiver._socket.closed
     context.destroy(linger=0)
 

@@ -304,9 +304,12 @@ class KVSender:
         self._thread.start()
 
     def stop(self, timeout_s: float = 2.0) -> None:
-        """Stop the thread and close its sockets. Call once, from the engine thread or after it ended."""
-        self._commands.put(None)
-        self._thread.join(timeout_s)
+        """Stop the thread if it runs, and close the sockets. Call once, from the engine thread or after it ended."""
+        if self._thread.ident is None:
+            self._close()
+        else:
+            self._commands.put(None)
+            self._thread.join(timeout_s)
         self._commands.close_sending()
 
     def open(
@@ -359,11 +362,14 @@ class KVSender:
             log.exception("KV sender died")
             self.failure = error
         finally:
-            for connection in self._connections.values():
-                connection.close()
-            self._commands.close()
-            if self._outgoing is not None:
-                self._outgoing.close()
+            self._close()
+
+    def _close(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
+        self._commands.close()
+        if self._outgoing is not None:
+            self._outgoing.close()
 
     def _turn(self) -> bool:
         """Run one round: commands, replies, sending, leases. Returns False to stop."""

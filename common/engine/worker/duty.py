@@ -57,6 +57,7 @@ class LoopDuty(ABC):
         self._tiers: BlockTiers | None = None
         self._lender: KVLender | None = None
         self._puller: KVPuller | None = None
+        self._sender: KVSender | None = None
 
     def bind(self) -> None:
         """Bind the KV sockets.
@@ -88,8 +89,9 @@ class LoopDuty(ABC):
         """Close the sockets of `bind` and the tiers if no engine took ownership."""
         if self._lender is not None:
             self._lender.stop()
-        if self._puller is not None:
-            self._puller.stop()
+        for transfers in (self._puller, self._sender):
+            if transfers is not None:
+                transfers.stop()
         if self._tiers is not None:
             self._tiers.close()
 
@@ -183,7 +185,7 @@ class LoopDuty(ABC):
         identity, kv = self.parts.identity, loaded.kv
         blocks = outgoing_blocks(kv, blocks_in_queues(kv.wire_bytes))
         frames = Frames(blocks.view, blocks.views if isinstance(blocks, GatheredOutgoing) else None, quantise)
-        return KVSender(
+        self._sender = KVSender(
             self.parts.context,
             frames,
             self.transport.outgoing(kv, blocks, frames),
@@ -193,3 +195,4 @@ class LoopDuty(ABC):
             curve=self.parts.curve,
             **options,
         )
+        return self._sender
