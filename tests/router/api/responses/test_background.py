@@ -59,7 +59,7 @@ async def shown(running: Any, name: str) -> Any:
 async def polled(running: Any, name: str, *states: str) -> Any:
     """The response once it is in one of the states."""
     async with asyncio.timeout(60):
-        while (response := await shown(running, name))["status"] not in states:  # noqa: ASYNC110 (clients poll)
+        while (response := await shown(running, name)).get("status") not in states:  # noqa: ASYNC110 (clients poll)
             await asyncio.sleep(0.001)
     return response
 
