@@ -126,7 +126,6 @@ def test_models_are_in_use_until_they_are_released(cache: Path) -> None:
 
 def test_a_lock_for_an_instant_is_waited_for(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process that checks whether the model is in use locks its usage file alone."""
-    monkeypatch.setattr(library, "CHECK_S", 60.0)
     (first,) = resolve_model("tiny-random").weights
     hold_model([first])
     library.HELD.popitem()[1].close()
@@ -136,8 +135,10 @@ def test_a_lock_for_an_instant_is_waited_for(cache: Path, monkeypatch: pytest.Mo
         fcntl.flock(other, fcntl.LOCK_EX)
         threading.Timer(0.02, other.close).start()
 
-    check()
-    assert not is_in_use(first)
+    with monkeypatch.context() as patient:
+        patient.setattr(library, "CHECK_S", 60.0)
+        check()
+        assert not is_in_use(first)
     check()
     hold_model([first])
     assert is_in_use(first)

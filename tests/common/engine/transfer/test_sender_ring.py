@@ -144,15 +144,13 @@ def test_nothing_leaves_in_frames_where_memory_is_required(make: Callable[..., R
 
 @pytest.mark.parametrize("how", ["cancelled", "refused", "lease"])
 def test_places_are_free_however_a_transfer_ends(make: Callable[..., Rig], ring: BlockRing, how: str) -> None:
-    rig = make()
+    rig = make(lease_s=3.0 if how == "lease" else 30.0)
     granted(rig)
     header(rig)
     if how == "cancelled":
         rig.sender.cancel("a", 0, "aborted")
     elif how == "refused":
         rig.fail()
-    else:
-        rig.sender._transfers["a", 0].lease_until = 0.0
     wait_until(lambda: ring.num_free == NUM_PLACES)
     assert rig.read_failed().reason if how != "refused" else rig.ended
 
