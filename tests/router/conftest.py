@@ -29,6 +29,12 @@ def grammars_are_closed() -> Iterator[None]:
     answers.close()
 
 
+@pytest.fixture
+def unread_bytes_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a client still sends is read however long this process gets no core."""
+    monkeypatch.setattr("router.server.http_connection.LINGER_S", 3600.0)
+
+
 @pytest.fixture(scope="session")
 def files() -> ModelFiles:
     return resolve_model("tiny-random")

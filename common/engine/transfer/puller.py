@@ -160,11 +160,10 @@ class KVPuller:
     def stop(self, timeout_s: float = 2.0) -> None:
         """Stop the thread if it runs, and close the sockets."""
         if self._thread.ident is None:
-            self._commands.close_sending()
-            self._commands.close()
-            return
-        self._commands.put(None)
-        self._thread.join(timeout_s)
+            self._close()
+        else:
+            self._commands.put(None)
+            self._thread.join(timeout_s)
         self._commands.close_sending()
 
     @property
@@ -195,10 +194,13 @@ class KVPuller:
         except Exception:  # whatever the error: the worker continues, and its prompts are computed
             log.exception("KV puller died: this worker copies no cached blocks of other workers until it restarts")
         finally:
-            for connection in self._connections.values():
-                connection.close()
-            self._memories.close()
-            self._commands.close()
+            self._close()
+
+    def _close(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
+        self._memories.close()
+        self._commands.close()
 
     def _turn(self) -> bool:
         ready = dict(self._poller.poll(int(1000 * CANCELLED_S) if self._pulls else 1000))

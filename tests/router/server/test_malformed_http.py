@@ -14,11 +14,7 @@ from router.server.http_connection import MAX_PIPELINED
 
 from ..raw_http import BODY, GET, POST, Connect, all_of, error_in, raw, rejected
 
-
-@pytest.fixture(autouse=True)
-def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a client still sends is read however long this process gets no core."""
-    monkeypatch.setattr(connection_module, "LINGER_S", 3600.0)
+pytestmark = pytest.mark.usefixtures("unread_bytes_are_awaited")
 
 
 # ---------------------------------------------------------------- what is no HTTP

@@ -15,6 +15,7 @@ from common.errors import Overloaded
 from router.request.paths import GENERATING
 from router.server import http_connection as connection_module
 
+pytestmark = pytest.mark.usefixtures("unread_bytes_are_awaited")
 KEY = "alices-secret-key-1"
 PATHS = sorted(GENERATING)
 NO_JSON = b"x" * 300_000
@@ -22,12 +23,6 @@ NO_JSON = b"x" * 300_000
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 Pipe = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Connect = Callable[[Any], Awaitable[Pipe]]
-
-
-@pytest.fixture(autouse=True)
-def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a client still sends is read however long this process gets no core."""
-    monkeypatch.setattr(connection_module, "LINGER_S", 3600.0)
 
 
 def overloaded() -> Overloaded:
